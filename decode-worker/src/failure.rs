@@ -16,8 +16,8 @@ pub(crate) enum Ended {
     Draining,
     #[error(transparent)]
     Invalid(#[from] Invalid),
-    #[error("no router of this cluster vouches for the prefill worker's address; send requests through a frontend")]
-    Unvouched,
+    #[error("the prefill worker's address is not signed by a router of this cluster; send requests through a frontend")]
+    UnsignedAddress,
     #[error("too many requests wait for a prefill; try again later or elsewhere")]
     RemoteWaitingFull,
     #[error(transparent)]
@@ -71,7 +71,7 @@ impl Ended {
             Self::NoBlocks => (FailureReason::Timeout, this),
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, this),
             Self::Invalid(_)
-            | Self::Unvouched
+            | Self::UnsignedAddress
             | Self::NoKvExchange
             | Self::Refused(Refusal::Unsupported(_))
             | Self::Refused(

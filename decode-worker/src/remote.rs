@@ -22,9 +22,9 @@ use tokio::{sync::SemaphorePermit, time::Instant};
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
-    if !prefill.is_vouched(Role::Prefill, worker.channels.network().key()) {
-        worker.common.metrics.count_unvouched();
-        return Err(Ended::Unvouched);
+    if !prefill.has_signed_address(Role::Prefill, worker.channels.network().key()) {
+        worker.common.metrics.count_unsigned_address();
+        return Err(Ended::UnsignedAddress);
     }
     request.generate.check(worker.common.backend.info())?;
     let waiting = worker.remote_waiting.try_acquire().map_err(|_| Ended::RemoteWaitingFull)?;
@@ -124,7 +124,7 @@ async fn receive(
                         v1::Ticket { ticket: secret.as_bytes().to_vec(), address, missing_blocks, ..v1::Ticket::default() };
                     *negotiated =
                         Some(transfers.negotiate(&prefill.instance_id, offered, secret, &mut ticket).await);
-                    prefill.send_ticket(ticket.vouched(&prefill.instance_id, worker.channels.network().key()));
+                    prefill.send_ticket(ticket.with_signed_address(&prefill.instance_id, worker.channels.network().key()));
                 }
                 Some(Event::Started(started)) => {
                     return Ok(ReceivedBlocks { started, chunks: done.map(|done| done.chunks).unwrap_or_default() });

@@ -155,7 +155,7 @@ impl Arguments {
             let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
             match word.as_str() {
                 "--threads" => read.threads = value()?.parse()?,
-                "--isa" => read.isa = value()?.parse()?,
+                "--isa" => read.isa = instruction_set(&value()?)?,
                 "--stdin" => read.stdin = true,
                 // Cargo adds this argument.
                 "--bench" => {}
@@ -167,6 +167,13 @@ impl Arguments {
         }
         Ok(read)
     }
+}
+
+fn instruction_set(name: &str) -> Result<Isa, String> {
+    let available = Isa::available();
+    let names = available.iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
+    let unknown = format!("unknown or unavailable instruction set {name}: this processor has {names}");
+    available.into_iter().find(|isa| isa.to_string() == name).ok_or(unknown)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -1,14 +1,14 @@
 //! The CPU back end for models of the Llama and Qwen families.
 //!
 //! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not on
-//! where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order (see the kernels' files),
-//! integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
+//! where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order, which the file of its
+//! kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;
 mod linear;
 mod math;
-mod model;
+pub(crate) mod model;
 mod simd;
 mod step;
 #[cfg(test)]
@@ -16,7 +16,7 @@ pub(crate) mod tests;
 mod threads;
 pub(crate) mod weights;
 
-pub use isa::{Isa, NoSuchIsa};
+pub use isa::Isa;
 pub use model::CpuModel;
 
 use crate::{Chunk, Engine, EngineError, EngineInfo, StepOutput};
@@ -27,48 +27,28 @@ use tandem_kv::BlockId;
 use tandem_model::{ModelError, TensorType};
 use threads::Threads;
 
-/// Why a model cannot be loaded, or an engine not be created.
+/// Why a model cannot be loaded, or an engine cannot be created.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum CpuError {
     /// The file is not a supported model.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// There is no kernel for a weight's number format.
-    #[error("tensor {name} is stored as {kind:?}: take a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
-    WeightType {
-        /// The name of the tensor.
-        name: String,
-        /// The number format of the tensor.
-        kind: TensorType,
-    },
+    #[error("tensor {name} is stored as {kind:?}: use a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
+    WeightType { name: String, kind: TensorType },
     /// A weight is infinite or not a number.
     #[error("tensor {name} has a number that is not finite: the file is damaged, fetch it again")]
-    NotFinite {
-        /// The name of the tensor.
-        name: String,
-    },
+    NotFinite { name: String },
     /// A layer has a weight that models of its family do not have, and that the kernels would ignore.
-    #[error("the model has the tensor {name}, which is not supported in its family: choose another model")]
-    Unexpected {
-        /// The name of the tensor.
-        name: String,
-    },
+    #[error("the model has the tensor {name}, which is not supported in models of its family: use another model")]
+    Unexpected { name: String },
     /// The KV memory would be empty, or larger than the address space.
     #[error("a KV memory of {capacity_blocks} blocks of {block_size} tokens is impossible: choose other sizes")]
-    Settings {
-        /// Tokens in a block.
-        block_size: u32,
-        /// Blocks in the KV memory.
-        capacity_blocks: u32,
-    },
+    Settings { block_size: u32, capacity_blocks: u32 },
     /// The threads could not be started.
     #[error("{count} threads cannot be started: choose fewer")]
-    Threads {
-        /// The configured number of threads.
-        count: usize,
-        /// The error of the operating system.
-        source: std::io::Error,
-    },
+    Threads { count: usize, source: std::io::Error },
 }
 
 /// The KV memory of one engine, and the threads and instruction set of its steps.
@@ -111,13 +91,12 @@ impl CpuEngine {
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
         };
-        let refused = CpuError::Settings { block_size, capacity_blocks };
-        let len = (layout.row_len() * 2 * layout.layers)
-            .checked_mul(block_size as usize)
-            .and_then(|len| len.checked_mul(capacity_blocks as usize));
+        let len = [block_size, capacity_blocks]
+            .into_iter()
+            .try_fold(layout.row_len() * 2 * layout.layers, |len, count| len.checked_mul(count as usize));
         let kv = match len {
             Some(len @ 1..) if len <= isize::MAX as usize / 4 => vec![0; len + KvLayout::PADDING],
-            _ => return Err(refused),
+            _ => return Err(CpuError::Settings { block_size, capacity_blocks }),
         };
         let threads = Threads::new(count).map_err(|source| CpuError::Threads { count, source })?;
         Ok(Self { model, settings, threads, layout, kv, buffers: Buffers::default() })

@@ -8,6 +8,7 @@
 //! Weights, activations, keys and values are 16-bit floats; the residual stream and all accumulators are 32-bit floats. Unlike on the CPU, the
 //! last bits of a result depend on the batch: cuBLASLt chooses its order of summation by the shape of a GEMM.
 
+mod buffers;
 mod compile;
 mod device;
 mod error;
@@ -84,11 +85,11 @@ impl CudaModel {
     /// As [`check`]; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number of GPUs do not
     /// support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
-        // Before the model is read: without a driver its other faults do not matter.
+        // First, so that a missing driver is reported before any fault of the model.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
         let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
         let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
-            Model::load(file, block_size, driver.shared_max(), Shard { rank, ranks }, |shape| {
+            Model::load(file, block_size, driver.shared_max, Shard { rank, ranks }, |shape| {
                 let cubin = match &mut cubin {
                     Some(cubin) => cubin,
                     none => none.insert(compile::cubin(shape, driver, settings.kernels_dir.as_deref())?),
@@ -108,8 +109,8 @@ impl CudaModel {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
     }
 
-    /// Sends `bytes` bytes of the first GPU to itself over NCCL, which is all of NCCL that one GPU can show; for `bench/gpu.sh`.
-    /// Returns the time taken, and whether the bytes arrived unchanged.
+    /// Sends `bytes` bytes of the first GPU to itself over NCCL: what can be tested of NCCL on one GPU, for `bench/gpu.sh`.
+    /// Returns the time taken, and whether the received bytes are those sent.
     ///
     /// # Errors
     ///

@@ -4,9 +4,9 @@ use crate::{Refusal, TokenLogprobs, WriteRefused};
 use std::{fmt, time::Duration};
 use tandem_kv::{ReadyBlock, Ticket, TokenId};
 
-/// An event of a job. A prefill's are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or `Reserved`, `Started`,
-/// `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked`, `WriteRefused` (both before `Started`) and `Failed` may
-/// come at any time; each is the job's last event.
+/// An event of a job. A prefill's events are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or `Reserved`,
+/// `Started`, `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked` and `WriteRefused` (both before `Started`) and
+/// `Failed` (at any time) end the job: no other event follows.
 ///
 /// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of `Computed`.
 /// A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. `PullFailed` and `Refused` may be its last events, too.
@@ -21,16 +21,16 @@ pub enum Event {
     /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as that engine reports it: at
     /// the earliest with the first token.
     Submitted,
-    /// The prompt has its blocks; another worker may write KV into those that are missing.
+    /// The prompt has its blocks; another worker may write the KV of the missing ones.
     Reserved {
         /// The one-time right to write them.
         ticket: Ticket,
-        /// Indices from the prompt's start. None: the prompt starts immediately.
+        /// The indices of the missing blocks in the prompt. If there are none, the prompt starts immediately.
         missing_blocks: Vec<u32>,
     },
-    /// Prefill: blocks that [`crate::Job::send_blocks`] asked for are computed. They stay unchanged in the KV memory until the job is dropped.
+    /// Prefill: these of the requested blocks ([`crate::Job::send_blocks`]) are computed. They stay unchanged until the job is dropped.
     BlocksReady(Vec<ReadyBlock>),
-    /// Prefill: the prompt is computed, in these chunks, and every block asked for has been reported as ready.
+    /// Prefill: the prompt is computed, in these chunks, and every requested block was reported as ready.
     Computed(Vec<PrefillChunk>),
     /// Prefill: the external engine has computed the prompt and holds its KV for another engine.
     Exported(KvHandle),
@@ -40,18 +40,18 @@ pub enum Event {
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
     /// A new token was generated.
     Token {
-        /// Index of the continuation, from 0.
+        /// The number of the sample, from 0.
         sample: u32,
         /// The token; a stop token is reported as well.
         token: TokenId,
-        /// The logprobs of the token; `None` if the request does not want them.
+        /// The logprobs of the token, if the request wants them.
         logprobs: Option<TokenLogprobs>,
     },
-    /// A continuation has ended.
+    /// A sample has ended.
     Finished {
-        /// Index of the continuation, from 0.
+        /// The number of the sample, from 0.
         sample: u32,
-        /// The reason for which it ended.
+        /// Why it ended.
         reason: FinishReason,
     },
     /// The blocks reserved for another worker's KV were taken back, for sequences that already run.
@@ -113,22 +113,22 @@ pub struct Started {
     pub kv_transfer: Duration,
     /// Bytes written by another worker.
     pub kv_transfer_bytes: u64,
-    /// The chunks in which this worker computed it, in order; none if another worker did, or it was cached.
+    /// The chunks that this worker computed, in order; none if another worker computed the prompt, or it was cached.
     pub chunks: Vec<PrefillChunk>,
 }
 
-/// The part of a prompt that one step computed.
+/// The tokens of a prompt that one step computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillChunk {
     /// Time from the allocation of blocks to the step's start.
     pub begun: Duration,
     /// Duration of the whole step, which may have computed other sequences, too.
     pub took: Duration,
-    /// Tokens of this prompt.
+    /// The number of tokens.
     pub tokens: u32,
 }
 
-/// Why a continuation has ended.
+/// Why a sample has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// A stop token was sampled: the last token reported.

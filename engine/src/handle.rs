@@ -1,8 +1,8 @@
 //! Handles to the thread that owns an engine and its scheduler.
 //!
 //! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
-//! channel that always has capacity for them: backpressure pauses a generation before its next token while its client's buffer is full,
-//! and a prefill sends each of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each of
+//! its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -49,6 +49,7 @@ pub struct EngineHandle {
     load: watch::Receiver<Load>,
     busy_since: watch::Receiver<Option<Instant>>,
     step_max: Duration,
+    /// The number of buffered events at which a paused job resumes.
     resume_below: usize,
 }
 
@@ -56,10 +57,9 @@ pub struct EngineHandle {
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// The number of buffered events at which a paused job resumes.
-    resume_below: usize,
-    commands: mpsc::Sender<Command>,
-    wake: Arc<Notify>,
+    /// Dropped after `events`, so that the engine's thread sees that they are closed.
+    _wake: WakeOnDrop,
+    engine: EngineHandle,
 }
 
 /// Queued commands; senders wait beyond that.
@@ -81,8 +81,8 @@ impl EngineHandle {
     }
 
     /// Returns a handle to a simulated engine, and the future that runs it in place of a thread, so that its time can be tokio's paused
-    /// time: after each step the future sleeps for the time on `clock`. The future ends when the last handle and job are dropped. Tickets
-    /// are drawn from `seed`: a run can be repeated, and its tickets can be predicted.
+    /// time: after each step the future sleeps for the duration on `clock`. It ends when the last handle and job are dropped. Tickets follow
+    /// from `seed`, so a run can be repeated, and its tickets can be predicted.
     pub fn simulated(
         engine: Box<dyn Engine>,
         clock: SimClock,
@@ -98,8 +98,8 @@ impl EngineHandle {
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let wake = Arc::new(Notify::new());
         let driver = Driver::new(engine, &settings, draw_ticket, clock, received, Arc::clone(&wake));
-        let (load, busy_since) = (driver.load(), driver.busy_since());
-        let (step_max, resume_below) = (settings.step_max, driver.resume_below());
+        let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
+        let (step_max, resume_below) = (settings.step_max, driver.max_buffered_events / 2);
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
     }
 
@@ -127,10 +127,10 @@ impl EngineHandle {
     }
 
     async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
-        // If this future is dropped, so is the job's receiver: waking the thread makes it check for dropped receivers.
-        let _wake = WakeOnDrop(&self.wake);
+        // If this future is dropped, so is the job's receiver: the thread must check for dropped receivers.
+        let wake = WakeOnDrop(Arc::clone(&self.wake));
         let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
-        Ok(Job { id, events, resume_below: self.resume_below, commands: self.commands.clone(), wake: Arc::clone(&self.wake) })
+        Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
     /// Writes the block with this index in the prompt, `block_bytes` long, under a ticket. Returns when it is in the engine's memory.
@@ -153,7 +153,7 @@ impl EngineHandle {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write blocks under a ticket concurrently with the steps, through [`EngineHandle::kv_memory`]: all of them, or none.
+    /// Returns the right to write these blocks under a ticket while steps run, through [`EngineHandle::kv_memory`]: all of them, or none.
     ///
     /// # Errors
     ///
@@ -162,7 +162,7 @@ impl EngineHandle {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
-    /// Reports that the worker that computed the blocks has written all of them. The prompt starts if none is missing.
+    /// Reports that the worker that computed the blocks has written all of them. The prompt starts if no block is missing.
     pub async fn confirm(&self, ticket: Ticket) {
         // If the engine's thread has ended, so have the job's events.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
@@ -185,7 +185,7 @@ impl EngineHandle {
         let _ = self.load.clone().wait_for(condition).await;
     }
 
-    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if one is doing so now. Jobs that
+    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if this is so now. Jobs that
     /// wait for others, for blocks or for their clients do not count, nor does an idle engine.
     pub async fn hung(&self) {
         loop {
@@ -212,12 +212,12 @@ impl Job {
         poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// Polls for the next event, as [`Job::next`] does.
+    /// Polls for the next event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.events.poll_recv(context));
         // A paused job gets no new events, so the count passes this number exactly once.
-        if self.events.len() == self.resume_below {
-            self.wake.notify_one();
+        if self.events.len() == self.engine.resume_below {
+            self.engine.wake.notify_one();
         }
         Poll::Ready(event)
     }
@@ -226,20 +226,13 @@ impl Job {
     /// computed. Only the first request of a job counts.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
         // If the engine's thread has ended, so have the job's events.
-        let _ = self.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
+        let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }
 
-impl Drop for Job {
-    fn drop(&mut self) {
-        self.events.close();
-        self.wake.notify_one();
-    }
-}
+struct WakeOnDrop(Arc<Notify>);
 
-struct WakeOnDrop<'a>(&'a Notify);
-
-impl Drop for WakeOnDrop<'_> {
+impl Drop for WakeOnDrop {
     fn drop(&mut self) {
         self.0.notify_one();
     }

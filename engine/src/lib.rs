@@ -39,7 +39,7 @@ pub trait Engine: Send + 'static {
     /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used again.
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
 
-    /// Copies one block's KV into a buffer of `block_bytes`.
+    /// Copies one block's KV into a buffer of `block_bytes` bytes.
     ///
     /// # Errors
     ///
@@ -53,8 +53,7 @@ pub trait Engine: Send + 'static {
     /// The device failed; the block's content is undefined.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// Returns the KV memory for access from other threads, if the device allows it: blocks that no step uses may be copied from and to it
-    /// while steps run.
+    /// Returns the KV memory if other threads may access it: they may copy blocks that no step uses from and to it while steps run.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
@@ -127,7 +126,7 @@ pub enum StepOutput {
 }
 
 impl StepOutput {
-    /// The rows of logits, without sampled tokens.
+    /// Returns the rows of logits, without sampled tokens.
     pub fn into_logits(self) -> Vec<f32> {
         match self {
             Self::Logits(logits) | Self::Sampled { logits, .. } => logits,
@@ -138,7 +137,7 @@ impl StepOutput {
 /// A failure of the device. All running requests are lost.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// This operation failed; later ones may succeed.
+    /// An operation failed; later ones may succeed.
     #[error("the engine failed: {0}")]
     Step(#[from] Box<dyn std::error::Error + Send + Sync>),
     /// The device cannot be used again: the engine's thread ends, so that the supervisor restarts the process.

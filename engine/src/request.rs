@@ -4,7 +4,7 @@ use crate::{EngineInfo, Sampling};
 use std::borrow::Cow;
 use tandem_kv::{Namespace, TokenId};
 
-/// A request to compute the KV of all tokens of a prompt but the last, and to hold it until the job is dropped.
+/// A request to compute the KV of a prompt's tokens except the last, and to keep it until the job is dropped.
 #[derive(Clone, Debug)]
 pub struct Prefill {
     /// The request's id, which is reported with the first load that includes the request's work.
@@ -49,12 +49,8 @@ pub struct Generated {
     pub tokens: Vec<TokenId>,
 }
 
-/// The longest account name in bytes. Names come from the wire and are kept in memory while requests wait; frontends send 64 bytes at most.
+/// The longest account name in bytes. Names are kept in memory while requests wait; frontends send 64 bytes at most.
 const ACCOUNT_BYTES_MAX: usize = 256;
-
-fn check_account(account: &str) -> Result<(), Refusal> {
-    if account.len() > ACCOUNT_BYTES_MAX { Err(Refusal::LongAccount { len: account.len() }) } else { Ok(()) }
-}
 
 impl Prefill {
     /// Checks whether the request can run on this engine at all.
@@ -63,8 +59,7 @@ impl Prefill {
     ///
     /// [`Refusal`] names the limit that the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
-        check_account(&self.account)?;
-        info.check(self.prompt.len(), self.prompt.len(), 1)
+        info.check(&self.account, self.prompt.len(), self.prompt.len(), 1)
     }
 }
 
@@ -75,16 +70,11 @@ impl Generate {
     ///
     /// [`Refusal`] names the limit that the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
-        check_account(&self.account)?;
         let len_max = self.len_max(info);
-        info.check(self.prompt.len(), len_max, self.samples)?;
-        match self.generated.iter().map(|generated| self.prompt.len() + generated.tokens.len()).max() {
-            Some(needed) if needed > len_max => Err(Refusal::BeyondContext {
-                needed: needed.try_into().unwrap_or(u32::MAX),
-                context_length: len_max.try_into().unwrap_or(u32::MAX),
-            }),
-            _ => Ok(()),
-        }
+        info.check(&self.account, self.prompt.len(), len_max, self.samples)?;
+        let needed = self.generated.iter().map(|generated| self.prompt.len() + generated.tokens.len()).max();
+        let beyond = needed.filter(|needed| *needed > len_max).map(clamped);
+        beyond.map_or(Ok(()), |needed| Err(Refusal::BeyondContext { needed, context_length: clamped(len_max) }))
     }
 
     /// Returns the tokens that all samples share: the prompt, and the common beginning of what resumed samples have generated. The KV of all
@@ -114,13 +104,16 @@ impl Generate {
 }
 
 impl EngineInfo {
-    fn check(&self, prompt_len: usize, len_max: usize, samples: u32) -> Result<(), Refusal> {
+    fn check(&self, account: &str, prompt_len: usize, len_max: usize, samples: u32) -> Result<(), Refusal> {
+        if account.len() > ACCOUNT_BYTES_MAX {
+            return Err(Refusal::LongAccount { len: account.len() });
+        }
         if prompt_len == 0 || samples == 0 {
             return Err(Refusal::Empty);
         }
         let Self { context_length, capacity_blocks, .. } = *self;
         if len_max > context_length as usize {
-            return Err(Refusal::BeyondContext { needed: len_max.try_into().unwrap_or(u32::MAX), context_length });
+            return Err(Refusal::BeyondContext { needed: clamped(len_max), context_length });
         }
         // The blocks of all samples at their full lengths; the prompt's full blocks are shared. The last token's KV is never stored.
         let size = self.block_size as usize;
@@ -128,14 +121,17 @@ impl EngineInfo {
         let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
         let needed_blocks = shared + each * samples as usize;
         if needed_blocks > capacity_blocks as usize {
-            let needed_blocks = needed_blocks.try_into().unwrap_or(u32::MAX);
-            return Err(Refusal::BeyondCapacity { needed_blocks, capacity_blocks });
+            return Err(Refusal::BeyondCapacity { needed_blocks: clamped(needed_blocks), capacity_blocks });
         }
         Ok(())
     }
 }
 
-/// The source of a prompt's KV (that of all tokens but the last).
+fn clamped(number: usize) -> u32 {
+    number.try_into().unwrap_or(u32::MAX)
+}
+
+/// The source of the KV of a prompt's tokens except the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvSource {
     /// It is computed on this worker.
@@ -148,35 +144,23 @@ pub enum KvSource {
 
 /// Why a job is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum Refusal {
     /// The queue is full; the request may be retried later or on another worker.
     #[error("the worker's queue is full")]
     Full,
     /// The request is longer than the model's context.
-    #[error("prompt and new tokens need {needed} positions, the context has {context_length}")]
-    BeyondContext {
-        /// Prompt and `max_tokens`, in tokens.
-        needed: u32,
-        /// The model's limit in tokens.
-        context_length: u32,
-    },
+    #[error("the prompt and its new tokens need {needed} positions, the context has {context_length}")]
+    BeyondContext { needed: u32, context_length: u32 },
     /// The request needs more blocks than the whole KV cache has.
     #[error("the request needs {needed_blocks} KV blocks, the worker has {capacity_blocks}")]
-    BeyondCapacity {
-        /// Blocks for the prompt and `max_tokens` of all samples.
-        needed_blocks: u32,
-        /// All blocks of the worker.
-        capacity_blocks: u32,
-    },
+    BeyondCapacity { needed_blocks: u32, capacity_blocks: u32 },
     /// The prompt has no tokens, or the request no samples.
     #[error("the prompt is empty")]
     Empty,
     /// The account name is too long.
     #[error("account name too long: {len} bytes, limit {ACCOUNT_BYTES_MAX}")]
-    LongAccount {
-        /// The length of the name in bytes.
-        len: usize,
-    },
+    LongAccount { len: usize },
     /// The engine does not support what the request needs.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),

@@ -76,7 +76,7 @@ pub struct Vocabulary {
 }
 
 impl Default for Vocabulary {
-    /// Bytes; answers consist of those of frequent letters.
+    /// Returns the bytes as vocabulary; answers consist of frequent letters.
     fn default() -> Self {
         let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
         Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
@@ -95,7 +95,7 @@ pub struct SimEngine {
     real_time: bool,
 }
 
-/// The simulated duration of steps that has not passed yet.
+/// The simulated duration of steps that has not been slept yet.
 #[derive(Clone, Default)]
 pub struct SimClock(Arc<AtomicU64>);
 
@@ -142,7 +142,7 @@ impl SimEngine {
         Self { real_time: true, ..self }
     }
 
-    /// The clock to which steps add their simulated durations.
+    /// Returns the clock to which steps add their simulated durations.
     pub fn clock(&self) -> SimClock {
         self.clock.clone()
     }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn copied_blocks_give_equal_logits_and_torn_ones_do_not() {
+    fn copied_blocks_give_equal_logits_and_incomplete_ones_do_not() {
         let tokens: Vec<TokenId> = (0..40).collect();
         let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
         let mut source = engine();

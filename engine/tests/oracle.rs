@@ -15,7 +15,7 @@ use tandem_engine::{
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
-/// Two of the reference's logits nearer than this may change places when activations have 8 bits.
+/// Two of the reference's logits that differ by less than this may change their order when activations have 8 bits.
 const CLEAR_MARGIN: f32 = 1.0;
 const BLOCK_SIZE: usize = 16;
 const SEQUENCE_BLOCKS: usize = 128;
@@ -87,7 +87,7 @@ fn all_logits(engine: &mut CpuEngine, tokens: &[TokenId], chunk_len: usize) -> V
 }
 
 #[test]
-fn perplexity_and_top_token_are_the_references() {
+fn perplexity_and_top_tokens_match_the_reference() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let mut engine = engine(&model, 1);
@@ -111,14 +111,14 @@ fn perplexity_and_top_token_are_the_references() {
 }
 
 #[test]
-fn greedy_continuations_are_the_references_where_it_is_clear() {
+fn greedy_continuations_match_the_reference_at_every_clear_step() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let mut engine = engine(&model, 1);
     let (mut free, mut clear) = (0, 0);
     for golden in goldens::<Greedy>("greedy.json") {
-        // Given the reference's tokens, the next is the reference's at every clear step. Up to the first step that is not clear,
-        // that is also what running freely gives.
+        // After the reference's tokens, the likeliest token at every clear step is the reference's. Up to the first step that is not clear,
+        // greedy decoding gives the same tokens.
         let tokens = [&golden.prompt[..], &golden.tokens[..golden.tokens.len() - 1]].concat();
         let logits = all_logits(&mut engine, &tokens, 512);
         let mut all_clear = true;
@@ -172,7 +172,7 @@ fn chunks_of_any_length_give_the_same_bits() {
         assert_eq!(run(&mut chunked, chunk_len), expected, "logits in chunks of {chunk_len}");
         assert!(kv_of(&chunked, &blocks(0, 1)[..used]) == kv_of(&whole, &blocks(0, 1)[..used]), "KV in chunks of {chunk_len}");
     }
-    // A prefix that is already there, as after a cache hit or a transfer.
+    // The KV of a prefix is already in the memory, as after a cache hit or a transfer.
     let mut cached = engine(&model, 1);
     let cached_blocks = 40;
     for block in &blocks(0, 1)[..cached_blocks] {
@@ -184,11 +184,11 @@ fn chunks_of_any_length_give_the_same_bits() {
 }
 
 #[test]
-fn a_batch_of_eight_gives_the_bits_of_each_alone() {
+fn batch_of_eight_gives_the_bits_of_each_sequence_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();
-    // Prompts of other lengths, and then steps in which all decode together.
+    // Prompts of different lengths, then steps in which all sequences decode together.
     let prompts: Vec<&[TokenId]> = (0..8).map(|i| &document[i * 90..i * 90 + 20 + 13 * i]).collect();
     let alone: Vec<Vec<Vec<f32>>> =
         prompts.iter().map(|prompt| decode(&mut engine(&model, 1), &[prompt], vocabulary).remove(0)).collect();

@@ -146,7 +146,8 @@ mod tests {
     #[test]
     fn tiers_are_as_reported() {
         let by_tier = [("device".to_owned(), 32)];
-        let scheduled = Scheduled { cached_tokens: Some(32), cached_tokens_by_tier: by_tier.clone().into(), reported_later: false };
+        let scheduled =
+            Scheduled { cached_tokens: Some(32), cached_tokens_by_tier: by_tier.clone().into(), reported_later: false };
         assert_eq!(cached(Some(&scheduled), &placement(0, None, 16), 100).by_tier, BTreeMap::from(by_tier));
     }
 

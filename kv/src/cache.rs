@@ -1,4 +1,4 @@
-//! The block pool and the prefix cache over it, in one owner because a block's life crosses both.
+//! The block pool and the prefix cache over it. One type owns both, because blocks move between them.
 //!
 //! Invariants ([`PrefixCache::check_invariants`]):
 //! - A cached block's parent is cached.
@@ -81,6 +81,8 @@ pub struct PrefixCache {
     /// Incremented whenever a block loses its last pin.
     clock: u64,
     log: EventLog,
+    /// The block with which [`PrefixCache::check_next`] continues.
+    next_checked: usize,
     /// All ones, except in tests that need collisions.
     hash_mask: u64,
 }
@@ -137,6 +139,7 @@ impl PrefixCache {
             unused: BTreeMap::new(),
             clock: 0,
             log: EventLog::default(),
+            next_checked: 0,
             hash_mask: u64::MAX,
         }
     }
@@ -155,7 +158,6 @@ impl PrefixCache {
     /// Finds the longest cached prefix of `tokens` (full blocks only), pins it, and allocates fresh blocks up to the wanted length.
     ///
     /// # Errors
-    ///
     /// [`Full`] if there are not enough free and evictable blocks; nothing has changed then.
     pub fn acquire(&mut self, namespace: &Namespace, tokens: &[TokenId], wanted: Wanted) -> Result<Acquired, Full> {
         let Wanted { reuse_max_blocks, len_blocks, spare_blocks } = wanted;
@@ -169,7 +171,7 @@ impl PrefixCache {
         for id in &blocks {
             self.add_pin(*id);
         }
-        blocks.extend((0..missing).map(|_| self.allocate_any().expect("free and unused blocks were counted")));
+        blocks.extend((0..missing).map(|_| self.allocate().expect("free and unused blocks were counted")));
         Ok(Acquired { blocks, cached_blocks: found as u32 })
     }
 
@@ -178,13 +180,21 @@ impl PrefixCache {
         self.find(namespace, tokens, max_blocks).len() as u32
     }
 
-    /// Allocates one fresh block, pinned for the caller.
+    /// Allocates one fresh block, pinned for the caller. Evicts the least recently used block if none is free.
     ///
     /// # Errors
-    ///
     /// [`Full`] if no block is free or evictable.
     pub fn allocate(&mut self) -> Result<BlockId, Full> {
-        self.allocate_any().ok_or(Full)
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None => {
+                let (_, id) = self.unused.pop_first().ok_or(Full)?;
+                self.remove_content(id);
+                id
+            }
+        };
+        *self.block_mut(id) = Block { pins: 1, content: None, outdated: false };
+        Ok(id)
     }
 
     /// Pins a block once more, for another owner.
@@ -347,20 +357,6 @@ impl PrefixCache {
             }
         }
         found
-    }
-
-    /// Allocates a block, pinned once; evicts the least recently used block if none is free.
-    fn allocate_any(&mut self) -> Option<BlockId> {
-        let id = match self.free.pop() {
-            Some(id) => id,
-            None => {
-                let (_, id) = self.unused.pop_first()?;
-                self.remove_content(id);
-                id
-            }
-        };
-        *self.block_mut(id) = Block { pins: 1, content: None, outdated: false };
-        Some(id)
     }
 
     /// Evicts an unpinned block and its descendants, children before their parents. Searches the unpinned blocks once: no descendant is

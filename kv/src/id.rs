@@ -1,4 +1,4 @@
-//! Names of processes and requests, as types: none can be taken for another.
+//! Names of processes and requests, as types, so that one kind cannot be used in place of another.
 
 use std::{borrow::Borrow, fmt, ops::Deref, sync::Arc};
 

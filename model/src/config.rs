@@ -42,7 +42,6 @@ impl Gguf {
     /// Returns the longest sequence that the model supports, in tokens.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has another value.
     pub fn context_length(&self) -> Result<u32, ModelError> {
         self.u32(&format!("{}.context_length", self.str(ARCHITECTURE)?))
@@ -73,7 +72,6 @@ impl ModelConfig {
     /// Reads and checks the configuration of a GGUF file.
     ///
     /// # Errors
-    ///
     /// Fails if a value is missing or invalid, or if the model's family or its RoPE scaling is not supported.
     pub fn read(file: &Gguf) -> Result<Self, ModelError> {
         const EPS: &str = "attention.layer_norm_rms_epsilon";
@@ -85,14 +83,14 @@ impl ModelConfig {
         if !heads.is_multiple_of(kv_heads) {
             return Err(numbers.wrong("attention.head_count_kv", "a divisor of the number of heads"));
         }
-        if file.optional(&numbers.key("expert_count"), |key| file.u32(key))?.is_some_and(|experts| experts > 0) {
+        if numbers.integer("expert_count")?.is_some_and(|experts| experts > 0) {
             return Err(numbers.wrong("expert_count", "0 (mixtures of experts are not supported)"));
         }
         let head_dim = numbers.head_dim(width, heads)?;
         let context_length = numbers.size("context_length")? as u32;
         let rope_base = numbers.positive("rope.freq_base")?.unwrap_or(10_000.0);
         let divisors = rope_divisors(file, head_dim / 2)?;
-        let scaling = rope_scaling(file, architecture, context_length)?;
+        let scaling = numbers.rope_scaling(context_length)?;
         Ok(Self {
             layers: numbers.size("block_count")?,
             width,
@@ -100,8 +98,7 @@ impl ModelConfig {
             kv_heads,
             head_dim,
             ffn: numbers.size("feed_forward_length")?,
-            // If it is absent, `f32` returns the error that names the key.
-            eps: numbers.positive(EPS)?.map_or_else(|| file.f32(&numbers.key(EPS)), Ok)?,
+            eps: numbers.positive(EPS)?.ok_or_else(|| numbers.missing(EPS))?,
             rope: Rope::new(family.pairs, head_dim, rope_base, divisors.as_deref(), scaling),
             qkv_biases: family.qkv_biases,
             qk_norms: family.qk_norms,
@@ -127,19 +124,31 @@ impl Numbers<'_> {
         ModelError::WrongValue { key: self.key(name), wanted }
     }
 
-    fn size(&self, name: &str) -> Result<usize, ModelError> {
-        match self.file.u32(&self.key(name))? {
-            0 => Err(self.wrong(name, "above 0")),
-            size => Ok(size as usize),
-        }
+    fn missing(&self, name: &str) -> ModelError {
+        ModelError::MissingKey { key: self.key(name) }
+    }
+
+    fn integer(&self, name: &str) -> Result<Option<u32>, ModelError> {
+        self.file.optional(&self.key(name), |key| self.file.u32(key))
+    }
+
+    fn float(&self, name: &str) -> Result<Option<f32>, ModelError> {
+        self.file.optional(&self.key(name), |key| self.file.f32(key))
     }
 
     fn optional_size(&self, name: &str) -> Result<Option<usize>, ModelError> {
-        if self.file.has(&self.key(name)) { self.size(name).map(Some) } else { Ok(None) }
+        match self.integer(name)? {
+            Some(0) => Err(self.wrong(name, "above 0")),
+            size => Ok(size.map(|size| size as usize)),
+        }
+    }
+
+    fn size(&self, name: &str) -> Result<usize, ModelError> {
+        self.optional_size(name)?.ok_or_else(|| self.missing(name))
     }
 
     fn positive(&self, name: &str) -> Result<Option<f32>, ModelError> {
-        match self.file.optional(&self.key(name), |key| self.file.f32(key))? {
+        match self.float(name)? {
             Some(number) if !number.is_finite() || number <= 0.0 => Err(self.wrong(name, "above 0")),
             number => Ok(number),
         }
@@ -158,14 +167,44 @@ impl Numbers<'_> {
         if !head_dim.is_multiple_of(2) {
             return Err(self.wrong("attention.key_length", "even"));
         }
-        if self
-            .file
-            .optional(&self.key("rope.dimension_count"), |key| self.file.u32(key))?
-            .is_some_and(|n| n as usize != head_dim)
-        {
+        if self.integer("rope.dimension_count")?.is_some_and(|length| length as usize != head_dim) {
             return Err(self.wrong("rope.dimension_count", "the head's length"));
         }
         Ok(head_dim)
+    }
+
+    fn rope_scaling(&self, context_length: u32) -> Result<Scaling, ModelError> {
+        let key = |name: &str| format!("rope.scaling.{name}");
+        let number = |name: &str| Ok::<_, ModelError>(self.positive(&key(name))?.map(f64::from));
+        // Older conversions have no type, only a factor under one of two names.
+        let factor = match number("factor")? {
+            None => self.float("rope.scale_linear")?.map(f64::from).filter(|factor| *factor > 0.0),
+            factor => factor,
+        };
+        let factor = factor.unwrap_or(1.0);
+        match self.file.optional(&self.key(&key("type")), |key| self.file.str(key))?.unwrap_or("linear") {
+            "none" => Ok(Scaling::None),
+            "linear" if factor == 1.0 => Ok(Scaling::None),
+            "linear" => Ok(Scaling::Linear { factor }),
+            "yarn" => {
+                // The share of YaRN's extrapolation, which is 1 in all models of these families.
+                if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
+                    return Err(self.wrong(&key("yarn_ext_factor"), "1"));
+                }
+                if self.float(&key("yarn_log_multiplier"))?.is_some_and(|multiplier| multiplier != 0.0) {
+                    return Err(self.wrong(&key("yarn_log_multiplier"), "0"));
+                }
+                let original_context = self.integer(&key("original_context_length"))?.filter(|tokens| *tokens > 0);
+                Ok(Scaling::Yarn {
+                    factor,
+                    original_context: f64::from(original_context.unwrap_or(context_length)),
+                    beta_fast: number("yarn_beta_fast")?.unwrap_or(32.0),
+                    beta_slow: number("yarn_beta_slow")?.unwrap_or(1.0),
+                    magnitude: yarn_magnitude(factor) * number("attn_factor")?.unwrap_or(1.0),
+                })
+            }
+            _ => Err(self.wrong(&key("type"), "none, linear or yarn (no other scaling is supported)")),
+        }
     }
 }
 
@@ -190,43 +229,5 @@ fn rope_divisors(file: &Gguf, pairs: usize) -> Result<Option<Vec<f32>>, ModelErr
         Ok(Some(divisors))
     } else {
         Err(ModelError::WrongValue { key: NAME.to_owned(), wanted: "a list of F32 numbers above 0" })
-    }
-}
-
-fn rope_scaling(file: &Gguf, architecture: &str, context_length: u32) -> Result<Scaling, ModelError> {
-    let key = |name: &str| format!("{architecture}.rope.scaling.{name}");
-    let number = |name: &str| match file.optional(&key(name), |key| file.f32(key))? {
-        Some(number) if !number.is_finite() || number <= 0.0 => Err(ModelError::WrongValue { key: key(name), wanted: "above 0" }),
-        number => Ok(number.map(f64::from)),
-    };
-    // Older conversions have no type, only a factor under one of two names.
-    let old_name = format!("{architecture}.rope.scale_linear");
-    let factor = match number("factor")? {
-        None if file.has(&old_name) => Some(f64::from(file.f32(&old_name)?)).filter(|factor| *factor > 0.0),
-        factor => factor,
-    };
-    let factor = factor.unwrap_or(1.0);
-    match file.optional(&key("type"), |key| file.str(key))?.unwrap_or("linear") {
-        "none" => Ok(Scaling::None),
-        "linear" if factor == 1.0 => Ok(Scaling::None),
-        "linear" => Ok(Scaling::Linear { factor }),
-        "yarn" => {
-            // The share of YaRN's extrapolation, which is 1 in all models of these families.
-            if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
-                return Err(ModelError::WrongValue { key: key("yarn_ext_factor"), wanted: "1" });
-            }
-            if file.optional(&key("yarn_log_multiplier"), |key| file.f32(key))?.is_some_and(|multiplier| multiplier != 0.0) {
-                return Err(ModelError::WrongValue { key: key("yarn_log_multiplier"), wanted: "0" });
-            }
-            let original_context = file.optional(&key("original_context_length"), |key| file.u32(key))?;
-            Ok(Scaling::Yarn {
-                factor,
-                original_context: f64::from(original_context.filter(|tokens| *tokens > 0).unwrap_or(context_length)),
-                beta_fast: number("yarn_beta_fast")?.unwrap_or(32.0),
-                beta_slow: number("yarn_beta_slow")?.unwrap_or(1.0),
-                magnitude: yarn_magnitude(factor) * number("attn_factor")?.unwrap_or(1.0),
-            })
-        }
-        _ => Err(ModelError::WrongValue { key: key("type"), wanted: "none, linear or yarn (no other scaling is supported)" }),
     }
 }

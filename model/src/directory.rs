@@ -61,7 +61,6 @@ impl HfDirectory {
     /// Reads the configuration and maps the weights into memory; weights are read from disk at their first access.
     ///
     /// # Errors
-    ///
     /// Fails if a file is missing, damaged or invalid, or if the model is not supported.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let config = read(path, CONFIG)?;
@@ -99,7 +98,6 @@ impl HfDirectory {
     /// Returns the tokenizer's file, and what other files say about text.
     ///
     /// # Errors
-    ///
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
     pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
         let config: TokenizerConfig = match read_optional(&self.path, TOKENIZER_CONFIG)? {
@@ -175,7 +173,6 @@ fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
 /// Returns the names of the weight files in an index, in order. Each is a plain name within the directory.
 ///
 /// # Errors
-///
 /// Fails if the index is not valid JSON, names no files, or names files of other directories.
 pub fn shards_of_index(index: &[u8]) -> Result<BTreeSet<String>, ModelError> {
     let names: BTreeSet<String> = json::<Index>(INDEX, index)?.weight_map.into_values().collect();

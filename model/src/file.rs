@@ -7,14 +7,12 @@ pub trait ModelFile {
     /// Returns the model's configuration.
     ///
     /// # Errors
-    ///
     /// Fails if a value is missing or invalid, or if the model is not supported.
     fn config(&self) -> Result<ModelConfig, ModelError>;
 
     /// Returns a tensor by its name.
     ///
     /// # Errors
-    ///
     /// Fails if there is no such tensor, or if its number format is not supported.
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError>;
 
@@ -24,7 +22,6 @@ pub trait ModelFile {
     /// Returns a tensor by its name, checking its shape (innermost dimension first).
     ///
     /// # Errors
-    ///
     /// As [`tensor`](Self::tensor), and if the shape differs.
     fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
         let tensor = self.tensor(name)?;

@@ -1,7 +1,7 @@
 //! A GGUF file: its metadata by key, its tensors by name.
 
 use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes, parse};
-use std::{collections::HashMap, path::Path};
+use std::path::Path;
 
 /// A GGUF file. Opening it checks that everything it announces lies within the file.
 pub struct Gguf {
@@ -13,7 +13,6 @@ impl Gguf {
     /// Maps the file into memory; weights are read from disk at their first access.
     ///
     /// # Errors
-    ///
     /// Fails if the file cannot be opened, or is not a complete GGUF file of version 3.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         Self::new(Bytes::map(path)?)
@@ -22,7 +21,6 @@ impl Gguf {
     /// Parses a file that is in memory.
     ///
     /// # Errors
-    ///
     /// Fails if it is not a complete GGUF file of version 3.
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self, ModelError> {
         Self::new(Bytes::Owned(bytes))
@@ -31,21 +29,6 @@ impl Gguf {
     fn new(bytes: Bytes) -> Result<Self, ModelError> {
         let contents = parse::contents(bytes.as_slice())?;
         Ok(Self { bytes, contents })
-    }
-
-    /// Returns a tensor by its name.
-    ///
-    /// # Errors
-    ///
-    /// Fails if there is no such tensor.
-    pub fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
-        let found = self.contents.tensors.get(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
-        Ok(Tensor { kind: found.kind, shape: &found.shape, data: &self.bytes.as_slice()[found.range.clone()] })
-    }
-
-    /// Whether there is a tensor of this name.
-    pub fn has_tensor(&self, name: &str) -> bool {
-        self.contents.tensors.contains_key(name)
     }
 
     /// Returns the names and types of all tensors, in no particular order.
@@ -61,7 +44,6 @@ impl Gguf {
     /// Returns an integer of any width that is in the range of `u32`.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has another value.
     pub fn u32(&self, key: &str) -> Result<u32, ModelError> {
         self.value(key, "an integer below 2^32", |value| match value {
@@ -74,7 +56,6 @@ impl Gguf {
     /// Returns a floating-point number.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has a value of another type.
     pub fn f32(&self, key: &str) -> Result<f32, ModelError> {
         self.value(key, "a floating-point number", |value| match value {
@@ -86,7 +67,6 @@ impl Gguf {
     /// Returns a boolean.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has a value of another type.
     pub fn bool(&self, key: &str) -> Result<bool, ModelError> {
         self.value(key, "true or false", |value| match value {
@@ -98,7 +78,6 @@ impl Gguf {
     /// Returns a string.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has a value of another type.
     pub fn str(&self, key: &str) -> Result<&str, ModelError> {
         self.value(key, "a string", |value| match value {
@@ -110,7 +89,6 @@ impl Gguf {
     /// Returns a list of strings.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has a value of another type.
     pub fn strings(&self, key: &str) -> Result<Vec<String>, ModelError> {
         self.value(key, "a list of strings", |value| match value {
@@ -122,7 +100,6 @@ impl Gguf {
     /// Returns a list of 32-bit integers that are in the range of `i32`.
     ///
     /// # Errors
-    ///
     /// Fails if the key is missing or has another value.
     pub fn i32s(&self, key: &str) -> Result<Vec<i32>, ModelError> {
         self.value(key, "a list of 32-bit integers", |value| match value {
@@ -157,13 +134,11 @@ impl ModelFile for Gguf {
     }
 
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError> {
-        Gguf::tensor(self, name)
+        let found = self.contents.tensors.get(name).ok_or_else(|| ModelError::MissingTensor { name: name.to_owned() })?;
+        Ok(Tensor { kind: found.kind, shape: &found.shape, data: &self.bytes.as_slice()[found.range.clone()] })
     }
 
     fn has_tensor(&self, name: &str) -> bool {
-        Gguf::has_tensor(self, name)
+        self.contents.tensors.contains_key(name)
     }
 }
-
-/// A map whose keys are the names of tensors or of metadata.
-pub(crate) type ByName<T> = HashMap<String, T>;

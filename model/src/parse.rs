@@ -1,11 +1,11 @@
 //! Parses GGUF version 3. Every length is checked before it is used.
 
-use crate::{ModelError, TensorType, gguf::ByName};
-use std::ops::Range;
+use crate::{ModelError, TensorType};
+use std::{collections::HashMap, ops::Range};
 
 pub(crate) struct Contents {
-    pub metadata: ByName<Value>,
-    pub tensors: ByName<TensorInfo>,
+    pub metadata: HashMap<String, Value>,
+    pub tensors: HashMap<String, TensorInfo>,
 }
 
 pub(crate) enum Value {
@@ -51,7 +51,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
     let tensor_count = reader.u64()?;
     let metadata_count = reader.u64()?;
     reader.part = METADATA;
-    let mut metadata = ByName::new();
+    let mut metadata = HashMap::new();
     for _ in 0..metadata_count {
         let key = reader.text()?.to_owned();
         let value = reader.value()?;
@@ -76,7 +76,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
     if data_start > bytes.len() && tensor_count > 0 {
         return Err(ModelError::Truncated { part: "weights" });
     }
-    let mut tensors = ByName::new();
+    let mut tensors = HashMap::new();
     for (name, kind, shape, offset) in listed {
         let range = tensor_range(kind, &shape, offset, data_start)?;
         if range.end > bytes.len() {

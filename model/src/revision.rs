@@ -1,26 +1,18 @@
 //! A model's revision: the SHA-256 of all bytes of its files.
 //!
 //! Workers share KV only if their revisions are equal, so models that differ in a single weight must have different ones.
-//! The revision of a GGUF file is the output of `sha256sum FILE`; that of a directory is the output of `sha256sum FILES | sha256sum` in it, for the
-//! names of [`files`] in their order.
+//! The revision of a GGUF file is the output of `sha256sum FILE`; that of a directory is the output of `sha256sum FILES | sha256sum` in it, for
+//! its model's files in the order of their names.
 
 use crate::{HfDirectory, ModelError};
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 use std::{
     io::{self, Read},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 /// Bytes read at a time: large enough for full speed, small compared to any model.
 const CHUNK_BYTES: usize = 1 << 20;
-
-/// Returns the files that define the model at `path`: the file itself, or those of a directory in the order of their names.
-///
-/// # Errors
-/// Fails if the directory's index of weights cannot be read.
-pub fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
-    if path.is_dir() { HfDirectory::files(path) } else { Ok(vec![path.to_owned()]) }
-}
 
 /// Returns the revision of the model at `path`, 64 lowercase hex digits. `sha256` returns a file's SHA-256 in the same form.
 ///
@@ -31,19 +23,19 @@ pub fn revision<E: From<ModelError>>(path: &Path, mut sha256: impl FnMut(&Path) 
         return sha256(path);
     }
     let mut list = Context::new(&SHA256);
-    for file in files(path)? {
+    for file in HfDirectory::files(path)? {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         list.update(format!("{}  {name}\n", sha256(&file)?).as_bytes());
     }
     Ok(hex(list))
 }
 
-/// Returns the SHA-256 of a stream, 64 lowercase hex digits. `read` is called with the length of every chunk in bytes.
+/// Returns the SHA-256 of a stream, 64 lowercase hex digits.
 ///
 /// # Errors
 /// Fails if `from` cannot be read to its end.
-pub fn sha256(from: impl Read, read: impl FnMut(usize)) -> io::Result<String> {
-    hash(Context::new(&SHA256), from, read)
+pub fn sha256(from: impl Read) -> io::Result<String> {
+    hash(Context::new(&SHA256), from)
 }
 
 /// Returns the hash that git gives to a file of `len` bytes: a SHA-1 in 40 lowercase hex digits. For files outside its large-file storage, the
@@ -54,18 +46,15 @@ pub fn sha256(from: impl Read, read: impl FnMut(usize)) -> io::Result<String> {
 pub fn git_blob_sha1(len: u64, from: impl Read) -> io::Result<String> {
     let mut context = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
     context.update(format!("blob {len}\0").as_bytes());
-    hash(context, from, |_| {})
+    hash(context, from)
 }
 
-fn hash(mut context: Context, mut from: impl Read, mut read: impl FnMut(usize)) -> io::Result<String> {
+fn hash(mut context: Context, mut from: impl Read) -> io::Result<String> {
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {
         match from.read(&mut chunk) {
             Ok(0) => return Ok(hex(context)),
-            Ok(count) => {
-                context.update(&chunk[..count]);
-                read(count);
-            }
+            Ok(count) => context.update(&chunk[..count]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
@@ -83,7 +72,7 @@ mod tests {
 
     fn sha256_of(path: &Path) -> Result<String, ModelError> {
         let open = |source| ModelError::Open { path: path.to_owned(), source };
-        sha256(fs::File::open(path).map_err(open)?, |_| {}).map_err(open)
+        sha256(fs::File::open(path).map_err(open)?).map_err(open)
     }
 
     /// Returns the output of a shell command in `folder`, up to the first space.

@@ -1,57 +1,38 @@
 //! Tensors and their number formats.
 
-/// A number format of tensors, with GGUF's names.
+/// A number format of tensors, with GGUF's names and numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, non_camel_case_types, reason = "the names are GGUF's and document themselves")]
 pub enum TensorType {
-    F32,
-    F16,
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q8_1,
-    Q2_K,
-    Q3_K,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Q8_K,
-    I8,
-    I16,
-    I32,
-    I64,
-    F64,
-    BF16,
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q8_1 = 9,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    Q8_K = 15,
+    I8 = 24,
+    I16 = 25,
+    I32 = 26,
+    I64 = 27,
+    F64 = 28,
+    BF16 = 30,
 }
 
 impl TensorType {
     /// Returns the type with this number in GGUF.
     pub(crate) fn from_number(number: u32) -> Option<Self> {
-        Some(match number {
-            0 => Self::F32,
-            1 => Self::F16,
-            2 => Self::Q4_0,
-            3 => Self::Q4_1,
-            6 => Self::Q5_0,
-            7 => Self::Q5_1,
-            8 => Self::Q8_0,
-            9 => Self::Q8_1,
-            10 => Self::Q2_K,
-            11 => Self::Q3_K,
-            12 => Self::Q4_K,
-            13 => Self::Q5_K,
-            14 => Self::Q6_K,
-            15 => Self::Q8_K,
-            24 => Self::I8,
-            25 => Self::I16,
-            26 => Self::I32,
-            27 => Self::I64,
-            28 => Self::F64,
-            30 => Self::BF16,
-            _ => return None,
-        })
+        use TensorType::*;
+        let all =
+            [F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q8_K, I8, I16, I32, I64, F64, BF16];
+        all.into_iter().find(|kind| *kind as u32 == number)
     }
 
     /// Numbers per storage block.

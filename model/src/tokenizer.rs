@@ -29,7 +29,6 @@ impl Gguf {
     /// Returns the tokenizer's data. Every token has a type, and every id is in the vocabulary.
     ///
     /// # Errors
-    ///
     /// Fails if a required key is missing, or if a value is invalid or contradicts another.
     pub fn tokenizer(&self) -> Result<TokenizerData, ModelError> {
         const TYPES: &str = "tokenizer.ggml.token_type";

@@ -24,21 +24,20 @@ where
     R: Future<Output = Result<(), String>> + Send + 'static,
 {
     let ready = Arc::new(ready);
+    let check = move || {
+        let ready = ready();
+        async move {
+            match ready.await {
+                Ok(()) => status(StatusCode::OK, "ready"),
+                Err(reason) => status(StatusCode::SERVICE_UNAVAILABLE, &reason),
+            }
+        }
+    };
+    let text = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     let routes = Router::new()
         .route("/live", get(async || status(StatusCode::OK, "ok")))
-        .route(
-            "/ready",
-            get(move || {
-                let asked = ready();
-                async move {
-                    match asked.await {
-                        Ok(()) => status(StatusCode::OK, "ready"),
-                        Err(reason) => status(StatusCode::SERVICE_UNAVAILABLE, &reason),
-                    }
-                }
-            }),
-        )
-        .route("/metrics", get(async move || metrics_page(&metrics)));
+        .route("/ready", get(check))
+        .route("/metrics", get(async move || (text, metrics.render())));
     tokio::select! {
         served = async { axum::serve(listener, routes).await } => served,
         () = shutdown.draining() => Ok(()),
@@ -47,10 +46,6 @@ where
 
 fn status(code: StatusCode, status: &str) -> Response {
     (code, Json(std::collections::BTreeMap::from([("status", status)]))).into_response()
-}
-
-fn metrics_page(metrics: &Metrics) -> Response {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
 }
 
 #[cfg(test)]

@@ -31,7 +31,7 @@ use tokio::sync::{
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// A connection is closed after three pings without an answer.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// Backoff between attempts to connect: NATS is noticed within two seconds of its return.
+/// Backoff between attempts to connect: a restarted NATS is found within two seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The number of attempts after which the delay is `PAUSE_MAX`.
@@ -60,38 +60,26 @@ pub struct NatsSettings {
 
 /// How a process authenticates itself to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say what is used")]
 pub enum NatsAuth {
-    /// Without authentication.
     None,
-    /// Authentication with a name and a password.
+    /// A name and a password.
     User(String, Secret),
-    /// Authentication with a token.
     Token(Secret),
-    /// Authentication with a credentials file, as written by `nsc`.
+    /// A credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// Authentication with an nkey, whose seed is in this file.
+    /// The file with the seed of an nkey.
     Nkey(PathBuf),
 }
 
 /// Why NATS cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum NatsError {
-    /// An address is invalid.
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
-    Server {
-        /// The address, as in the settings.
-        server: String,
-    },
-    /// A file is missing or invalid.
+    Server { server: String },
     #[error("{} cannot be used for NATS", .path.display())]
-    File {
-        /// The path of the file, as in the settings.
-        path: PathBuf,
-        /// The error of the operating system, or the reason for which the file is invalid.
-        #[source]
-        cause: io::Error,
-    },
-    /// The client cannot start.
+    File { path: PathBuf, source: io::Error },
     #[error("NATS cannot be used")]
     Connect(#[from] async_nats::ConnectError),
     /// The client has ended.
@@ -166,8 +154,8 @@ impl Broker {
             allowed => MESSAGE_BYTES_MAX.min(allowed),
         };
         let instance_id = batch.instance_id.clone();
-        for part in split_batch(batch, bytes_max.saturating_sub(SIGNATURE_BYTES)) {
-            let message = self.signed(&instance_id, part.encode_to_vec());
+        for chunk in split_batch(batch, bytes_max.saturating_sub(SIGNATURE_BYTES)) {
+            let message = self.signed(&instance_id, chunk.encode_to_vec());
             tokio::select! {
                 published = self.client.publish(subject.clone(), message.into()) => if let Err(error) = published {
                     return tracing::debug!("a batch of KV events was not published: {}", error_chain(&error));
@@ -284,7 +272,7 @@ fn options(settings: &NatsSettings) -> Result<ConnectOptions, NatsError> {
         NatsAuth::User(name, password) => options.user_and_password(name.clone(), password.expose().to_owned()),
         NatsAuth::Token(token) => options.token(token.expose().to_owned()),
         NatsAuth::Credentials(path) => {
-            options.credentials(&read(path)?).map_err(|cause| NatsError::File { path: path.clone(), cause })?
+            options.credentials(&read(path)?).map_err(|source| NatsError::File { path: path.clone(), source })?
         }
         NatsAuth::Nkey(path) => options.nkey(read(path)?.trim().to_owned()),
     };
@@ -301,7 +289,7 @@ fn options(settings: &NatsSettings) -> Result<ConnectOptions, NatsError> {
 }
 
 fn read(path: &Path) -> Result<String, NatsError> {
-    fs::read_to_string(path).map_err(|cause| NatsError::File { path: path.to_owned(), cause })
+    fs::read_to_string(path).map_err(|source| NatsError::File { path: path.to_owned(), source })
 }
 
 /// Follows the state of the connection: gauge, log and notification.

@@ -4,7 +4,7 @@
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     collections::BTreeMap,
     sync::{Arc, Weak},
@@ -17,7 +17,7 @@ pub struct Metrics(Arc<Registry>);
 
 struct Registry {
     recorder: PrometheusRecorder,
-    /// Series that are removed with their owner, by its name.
+    /// Registries of series that are removed with their owner, by its name.
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
@@ -41,8 +41,8 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut builder = PrometheusBuilder::new();
         for (suffix, buckets) in BUCKETS {
-            builder =
-                builder.set_buckets_for_metric(Matcher::Suffix(suffix.to_owned()), buckets).expect("the buckets are not empty");
+            let suffix = Matcher::Suffix(suffix.to_owned());
+            builder = builder.set_buckets_for_metric(suffix, buckets).expect("the buckets are not empty");
         }
         Self(Arc::new(Registry { recorder: builder.build_recorder(), parts: Mutex::default() }))
     }
@@ -67,10 +67,10 @@ impl Metrics {
         self.0.recorder.register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// Returns a part whose series are rendered with these until its last clone is dropped, as for a worker that may be deregistered. Until then, calls
-    /// with the same owner return the same part.
+    /// Returns a registry whose series are rendered with those of this one until its last clone is dropped, such as a worker's. Until then, calls
+    /// with the same owner return the same registry.
     pub fn part(&self, owner: &str) -> Self {
-        let mut parts = self.parts();
+        let mut parts = self.0.parts.lock();
         if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {
             return Self(part);
         }
@@ -80,13 +80,9 @@ impl Metrics {
         part
     }
 
-    fn parts(&self) -> MutexGuard<'_, BTreeMap<String, Weak<Registry>>> {
-        self.0.parts.lock()
-    }
-
     /// Returns this registry and those of its parts.
     fn all(&self) -> Vec<Arc<Registry>> {
-        [Arc::clone(&self.0)].into_iter().chain(self.parts().values().filter_map(Weak::upgrade)).collect()
+        [Arc::clone(&self.0)].into_iter().chain(self.0.parts.lock().values().filter_map(Weak::upgrade)).collect()
     }
 
     /// Renders all series in Prometheus' text format.

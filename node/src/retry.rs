@@ -56,7 +56,7 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |line, cause| {
         let cause = cause.to_string();
         // Some errors repeat their cause in their own text.
-        if line.ends_with(&cause) { line } else { format!("{line}: {cause}") }
+        if line.contains(&cause) { line } else { format!("{line}: {cause}") }
     })
 }
 
@@ -92,11 +92,11 @@ mod tests {
         #[error("outer")]
         struct Outer(#[source] Middle);
         #[derive(Debug, thiserror::Error)]
-        #[error("middle: inner")]
+        #[error("middle (inner); try again")]
         struct Middle(#[source] Inner);
         #[derive(Debug, thiserror::Error)]
         #[error("inner")]
         struct Inner;
-        assert_eq!(error_chain(&Outer(Middle(Inner))), "outer: middle: inner");
+        assert_eq!(error_chain(&Outer(Middle(Inner))), "outer: middle (inner); try again");
     }
 }

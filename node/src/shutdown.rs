@@ -4,17 +4,11 @@ use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Announces when to drain and when to stop, and waits for the tasks. Cheap to clone.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
     stopped: CancellationToken,
     tasks: TaskTracker,
-}
-
-impl Default for Shutdown {
-    fn default() -> Self {
-        Self { draining: CancellationToken::new(), stopped: CancellationToken::new(), tasks: TaskTracker::new() }
-    }
 }
 
 impl Shutdown {

@@ -29,52 +29,24 @@ const TRACEPARENT_LEN: usize = 55;
 #[derive(Clone, Debug)]
 pub struct Attribute(Value);
 
-impl From<u32> for Attribute {
-    fn from(count: u32) -> Self {
-        Self(i64::from(count).into())
-    }
+macro_rules! attribute_from {
+    ($($type:ty, $given:ident => $value:expr;)+) => {
+        $(impl From<$type> for Attribute {
+            fn from($given: $type) -> Self {
+                Self($value)
+            }
+        })+
+    };
 }
 
-impl From<u64> for Attribute {
-    fn from(count: u64) -> Self {
-        Self(i64::try_from(count).unwrap_or(i64::MAX).into())
-    }
-}
-
-impl From<f64> for Attribute {
-    fn from(number: f64) -> Self {
-        Self(number.into())
-    }
-}
-
-impl From<bool> for Attribute {
-    fn from(holds: bool) -> Self {
-        Self(holds.into())
-    }
-}
-
-impl From<&'static str> for Attribute {
-    fn from(name: &'static str) -> Self {
-        Self(name.into())
-    }
-}
-
-impl From<String> for Attribute {
-    fn from(name: String) -> Self {
-        Self(name.into())
-    }
-}
-
-impl From<Vec<&'static str>> for Attribute {
-    fn from(names: Vec<&'static str>) -> Self {
-        Self(Value::Array(Array::String(names.into_iter().map(Into::into).collect())))
-    }
-}
-
-impl From<Attribute> for Value {
-    fn from(Attribute(value): Attribute) -> Self {
-        value
-    }
+attribute_from! {
+    u32, count => i64::from(count).into();
+    u64, count => i64::try_from(count).unwrap_or(i64::MAX).into();
+    f64, number => number.into();
+    bool, holds => holds.into();
+    &'static str, name => name.into();
+    String, name => name.into();
+    Vec<&'static str>, names => Value::Array(Array::String(names.into_iter().map(Into::into).collect()));
 }
 
 /// Settings of tracing.
@@ -202,14 +174,14 @@ impl Span {
     /// Sets an attribute: a count, a time, or a name given by the operator.
     pub fn set(&self, key: &'static str, value: impl Into<Attribute>) {
         if let Some((context, _)) = &self.0 {
-            context.span().set_attribute(KeyValue::new(key, value.into()));
+            context.span().set_attribute(KeyValue::new(key, value.into().0));
         }
     }
 
     /// Adds an event that happens now, with attributes as in [`Span::set`].
     pub fn event(&self, name: &'static str, attributes: &[(&'static str, Attribute)]) {
         if let Some((context, _)) = &self.0 {
-            let attributes = attributes.iter().map(|(key, value)| KeyValue::new(*key, value.clone()));
+            let attributes = attributes.iter().map(|(key, value)| KeyValue::new(*key, value.0.clone()));
             context.span().add_event(name, attributes.collect());
         }
     }

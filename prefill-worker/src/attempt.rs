@@ -37,8 +37,8 @@ pub(crate) async fn attempt(
     let ticket = ticket(worker, &mut messages).await?;
     let missing_blocks = ticket.missing_blocks.clone();
     let transfer = transfers.open(ticket).inspect_err(|error| {
-        if matches!(error, TransferError::Ticket(TicketError::Unvouched)) {
-            worker.common.metrics.count_unvouched();
+        if matches!(error, TransferError::Ticket(TicketError::UnsignedAddress)) {
+            worker.common.metrics.count_unsigned_address();
         }
     })?;
     check(&missing_blocks, blocks(prompt_tokens, worker.common.backend.info().block_size))?;

@@ -34,10 +34,9 @@ const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 /// frames larger than this delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
-/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. This alone bounds what is buffered for a
-/// reader that has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise streams that are
-/// not read would block the others. HTTP/2's allowance for small unread messages grows with that window as well; a connection that exceeds
-/// it breaks.
+/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. This alone bounds what is buffered for a reader that
+/// has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise streams that are not read would block
+/// the others. HTTP/2's allowance for small unread messages grows with that window as well; a connection that exceeds it breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 

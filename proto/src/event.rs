@@ -4,25 +4,19 @@ use crate::{WireError, v1};
 use prost::Message;
 use tandem_kv::{Change, KvBatch, KvEvent, Load, SequenceHash, StoredChain};
 
-impl From<&StoredChain> for v1::Stored {
-    fn from(chain: &StoredChain) -> Self {
-        Self { parent: chain.parent.map(|parent| parent.0), sequence_hashes: numbers(&chain.sequence_hashes) }
-    }
+pub(crate) fn stored(parent: Option<SequenceHash>, hashes: &[SequenceHash]) -> v1::Stored {
+    v1::Stored { parent: parent.map(|parent| parent.0), sequence_hashes: numbers(hashes) }
 }
 
-impl TryFrom<v1::Stored> for StoredChain {
-    type Error = WireError;
-
-    fn try_from(stored: v1::Stored) -> Result<Self, WireError> {
-        Ok(Self { parent: stored.parent.map(SequenceHash), sequence_hashes: hashes(stored.sequence_hashes)? })
-    }
+pub(crate) fn chain(stored: v1::Stored) -> Result<StoredChain, WireError> {
+    Ok(StoredChain { parent: stored.parent.map(SequenceHash), sequence_hashes: hashes(stored.sequence_hashes)? })
 }
 
 impl From<&KvEvent> for v1::KvEvent {
     fn from(event: &KvEvent) -> Self {
         use v1::kv_event::Change as Wire;
         let change = match &event.change {
-            Change::Stored(chain) => Wire::Stored(chain.into()),
+            Change::Stored(chain) => Wire::Stored(stored(chain.parent, &chain.sequence_hashes)),
             Change::Removed(removed) => Wire::Removed(v1::Removed { sequence_hashes: numbers(removed) }),
             Change::Cleared => Wire::Cleared(v1::Cleared {}),
         };
@@ -30,18 +24,14 @@ impl From<&KvEvent> for v1::KvEvent {
     }
 }
 
-impl TryFrom<v1::KvEvent> for KvEvent {
-    type Error = WireError;
-
-    fn try_from(event: v1::KvEvent) -> Result<Self, WireError> {
-        use v1::kv_event::Change as Wire;
-        let change = match event.change.ok_or(WireError::Missing { field: "change" })? {
-            Wire::Stored(stored) => Change::Stored(stored.try_into()?),
-            Wire::Removed(removed) => Change::Removed(hashes(removed.sequence_hashes)?),
-            Wire::Cleared(v1::Cleared {}) => Change::Cleared,
-        };
-        Ok(Self { event_id: event.event_id, change })
-    }
+fn event(event: v1::KvEvent) -> Result<KvEvent, WireError> {
+    use v1::kv_event::Change as Wire;
+    let change = match event.change.ok_or(WireError::Missing { field: "change" })? {
+        Wire::Stored(stored) => Change::Stored(chain(stored)?),
+        Wire::Removed(removed) => Change::Removed(hashes(removed.sequence_hashes)?),
+        Wire::Cleared(v1::Cleared {}) => Change::Cleared,
+    };
+    Ok(KvEvent { event_id: event.event_id, change })
 }
 
 /// Returns the wire form of a batch, with only those events whose ids are above `above`.
@@ -57,18 +47,12 @@ pub fn event_batch(instance_id: &str, batch: &KvBatch, above: u64) -> v1::KvEven
 
 /// Splits a batch into batches of at most `bytes_max` encoded bytes. An event that is longer by itself becomes a batch without events,
 /// whose `last_event_id` shows the receiver that an event is missing.
-pub fn split_batch(batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEventBatch> {
+pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEventBatch> {
     if batch.encoded_len() <= bytes_max {
         return vec![batch];
     }
-    let v1::KvEventBatch { instance_id, last_event_id, events, load, sent_unix_us } = batch;
-    let without_events = |last_event_id| v1::KvEventBatch {
-        instance_id: instance_id.clone(),
-        last_event_id,
-        load: load.clone(),
-        sent_unix_us,
-        events: Vec::new(),
-    };
+    let events = std::mem::take(&mut batch.events);
+    let without_events = |last_event_id| v1::KvEventBatch { last_event_id, ..batch.clone() };
     // The size with the longest event id.
     let empty = without_events(u64::MAX).encoded_len();
     let (mut batches, mut capacity) = (Vec::<v1::KvEventBatch>::new(), 0);
@@ -89,7 +73,7 @@ pub fn split_batch(batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvEvent
         }
     }
     if batches.is_empty() {
-        batches.push(without_events(last_event_id));
+        batches.push(without_events(batch.last_event_id));
     }
     batches
 }
@@ -103,7 +87,7 @@ impl TryFrom<v1::KvEventBatch> for KvBatch {
 
     fn try_from(batch: v1::KvEventBatch) -> Result<Self, WireError> {
         let load = batch.load.ok_or(WireError::Missing { field: "load" })?;
-        let events = batch.events.into_iter().map(KvEvent::try_from).collect::<Result<Vec<_>, _>>()?;
+        let events = batch.events.into_iter().map(event).collect::<Result<Vec<_>, _>>()?;
         for pair in events.windows(2) {
             let (after, found) = (pair[0].event_id, pair[1].event_id);
             if after.checked_add(1) != Some(found) {
@@ -125,7 +109,7 @@ impl TryFrom<v1::KvEventBatch> for KvBatch {
     }
 }
 
-pub(crate) fn numbers(hashes: &[SequenceHash]) -> Vec<u64> {
+fn numbers(hashes: &[SequenceHash]) -> Vec<u64> {
     hashes.iter().map(|hash| hash.0).collect()
 }
 

@@ -8,7 +8,7 @@ use ring::{
     hmac,
     rand::{SecureRandom, SystemRandom},
 };
-use std::{fmt, fmt::Write, sync::Arc};
+use std::{fmt, sync::Arc};
 use tandem_kv::HashKey;
 use tonic::metadata::{Ascii, MetadataValue};
 
@@ -49,9 +49,8 @@ struct Subkeys {
     /// The tag of `bearer` under `comparing`: the comparison of tags takes the same time for every presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
-    events: hmac::Key,
-    address: hmac::Key,
-    registration: hmac::Key,
+    /// One for each [`Purpose`], in their order.
+    signing: [hmac::Key; 3],
 }
 
 impl ClusterKey {
@@ -78,9 +77,7 @@ impl ClusterKey {
             bearer_tag: hmac::sign(&comparing, bearer.as_bytes()),
             bearer,
             comparing,
-            events: subkey("events"),
-            address: subkey("address"),
-            registration: subkey("registration"),
+            signing: ["events", "address", "registration"].map(subkey),
         }))))
     }
 
@@ -121,23 +118,13 @@ impl ClusterKey {
     /// Signs parts, in their order and with their lengths. The signature has [`SIGNATURE_BYTES`] bytes; it is empty without a key.
     pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
         let Some(keys) = &self.0 else { return Vec::new() };
-        hmac::sign(keys.of(purpose), &joined(parts)).as_ref().to_vec()
+        hmac::sign(&keys.signing[purpose as usize], &joined(parts)).as_ref().to_vec()
     }
 
     /// Returns whether a process with this key has signed these parts for this purpose. Without a key, every signature is accepted.
     pub fn verifies(&self, purpose: Purpose, parts: &[&[u8]], signature: &[u8]) -> bool {
         let Some(keys) = &self.0 else { return true };
-        hmac::verify(keys.of(purpose), &joined(parts), signature).is_ok()
-    }
-}
-
-impl Subkeys {
-    fn of(&self, purpose: Purpose) -> &hmac::Key {
-        match purpose {
-            Purpose::Events => &self.events,
-            Purpose::Address => &self.address,
-            Purpose::Registration => &self.registration,
-        }
+        hmac::verify(&keys.signing[purpose as usize], &joined(parts), signature).is_ok()
     }
 }
 
@@ -167,10 +154,7 @@ fn joined(parts: &[&[u8]]) -> Vec<u8> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("a string takes all");
-        text
-    })
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -8,9 +8,9 @@ mod key;
 mod load;
 mod prefill_chunk;
 mod reason;
+mod signed_address;
 mod snapshot;
 mod ticket;
-mod vouch;
 
 pub use error::WireError;
 pub use event::{event_batch, split_batch};

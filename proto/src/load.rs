@@ -27,10 +27,7 @@ impl From<&Load> for v1::Load {
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: load.prefill_fixed_ms,
             decode_step_ms: load.decode_step_ms,
-            transfer_bytes_per_second: 0.0,
-            included_request_ids: Vec::new(),
-            cache: None,
-            steps: None,
+            ..Self::default()
         }
     }
 }
@@ -49,8 +46,7 @@ impl From<&v1::Load> for Load {
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
             decode_step_ms: measured(load.decode_step_ms, STEP_MS),
-            preemptions: 0,
-            invariant_violations: 0,
+            ..Self::default()
         }
     }
 }

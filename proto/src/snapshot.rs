@@ -1,7 +1,11 @@
 //! Splits snapshots into messages of bounded size, and assembles them again.
 
-use crate::{WireError, event::numbers, v1};
-use tandem_kv::{Snapshot, StoredChain};
+use crate::{
+    WireError,
+    event::{chain, stored},
+    v1,
+};
+use tandem_kv::Snapshot;
 
 /// Hashes in one chunk: 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
@@ -24,8 +28,7 @@ pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::Snapsh
                 capacity = CHUNK_HASHES_MAX;
             }
             let (now, later) = rest.split_at(rest.len().min(capacity));
-            let stored = v1::Stored { parent: parent.map(|parent| parent.0), sequence_hashes: numbers(now) };
-            chunks.last_mut().expect("there is always one").stored.push(stored);
+            chunks.last_mut().expect("there is always one").stored.push(stored(parent, now));
             (parent, rest) = (now.last().copied(), later);
             capacity -= now.len();
         }
@@ -66,7 +69,7 @@ impl SnapshotAssembly {
             return Err(WireError::MixedSnapshots);
         }
         for stored in chunk.stored {
-            let chain = StoredChain::try_from(stored)?;
+            let chain = chain(stored)?;
             self.hashes += chain.sequence_hashes.len();
             if self.hashes > self.hashes_max {
                 return Err(WireError::SnapshotTooLong { max: self.hashes_max });
@@ -85,7 +88,7 @@ impl SnapshotAssembly {
 mod tests {
     use super::*;
     use proptest::{collection::vec, prelude::*};
-    use tandem_kv::SequenceHash;
+    use tandem_kv::{SequenceHash, StoredChain};
 
     /// Every block with its parent: the meaning of a snapshot, however its chains are split.
     fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {

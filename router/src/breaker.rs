@@ -1,22 +1,23 @@
 //! A circuit breaker per worker: when a worker that fails requests receives no more of them, and when it is tried again.
 //!
-//! Consecutive faults open the circuit: no request is placed on the worker for a pause. After it one request is admitted as a
-//! probe; its first token closes the circuit, its fault opens it again for twice as long. The faults of requests that were placed
-//! before do not count while the circuit is open; a first token of one of them closes it, as it shows that the worker serves.
+//! Consecutive faults open the circuit: no request is placed on the worker for a pause. After it one request is admitted as a probe; its
+//! first token closes the circuit, its fault opens it again for a longer pause. The faults of requests that were placed before do not count
+//! while the circuit is open; a first token of one of them closes it, as it shows that the worker serves.
 
 use crate::worker_bookings::BookingId;
 use std::time::Duration;
+use tandem_node::Backoff;
 use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
 /// Consecutive faults that open the circuit. As many as one request may have attempts: one request alone can use them up.
 const FAULTS_MAX: u32 = 3;
 
-/// The first pause: short enough for a worker that was only busy.
+/// The first pause, before jitter of up to as much again: short enough for a worker that was only busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// The longest pause: a worker that has recovered is found within it, and one that has not costs one attempt in it.
-const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// The longest pause, before jitter of up to as much again: a worker that has not recovered costs one attempt in it.
+const PAUSE_MAX: Duration = Duration::from_secs(15);
 
 /// The circuit breaker of one worker.
 #[derive(Debug, Default)]
@@ -28,21 +29,19 @@ pub(crate) struct Breaker {
 
 #[derive(Debug)]
 struct Open {
-    pause: Duration,
+    /// Its jitter keeps routers from probing a worker at the same moment.
+    pauses: Backoff,
     until: Instant,
     probe: Option<BookingId>,
 }
 
-/// Whether a failure for this reason suggests that the worker is broken. A worker at capacity, draining or restarted is not, nor
-/// one that received an invalid request.
+/// Whether a failure for this reason suggests that the worker is broken. A worker at capacity, draining or restarted is not, nor one that
+/// received an invalid request.
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
+    use FailureReason as Reason;
     match reason {
-        FailureReason::Unspecified | FailureReason::PrefillLost | FailureReason::Timeout | FailureReason::EngineFailed => true,
-        FailureReason::AtCapacity
-        | FailureReason::WrongInstance
-        | FailureReason::InvalidRequest
-        | FailureReason::Draining
-        | FailureReason::WriteRefused => false,
+        Reason::Unspecified | Reason::PrefillLost | Reason::Timeout | Reason::EngineFailed => true,
+        Reason::AtCapacity | Reason::WrongInstance | Reason::InvalidRequest | Reason::Draining | Reason::WriteRefused => false,
     }
 }
 
@@ -67,13 +66,12 @@ impl Breaker {
     /// Records a request that failed because of the worker. Returns whether that has opened the circuit.
     pub(crate) fn on_fault(&mut self, booking: BookingId, now: Instant) -> bool {
         self.faults = self.faults.saturating_add(1);
-        let pause = match &self.open {
-            None if self.faults < FAULTS_MAX => return false,
-            None => PAUSE_MIN,
-            Some(open) if open.probe == Some(booking) => (open.pause * 2).min(PAUSE_MAX),
-            Some(_) => return false,
+        let mut pauses = match self.open.take_if(|open| open.probe == Some(booking)) {
+            Some(open) => open.pauses,
+            None if self.open.is_none() && self.faults >= FAULTS_MAX => Backoff::new(PAUSE_MIN, PAUSE_MAX),
+            None => return false,
         };
-        self.open = Some(Open { pause, until: now + pause, probe: None });
+        self.open = Some(Open { until: now + pauses.next_delay(), pauses, probe: None });
         true
     }
 
@@ -99,21 +97,22 @@ mod tests {
         assert!(!breaker.on_fault(BookingId(0), now) && !breaker.on_fault(BookingId(0), now));
         assert!(breaker.on_fault(BookingId(0), now));
         let (mut now, mut pause) = (now, PAUSE_MIN);
+        assert!(!breaker.admits(now));
         for probe in 1..9 {
             // Faults of requests that were placed before the circuit opened do not count.
             assert!(!breaker.on_fault(BookingId(0), now));
             assert!(!breaker.admits(now + pause - Duration::from_millis(1)));
-            now += pause;
-            assert!(breaker.admits(now));
+            now += 2 * pause;
+            assert!(breaker.admits(now), "jitter adds at most as much again");
             breaker.on_placed(BookingId(probe));
-            assert!(!breaker.admits(now + PAUSE_MAX), "one probe at a time");
+            assert!(!breaker.admits(now + 2 * PAUSE_MAX), "one probe at a time");
             breaker.on_released(BookingId(0));
             assert!(!breaker.admits(now));
             assert!(breaker.on_fault(BookingId(probe), now));
             breaker.on_released(BookingId(probe));
             pause = (pause * 2).min(PAUSE_MAX);
         }
-        now += PAUSE_MAX;
+        now += 2 * PAUSE_MAX;
         breaker.on_placed(BookingId(20));
         breaker.on_released(BookingId(20));
         assert!(breaker.admits(now), "a probe that its client cancelled proves nothing");
@@ -121,5 +120,16 @@ mod tests {
         breaker.on_success();
         breaker.on_placed(BookingId(22));
         assert!(breaker.admits(now) && !breaker.on_fault(BookingId(22), now));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn two_routers_do_not_probe_a_worker_at_the_same_moment() {
+        let now = Instant::now();
+        let until = || {
+            let mut breaker = Breaker::default();
+            assert!((0..FAULTS_MAX).map(|_| breaker.on_fault(BookingId(0), now)).eq([false, false, true]));
+            breaker.open.map(|open| open.until)
+        };
+        assert_ne!(until(), until());
     }
 }

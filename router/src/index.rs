@@ -1,12 +1,12 @@
 //! The prefix index: which worker has cached which block. Exact, and searched by galloping instead of scanned.
 //!
-//! One flat table leads from a sequence hash to the set of workers that hold the block. A worker's cache is prefix-closed (a
-//! block is cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] finds the next
-//! block that some worker lacks by galloping (exponential, then binary) search and skips the blocks between.
+//! One flat table leads from a sequence hash to the set of workers that have cached the block. A worker's cache is prefix-closed (a block is
+//! cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] finds the next block that some worker
+//! lacks by galloping (exponential, then binary) search and skips the blocks between.
 //!
-//! Invariants: every set in the table is non-empty; `held[w]` has the hashes of the sets that contain `w`, so that a worker is
-//! removed without scanning other workers' blocks; a stored chain whose parent the worker does not hold is skipped, so a wrong
-//! event cannot break prefixes that are already in the index.
+//! Invariants: every set in the table is non-empty; `by_worker[w]` has the hashes of the sets that contain `w`, so that a worker is removed
+//! without scanning other workers' blocks; a stored chain whose parent the worker has not cached is skipped, so a wrong event cannot break
+//! prefixes that are already in the index.
 
 use std::collections::{HashMap, HashSet, hash_map::Entry};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
@@ -20,33 +20,34 @@ pub struct WorkerSlot(pub u32);
 pub struct Skipped {
     /// Removed, but not in the index.
     pub absent_blocks: u64,
-    /// Stored under a parent that the worker does not hold.
+    /// Stored under a parent that the worker has not cached.
     pub orphaned_blocks: u64,
 }
 
-/// Sequence hash → the workers that hold it.
+/// Sequence hash → the workers that have cached the block.
 pub struct PrefixIndex {
-    holders: HashMap<SequenceHash, Holders, KeyedState>,
+    workers: HashMap<SequenceHash, Workers, KeyedState>,
     /// Bit sets of `words` words each.
     sets: Vec<u64>,
     free_sets: Vec<u32>,
     words: usize,
     /// The hashes of each worker's blocks, by the worker's slot.
-    held: Vec<HashSet<SequenceHash, KeyedState>>,
+    by_worker: Vec<HashSet<SequenceHash, KeyedState>>,
 }
 
-/// The workers that hold a block. Most blocks of most clusters are held by one worker and take no set.
+/// The workers that have cached a block. Most blocks are cached by one worker and take no set.
 #[derive(Clone, Copy)]
-enum Holders {
+enum Workers {
     One(u32),
+    /// The number of a set in [`PrefixIndex::sets`].
     Set(u32),
 }
 
 impl PrefixIndex {
     /// Returns an empty index. The key affects the table's layout only; a random one keeps crafted prompts from slowing it down.
     pub fn new(key: u64) -> Self {
-        let holders = HashMap::with_hasher(KeyedState::with_seed(key));
-        Self { holders, sets: Vec::new(), free_sets: Vec::new(), words: 1, held: Vec::new() }
+        let workers = HashMap::with_hasher(KeyedState::with_seed(key));
+        Self { workers, sets: Vec::new(), free_sets: Vec::new(), words: 1, by_worker: Vec::new() }
     }
 
     /// Applies a change of the worker's cache.
@@ -72,25 +73,25 @@ impl PrefixIndex {
         skipped
     }
 
-    /// Removes all of the worker's blocks. Takes time proportional to their number, however many blocks other workers hold.
+    /// Removes all of the worker's blocks. Takes time proportional to their number, however many blocks other workers have.
     pub fn forget(&mut self, worker: WorkerSlot) {
-        let Some(held) = self.held.get_mut(worker.0 as usize) else { return };
-        let empty = HashSet::with_hasher(self.holders.hasher().clone());
-        for hash in std::mem::replace(held, empty) {
-            self.remove_holder(worker, hash);
+        let Some(hashes) = self.by_worker.get_mut(worker.0 as usize) else { return };
+        let empty = HashSet::with_hasher(self.workers.hasher().clone());
+        for hash in std::mem::replace(hashes, empty) {
+            self.remove_worker(worker, hash);
         }
     }
 
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it holds. Slots never used are left out.
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached. Slots never used are left out.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
-        let mut leading = vec![0; self.held.len()];
+        let mut leading = vec![0; self.by_worker.len()];
         let Some(first) = hashes.first() else { return leading };
-        // All `active` workers hold hashes[..common].
-        let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.holders.get(first), word)).collect();
+        // All `active` workers have cached hashes[..common].
+        let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.workers.get(first), word)).collect();
         let mut common = 1;
         while active.iter().any(|word| *word != 0) {
             let common_max = self.common(hashes, common, &active);
-            let next = hashes.get(common_max).and_then(|hash| self.holders.get(hash));
+            let next = hashes.get(common_max).and_then(|hash| self.workers.get(hash));
             for (word, active) in active.iter_mut().enumerate() {
                 let keep = if common_max < hashes.len() { *active & self.word(next, word) } else { 0 };
                 for bit in bits(*active & !keep) {
@@ -103,31 +104,32 @@ impl PrefixIndex {
         leading
     }
 
-    /// Returns how many blocks the worker holds.
+    /// Returns how many blocks the worker has cached.
     pub fn blocks(&self, worker: WorkerSlot) -> u64 {
-        self.held.get(worker.0 as usize).map_or(0, |held| held.len() as u64)
+        self.by_worker.get(worker.0 as usize).map_or(0, |hashes| hashes.len() as u64)
     }
 
-    /// Returns the length of the longest prefix that all `active` workers hold, given that they hold `from` blocks.
+    /// Returns the length of the longest prefix that all `active` workers have cached; `from` is known to be one that they have.
     fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
-        let (mut held, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
-        while lacking - held > 1 {
-            let probe = if lacking > hashes.len() { (held + stride).min(hashes.len()) } else { held + (lacking - held) / 2 };
-            let holders = self.holders.get(&hashes[probe - 1]);
-            if active.iter().enumerate().all(|(word, active)| active & !self.word(holders, word) == 0) {
-                held = probe;
+        let (mut cached, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
+        while lacking - cached > 1 {
+            let probe =
+                if lacking > hashes.len() { (cached + stride).min(hashes.len()) } else { cached + (lacking - cached) / 2 };
+            let workers = self.workers.get(&hashes[probe - 1]);
+            if active.iter().enumerate().all(|(word, active)| active & !self.word(workers, word) == 0) {
+                cached = probe;
                 stride *= 2;
             } else {
                 lacking = probe;
             }
         }
-        held
+        cached
     }
 
     fn store(&mut self, worker: WorkerSlot, chain: &StoredChain, skipped: &mut Skipped) {
         self.grow_to(worker);
-        let held = &self.held[worker.0 as usize];
-        if !chain.parent.as_ref().is_none_or(|parent| held.contains(parent)) {
+        let hashes = &self.by_worker[worker.0 as usize];
+        if chain.parent.is_some_and(|parent| !hashes.contains(&parent)) {
             skipped.orphaned_blocks += chain.sequence_hashes.len() as u64;
             return;
         }
@@ -137,16 +139,16 @@ impl PrefixIndex {
     }
 
     fn add(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
-        if !self.held[worker as usize].insert(hash) {
+        if !self.by_worker[worker as usize].insert(hash) {
             return;
         }
         let (word, bit) = place(worker);
-        match self.holders.entry(hash) {
+        match self.workers.entry(hash) {
             Entry::Vacant(entry) => {
-                entry.insert(Holders::One(worker));
+                entry.insert(Workers::One(worker));
             }
             Entry::Occupied(mut entry) => match *entry.get() {
-                Holders::One(other) => {
+                Workers::One(other) => {
                     let set = self.free_sets.pop().unwrap_or_else(|| {
                         self.sets.resize(self.sets.len() + self.words, 0);
                         (self.sets.len() / self.words - 1) as u32
@@ -154,36 +156,36 @@ impl PrefixIndex {
                     let base = set as usize * self.words;
                     self.sets[base + place(other).0] |= place(other).1;
                     self.sets[base + word] |= bit;
-                    entry.insert(Holders::Set(set));
+                    entry.insert(Workers::Set(set));
                 }
-                Holders::Set(set) => self.sets[set as usize * self.words + word] |= bit,
+                Workers::Set(set) => self.sets[set as usize * self.words + word] |= bit,
             },
         }
     }
 
-    /// Returns whether the worker held the block.
+    /// Returns whether the block was in the index for the worker.
     fn remove(&mut self, worker: WorkerSlot, hash: SequenceHash) -> bool {
-        let held = self.held.get_mut(worker.0 as usize).is_some_and(|held| held.remove(&hash));
-        if held {
-            self.remove_holder(worker, hash);
+        let was_cached = self.by_worker.get_mut(worker.0 as usize).is_some_and(|hashes| hashes.remove(&hash));
+        if was_cached {
+            self.remove_worker(worker, hash);
         }
-        held
+        was_cached
     }
 
-    /// Removes the worker from the block's holders, which include it.
-    fn remove_holder(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
-        let Entry::Occupied(mut entry) = self.holders.entry(hash) else { unreachable!("a held block has a set of holders") };
+    /// Removes the worker from the workers of the block, which include it.
+    fn remove_worker(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
+        let Entry::Occupied(mut entry) = self.workers.entry(hash) else { unreachable!("a cached block has workers") };
         match *entry.get() {
-            Holders::One(_) => {
+            Workers::One(_) => {
                 entry.remove();
             }
-            Holders::Set(set) => {
+            Workers::Set(set) => {
                 let (word, bit) = place(worker);
                 let members = &mut self.sets[set as usize * self.words..][..self.words];
                 members[word] &= !bit;
                 if members.iter().map(|word| word.count_ones()).sum::<u32>() == 1 {
                     let word = members.iter().position(|word| *word != 0).expect("one member is left");
-                    entry.insert(Holders::One(word as u32 * 64 + members[word].trailing_zeros()));
+                    entry.insert(Workers::One(word as u32 * 64 + members[word].trailing_zeros()));
                     members[word] = 0;
                     self.free_sets.push(set);
                 }
@@ -191,21 +193,19 @@ impl PrefixIndex {
         }
     }
 
-    /// Returns one word of the bit set of holders.
-    fn word(&self, holders: Option<&Holders>, word: usize) -> u64 {
-        match holders {
-            None => 0,
-            Some(Holders::One(worker)) if place(*worker).0 == word => place(*worker).1,
-            Some(Holders::One(_)) => 0,
-            Some(Holders::Set(_)) if word >= self.words => 0,
-            Some(Holders::Set(set)) => self.sets[*set as usize * self.words + word],
+    /// Returns one word of the bit set of workers.
+    fn word(&self, workers: Option<&Workers>, word: usize) -> u64 {
+        match workers {
+            Some(Workers::One(worker)) if place(*worker).0 == word => place(*worker).1,
+            Some(Workers::Set(set)) if word < self.words => self.sets[*set as usize * self.words + word],
+            None | Some(Workers::One(_) | Workers::Set(_)) => 0,
         }
     }
 
     /// Makes sure that the sets have a bit for this worker.
     fn grow_to(&mut self, WorkerSlot(worker): WorkerSlot) {
-        if worker as usize >= self.held.len() {
-            self.held.resize(worker as usize + 1, HashSet::with_hasher(self.holders.hasher().clone()));
+        if worker as usize >= self.by_worker.len() {
+            self.by_worker.resize(worker as usize + 1, HashSet::with_hasher(self.workers.hasher().clone()));
         }
         let (word, _) = place(worker);
         if word >= self.words {

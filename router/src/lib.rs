@@ -16,13 +16,14 @@ mod settings;
 mod subscription;
 #[cfg(test)]
 mod tests;
+mod watch;
 mod worker_bookings;
 mod worker_watch;
 
 pub use index::{PrefixIndex, Skipped, WorkerSlot};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
-use cluster::Cluster;
+use cluster::{Cluster, UnavailableWorkers};
 use peer_watch::PeerWatcher;
 use service::RouterService;
 use std::{
@@ -33,14 +34,15 @@ use std::{
 };
 use tandem_node::{
     Metrics, Shutdown,
-    discovery::{DiscoveryError, MemberSource, Members},
+    discovery::{DiscoveryError, Members},
 };
 use tandem_proto::{
-    channel::{self, Listener, Network},
+    channel::{self, Listener},
     v1::router_server::RouterServer,
 };
-use tokio::task::JoinSet;
-use tonic::{service::Routes, transport::Endpoint};
+use tokio::{sync::Notify, task::JoinSet};
+use tonic::service::Routes;
+use watch::{Remote, Watch};
 use worker_watch::WorkerWatcher;
 
 /// Why a router cannot run.
@@ -54,49 +56,52 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the workers that are listed: longer than it takes to find that a host is
-/// unreachable.
+/// How long a router that has just started waits for the listed workers: longer than it takes to find that a host is unreachable.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Routes until the shutdown. While it drains, new streams are refused, and frontends are asked to move the open ones to other
-/// routers; streams that stay open end when it stops. Dropping the future ends the watching of workers and peers.
+/// Routes until the shutdown. While it drains, new streams are refused, and frontends are asked to move the open ones to other routers;
+/// streams that stay open end when it stops. Dropping the future ends the watching of workers and peers.
 ///
 /// # Errors
-/// If the lists of workers or peers are invalid, or the server fails.
+/// The lists of workers or peers are invalid, or the server fails.
 pub async fn run(
     listener: impl Into<Listener>,
-    settings: RouterSettings,
+    mut settings: RouterSettings,
     metrics: Metrics,
     shutdown: Shutdown,
 ) -> Result<(), RouterError> {
     let listener = listener.into();
-    let mut settings = settings;
-    settings.identity.key_fingerprint = listener.network().key().fingerprint().to_owned();
-    let cluster = Arc::new(Cluster::new(settings.clone(), metrics.clone()));
-    let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
-    let has_peers = !matches!(&settings.peers, MemberSource::List(list) if list.is_empty());
     let network = listener.network().clone();
-    let workers = watch_workers(workers, &cluster, &network, &settings);
-    let peers = watch_peers(peers, &cluster, &network, &settings);
+    settings.identity.key_fingerprint = network.key().fingerprint().to_owned();
+    let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
+    // A booking is an open stream, and one frontend may have them all.
+    let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
+    let cluster = Arc::new(Cluster::new(settings, metrics));
+    let remote = |address: &str| Remote {
+        cluster: cluster.clone(),
+        network: network.clone(),
+        address: address.to_owned(),
+        endpoint: channel::endpoint(address).expect("lists are checked when they are read"),
+    };
+    let is_member = |address: &str| cluster.lock().members.is_member(address);
+    let watch_worker = |address: &str| {
+        cluster.lock().update_unavailable(|workers| workers.expect(address));
+        WorkerWatcher(remote(address)).run()
+    };
+    let workers = watch_all("workers", workers, &cluster.member_left, is_member, watch_worker);
+    let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
+    let watch_peer = |address: &str| PeerWatcher(remote(address)).run();
+    let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer);
     let startup_timeout = async {
         tokio::time::sleep(STARTUP_TIMEOUT).await;
-        cluster.lock().stop_expecting_workers();
+        cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
         std::future::pending().await
     };
-    // A booking is a held stream, and one frontend may hold them all.
-    let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
-    let service = RouterService {
-        cluster: cluster.clone(),
-        settings: settings.clone(),
-        key: network.key().clone(),
-        has_peers,
-        shutdown: shutdown.clone(),
-    };
+    let service = RouterService { cluster: cluster.clone(), key: network.key().clone(), shutdown: shutdown.clone() };
     let service = RouterServer::new(service).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
-    let draining = shutdown.clone();
     let server = channel::server().max_concurrent_streams(streams_max);
     let on_refused = cluster.lock().count_unauthenticated();
-    let serve = listener.serve(server, Routes::new(service), on_refused, async move { draining.draining().await });
+    let serve = listener.serve(server, Routes::new(service), on_refused, shutdown.draining());
     tokio::select! {
         biased;
         () = shutdown.stopped() => Ok(()),
@@ -108,60 +113,29 @@ pub async fn run(
     }
 }
 
-/// Watches every listed worker. One that has joined stays until it leaves even when it is not listed any more, if the list is
-/// only advisory. Cancel-safe: dropping the future ends all watching.
-async fn watch_workers(mut listed: Members, cluster: &Arc<Cluster>, network: &Network, settings: &RouterSettings) -> Infallible {
-    let mut watchers = Watchers::default();
+/// Watches every listed process. If the list is only advisory, a connected process is watched until it disconnects even when it is not
+/// listed any more. Cancel-safe: dropping the future ends all watching.
+async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
+    what: &str,
+    mut listed: Members,
+    disconnected: &Notify,
+    is_connected: impl Fn(&str) -> bool,
+    watch: impl Fn(&str) -> F,
+) -> Infallible {
+    // One task for each address; dropping its JoinSet aborts it.
+    let mut watchers: BTreeMap<String, JoinSet<Infallible>> = BTreeMap::new();
     loop {
-        let is_member = |address: &str| cluster.lock().members.is_member(address);
-        watchers.update(&listed, is_member, |address, endpoint| {
-            cluster.lock().expect_worker(&address);
-            let (cluster, network, broker) = (cluster.clone(), network.clone(), settings.broker.clone());
-            WorkerWatcher { cluster, network, address, endpoint, silence_max: settings.silence_max, broker }.run()
-        });
-        tokio::select! {
-            biased;
-            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of workers changed"),
-            () = cluster.member_left(), if listed.are_advisory() => {}
-        }
-    }
-}
-
-/// Watches every listed peer router, by the same rules as [`watch_workers`].
-async fn watch_peers(mut listed: Members, cluster: &Arc<Cluster>, network: &Network, settings: &RouterSettings) -> Infallible {
-    let mut watchers = Watchers::default();
-    let &RouterSettings { silence_max, bookings_max, .. } = settings;
-    loop {
-        let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
-        watchers.update(&listed, is_connected, |address, endpoint| {
-            let (cluster, network) = (cluster.clone(), network.clone());
-            PeerWatcher { cluster, network, address, endpoint, silence_max, bookings_max }.run()
-        });
-        tokio::select! {
-            biased;
-            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of routers changed"),
-            () = cluster.peer_left(), if listed.are_advisory() => {}
-        }
-    }
-}
-
-/// One task for each watched address. Dropping it aborts them.
-#[derive(Default)]
-struct Watchers(BTreeMap<String, JoinSet<()>>);
-
-impl Watchers {
-    /// Starts watching new addresses, and stops watching those that are not listed any more, unless the list is advisory and
-    /// the process is connected.
-    fn update<F>(&mut self, listed: &Members, is_connected: impl Fn(&str) -> bool, watch: impl Fn(String, Endpoint) -> F)
-    where
-        F: Future<Output = ()> + Send + 'static,
-    {
         let (addresses, advisory) = (listed.now(), listed.are_advisory());
-        self.0.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
+        watchers.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
         for address in addresses {
-            let Vacant(entry) = self.0.entry(address.clone()) else { continue };
-            let endpoint = channel::endpoint(address).expect("lists are checked when they are read");
-            entry.insert(JoinSet::new()).spawn(watch(address.clone(), endpoint));
+            if let Vacant(entry) = watchers.entry(address.clone()) {
+                entry.insert(JoinSet::new()).spawn(watch(address));
+            }
+        }
+        tokio::select! {
+            biased;
+            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of {what} changed"),
+            () = disconnected.notified(), if advisory => {}
         }
     }
 }

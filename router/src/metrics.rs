@@ -4,36 +4,24 @@ use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;
 use tandem_node::Metrics;
 
-/// Metrics of the router itself.
+/// Metrics of the router itself; [`RouterMetrics::new`] has their help texts.
 pub(crate) struct RouterMetrics {
     registry: Metrics,
-    /// Bookings of this router.
     pub(crate) bookings: Gauge,
-    /// Running requests that another router placed and that moved to this one.
     pub(crate) rebooked: Counter,
-    /// Number of bookings of peer routers.
     pub(crate) peer_bookings: Gauge,
-    /// Number of connected peer routers.
     pub(crate) peers: Gauge,
-    /// The fraction of listed workers whose caches the index knows.
     pub(crate) index_complete: Gauge,
-    /// Duration of one placement.
     pub(crate) route_duration: Histogram,
-    /// Time between the sending of events by a worker and their arrival.
     pub(crate) event_lag: Histogram,
-    /// Placements refused, for whatever reason.
     pub(crate) refused: Counter,
-    /// Workers that are members.
     pub(crate) joined: Gauge,
-    /// Listed workers that must not join as they are.
     pub(crate) incompatible: Gauge,
-    /// Listed workers that cannot be reached.
     pub(crate) unreachable: Gauge,
-    /// Calls without the cluster key.
     pub(crate) unauthenticated: Counter,
 }
 
-/// Metrics of one worker. They are exported while this value is kept.
+/// Metrics of one worker; [`RouterMetrics::worker`] has their help texts. They are exported while this value is kept.
 pub(crate) struct WorkerSeries {
     _exported: Metrics,
     /// Placements in which it prefills for another.
@@ -42,27 +30,20 @@ pub(crate) struct WorkerSeries {
     pub(crate) placed_decode: Counter,
     /// Placements in which it does both.
     pub(crate) placed_local: Counter,
-    /// Confirmed overlap of a placement, where the prompt is computed.
     pub(crate) overlap_blocks: Histogram,
-    /// Tokens predicted as cached, but computed.
     pub(crate) overlap_over: Counter,
-    /// Tokens found in the cache that were not predicted.
     pub(crate) overlap_under: Counter,
-    /// Number of the worker's blocks in the index.
     pub(crate) index_blocks: Gauge,
-    /// 1 while its events come over NATS.
+    /// 1 while its events come over NATS, else 0.
     pub(crate) over_nats: Gauge,
-    /// 1 while its events come on its stream.
+    /// 1 while its events come on its stream, else 0.
     pub(crate) direct: Gauge,
-    /// Gaps in its events, after each of which a snapshot was requested.
     pub(crate) gaps: Counter,
-    /// Blocks it removed without having stored them.
+    /// Blocks that it removed without having stored them.
     pub(crate) absent: Counter,
-    /// Blocks it stored under a parent it does not hold.
+    /// Blocks that it stored under a parent that it does not have.
     pub(crate) orphaned: Counter,
-    /// KV events that named more blocks than it can hold.
     pub(crate) beyond_capacity: Counter,
-    /// Times its circuit breaker opened.
     pub(crate) breaker_opened: Counter,
     stored: Counter,
     removed: Counter,
@@ -71,43 +52,37 @@ pub(crate) struct WorkerSeries {
 
 impl RouterMetrics {
     pub(crate) fn new(registry: Metrics) -> Self {
+        let counter = |name, help| registry.counter(name, help, &[]);
+        let gauge = |name, help| registry.gauge(name, help, &[]);
+        let histogram = |name, help| registry.histogram(name, help, &[]);
         let workers = |state| registry.gauge("tandem_router_workers", "Listed workers by state.", &[("state", state)]);
         Self {
-            bookings: registry.gauge(
-                "tandem_router_bookings",
-                "Requests that this router has placed and that have not ended.",
-                &[],
-            ),
-            rebooked: registry.counter(
+            bookings: gauge("tandem_router_bookings", "Requests that this router has placed and that have not ended."),
+            rebooked: counter(
                 "tandem_router_rebooked_total",
                 "Running requests that another router had placed and that moved to this one.",
-                &[],
             ),
-            peer_bookings: registry.gauge(
+            peer_bookings: gauge(
                 "tandem_router_peer_bookings",
                 "Requests that peer routers have placed and that have not ended.",
-                &[],
             ),
-            peers: registry.gauge("tandem_router_peers", "Connected peer routers.", &[]),
-            index_complete: registry.gauge(
+            peers: gauge("tandem_router_peers", "Connected peer routers."),
+            index_complete: gauge(
                 "tandem_router_index_complete_ratio",
                 "Fraction of listed workers whose caches the index knows.",
-                &[],
             ),
-            route_duration: registry.histogram("tandem_router_route_duration_seconds", "Time to place a request.", &[]),
-            event_lag: registry.histogram(
+            route_duration: histogram("tandem_router_route_duration_seconds", "Time to place a request."),
+            event_lag: histogram(
                 "tandem_router_kv_event_lag_seconds",
                 "Time from the worker's sending of KV events to their arrival, by the clocks of both hosts.",
-                &[],
             ),
-            refused: registry.counter("tandem_router_refused_total", "Placements that the router refused.", &[]),
+            refused: counter("tandem_router_refused_total", "Placements that the router refused."),
             joined: workers("joined"),
             incompatible: workers("incompatible"),
             unreachable: workers("unreachable"),
-            unauthenticated: registry.counter(
+            unauthenticated: counter(
                 "tandem_router_unauthenticated_total",
                 "gRPC calls that were refused because they did not carry the cluster key.",
-                &[],
             ),
             registry,
         }

@@ -1,117 +1,66 @@
-//! Watches one peer router: receives its bookings while it is connected, and reconnects when it is lost.
+//! Receives the bookings of one peer router while it is connected.
 
 use crate::{
-    cluster::{Cluster, PeerId},
-    replication::{PeerReceiver, ReplicationError},
+    cluster::PeerId,
+    replication::PeerReceiver,
+    watch::{Lost, Remote, Watch},
 };
-use std::{convert::Infallible, sync::Arc, time::Duration};
-use tandem_node::{Backoff, retry::error_chain};
+use std::convert::Infallible;
+use tandem_node::Backoff;
 use tandem_proto::{
-    channel::{self, Network},
+    channel,
     v1::{BookingsRequest, router_client::RouterClient},
 };
-use tokio::time::{sleep, timeout};
-use tonic::{Status, transport::Endpoint};
 
-/// Bounds of the pause between attempts, the same as for workers.
-const PAUSE_MIN: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Watches one router. It sends a heartbeat every second.
+pub(crate) struct PeerWatcher(pub(crate) Remote);
 
-/// Pause after an address turned out to be this router's own. Another router may have that address some day.
-const ITSELF_PAUSE: Duration = Duration::from_secs(30);
-
-/// Why a connection to a peer has ended.
-#[derive(Debug, thiserror::Error)]
-enum Lost {
-    #[error("it cannot be reached")]
-    Unreachable(#[from] tonic::transport::Error),
-    #[error("it answered with an error")]
-    Failed(#[from] Status),
-    #[error("it did not answer within {0:?}")]
-    Silent(Duration),
-    #[error("it closed the stream")]
-    Closed,
-    #[error("it sent an invalid message")]
-    Invalid(#[from] ReplicationError),
-    #[error("it is this router itself")]
-    Itself,
-}
-
-/// Watches the router at this address until dropped.
-pub(crate) struct PeerWatcher {
-    pub(crate) cluster: Arc<Cluster>,
-    pub(crate) network: Network,
-    pub(crate) address: String,
-    pub(crate) endpoint: Endpoint,
-    /// Time without messages after which the peer counts as lost. It sends a heartbeat every second.
-    pub(crate) silence_max: Duration,
-    pub(crate) bookings_max: usize,
-}
-
-impl PeerWatcher {
-    /// Connects again and again; never returns. Cancel-safe: dropping the future removes the peer's bookings.
-    pub(crate) async fn run(self) {
-        let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
-        loop {
-            let lost = match self.connect(&mut backoff).await {
-                Ok(never) => match never {},
-                Err(lost) => lost,
-            };
-            if matches!(lost, Lost::Itself) {
-                sleep(ITSELF_PAUSE).await;
-                continue;
-            }
-            if backoff.is_new_error(&error_chain(&lost)) {
-                tracing::info!(router = %self.address, "bookings of this peer are unknown: {}", error_chain(&lost));
-            }
-            sleep(backoff.next_delay()).await;
-        }
-    }
-
-    /// Receives bookings until the connection is lost.
-    async fn connect(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
-        let channel = self.network.connect(&self.endpoint).await?;
-        let mut router = RouterClient::new(channel).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
+impl Watch for PeerWatcher {
+    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
+        let Self(remote) = self;
+        let mut router = RouterClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
         let (identity, own) = {
-            let state = self.cluster.lock();
-            (state.identity(), state.instance_id())
+            let state = remote.cluster.lock();
+            (state.identity(), state.instance_id.clone())
         };
         let request = BookingsRequest { identity: Some(identity) };
-        let mut replies = self.in_time(router.bookings(request)).await??.into_inner();
-        let (mut receiver, mut peer) = (PeerReceiver::new(self.bookings_max), None);
+        let mut replies = remote.in_time(router.bookings(request)).await??.into_inner();
+        let (mut receiver, mut peer) = (PeerReceiver::new(remote.cluster.settings.bookings_max), None);
         loop {
-            let reply = self.in_time(replies.message()).await??.ok_or(Lost::Closed)?;
+            let reply = remote.in_time(replies.message()).await??.ok_or(Lost::Closed)?;
             let update = receiver.take(reply)?;
-            if receiver.instance_id() == Some(&*own) {
+            if receiver.instance_id.as_deref() == Some(&*own) {
                 return Err(Lost::Itself);
             }
-            let peer = peer.get_or_insert_with(|| ConnectedPeer::new(self));
-            self.cluster.lock().update_peer(peer.id, update);
+            let peer = peer.get_or_insert_with(|| ConnectedPeer::new(remote));
+            remote.cluster.lock().update_peer(peer.id, update);
             backoff.reset();
         }
     }
 
-    async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
-        timeout(self.silence_max, answer).await.map_err(|_| Lost::Silent(self.silence_max))
+    fn on_lost(&self, lost: &Lost, reason: String, is_new: bool) {
+        if is_new && !matches!(lost, Lost::Itself) {
+            tracing::info!(router = %self.0.address, "bookings of this peer are unknown: {reason}");
+        }
     }
 }
 
 /// A connected peer. Dropping it removes its bookings from the cluster.
 struct ConnectedPeer<'a> {
-    watcher: &'a PeerWatcher,
+    remote: &'a Remote,
     id: PeerId,
 }
 
 impl<'a> ConnectedPeer<'a> {
-    fn new(watcher: &'a PeerWatcher) -> Self {
-        tracing::info!(router = %watcher.address, "peer router connected");
-        Self { watcher, id: watcher.cluster.lock().add_peer(&watcher.address) }
+    fn new(remote: &'a Remote) -> Self {
+        tracing::info!(router = %remote.address, "peer router connected");
+        Self { remote, id: remote.cluster.lock().add_peer(&remote.address) }
     }
 }
 
 impl Drop for ConnectedPeer<'_> {
     fn drop(&mut self) {
-        self.watcher.cluster.remove_peer(self.id);
-        tracing::info!(router = %self.watcher.address, "peer router disconnected");
+        self.remote.cluster.remove_peer(self.id);
+        tracing::info!(router = %self.remote.address, "peer router disconnected");
     }
 }

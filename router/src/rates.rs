@@ -1,10 +1,9 @@
-//! The rate to assume for each worker, estimated from the measurements of all workers, so that no old or outlying measurement
-//! excludes a worker for ever.
+//! The rate to assume for each worker, estimated from the measurements of all workers, so that no old or outlying measurement excludes a
+//! worker for ever.
 //!
-//! A worker that receives no prompts measures nothing, so a low rate that keeps prompts away would never be corrected. Three
-//! rules prevent that. A measurement counts less the older it is, and the mean takes its place, until the worker is tried again.
-//! Small differences are ignored: equal workers measure different rates, depending on the prompts that they received.
-//! Without a measurement the mean counts.
+//! A worker that receives no prompts measures nothing, so a low rate that keeps prompts away would never be corrected. Three rules prevent
+//! that. A measurement counts less the older it is, and the mean takes its place, until the worker is tried again. Small differences are
+//! ignored: equal workers measure different rates, depending on the prompts that they received. Without a measurement the mean counts.
 //! Means are geometric: half as fast and twice as fast are equally far off, and one absurd value moves the mean little.
 
 use crate::settings::Costs;
@@ -13,7 +12,7 @@ use std::time::Duration;
 /// A measured value and its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measurement {
-    /// The measured value, more than 0.
+    /// More than 0.
     pub value: f64,
     /// 1 for a new measurement, less the older it is, never 0.
     pub weight: f64,
@@ -22,8 +21,8 @@ pub struct Measurement {
 /// The least weight: where all measurements are old, they are still better than a constant.
 const WEIGHT_MIN: f64 = 1e-6;
 
-/// Differences up to this factor count as none, and larger ones by that much less. The rates of equal workers differ by less
-/// than that because of the lengths of their prompts; a real difference within the factor shows in the queues.
+/// Differences up to this factor count as none, and larger ones by that much less. The rates of equal workers differ by less than that
+/// because of the lengths of their prompts; a real difference within the factor becomes visible in the queues.
 const TOLERANCE: f64 = 1.25;
 
 impl Measurement {

@@ -1,23 +1,23 @@
 //! Replication of bookings between routers: a full state first, then every change, in messages numbered without gaps.
 //!
-//! Pure, and independent of how the messages travel. A change carries the booking's current record, or its end, so receiving it
-//! twice, or only together with a later change, does no harm. Each message carries the range of the sender's journal that it
-//! covers, so a receiver that has lost one notices at the next one and requests the full state again.
+//! Pure, and independent of how the messages travel. A change carries the booking's current record, or its end, so receiving it twice, or
+//! only together with a later change, does no harm. Each message carries the range of the sender's journal that it covers: a receiver that
+//! has missed one detects the gap at the next one and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
     collections::{HashSet, VecDeque},
+    mem::take,
     sync::Arc,
 };
-use tandem_kv::SequenceHash;
+use tandem_kv::{InstanceId, RequestId, SequenceHash};
 use tandem_proto::{
     WireError,
-    v1::{self, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply},
+    v1::{self, BookedRequest, BookingChange, BookingChanges, BookingState, BookingsReply, bookings_reply::Message},
 };
 use tokio::sync::watch;
 
-/// Changes that can be sent one by one; a receiver further behind gets the full state instead. Half a megabyte, and a minute of
-/// 300 requests per second.
+/// Changes that the journal keeps; a receiver further behind gets the full state. Half a megabyte, and a minute of 300 requests per second.
 const RECENT_MAX: usize = 65_536;
 /// Bookings of one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
@@ -27,15 +27,10 @@ const MESSAGE_HASHES_MAX: usize = 65_536;
 pub(crate) const HASHES_MAX: usize = 4_096;
 
 /// Numbers the changes of this router's bookings, and keeps the latest.
+#[derive(Default)]
 pub(crate) struct Journal {
     last: watch::Sender<u64>,
     recent: VecDeque<BookingId>,
-}
-
-impl Default for Journal {
-    fn default() -> Self {
-        Self { last: watch::Sender::new(0), recent: VecDeque::new() }
-    }
 }
 
 impl Journal {
@@ -69,12 +64,11 @@ impl Journal {
 /// A booking as routers announce it to each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BookingRecord {
-    pub(crate) request_id: Arc<str>,
+    pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
-    pub(crate) decode: (Arc<str>, BookedLoad),
+    pub(crate) decode: (InstanceId, BookedLoad),
     /// The same of the prefill instance, which is never the decode instance.
-    pub(crate) prefill: Option<(Arc<str>, BookedLoad)>,
-    /// The prompt is still being prefilled.
+    pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty unless it is being prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
@@ -83,25 +77,17 @@ pub(crate) struct BookingRecord {
 /// A booking by its number at the sender; `None`: it has ended.
 pub(crate) type Change = (u64, Option<BookingRecord>);
 
-/// The content of one message.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Message {
-    /// A chunk of the full state at change `at`.
-    State { at: u64, bookings: Vec<Change>, last: bool },
-    /// The changes after number `after`, up to number `last`.
-    Changes { after: u64, last: u64, bookings: Vec<Change> },
-}
-
 /// Returns the full state in messages of bounded size.
-pub(crate) fn state(at: u64, bookings: impl Iterator<Item = (BookingId, BookingRecord)>) -> Vec<Message> {
+pub(crate) fn state(at_change_id: u64, bookings: impl Iterator<Item = (BookingId, BookingRecord)>) -> Vec<Message> {
+    let message = |bookings, last| Message::State(BookingState { at_change_id, bookings, last });
     let (mut messages, mut chunk) = (Vec::new(), Chunk::default());
     for (id, record) in bookings {
         if chunk.is_full() {
-            messages.push(Message::State { at, bookings: std::mem::take(&mut chunk).changes, last: false });
+            messages.push(message(take(&mut chunk).changes, false));
         }
         chunk.push(id, Some(record));
     }
-    messages.push(Message::State { at, bookings: chunk.changes, last: true });
+    messages.push(message(chunk.changes, true));
     messages
 }
 
@@ -111,10 +97,11 @@ pub(crate) fn changes(
     changed: impl Iterator<Item = BookingId>,
     current: impl Fn(BookingId) -> Option<BookingRecord>,
 ) -> Vec<Message> {
+    let message = |after, last_change_id, bookings| Message::Changes(BookingChanges { after, last_change_id, bookings });
     let (mut messages, mut chunk, mut last) = (Vec::new(), Chunk::default(), after);
     for id in changed {
         if chunk.is_full() {
-            messages.push(Message::Changes { after, last, bookings: std::mem::take(&mut chunk).changes });
+            messages.push(message(after, last, take(&mut chunk).changes));
             after = last;
         }
         last += 1;
@@ -122,13 +109,13 @@ pub(crate) fn changes(
             chunk.push(id, current(id));
         }
     }
-    messages.push(Message::Changes { after, last, bookings: chunk.changes });
+    messages.push(message(after, last, chunk.changes));
     messages
 }
 
 #[derive(Default)]
 struct Chunk {
-    changes: Vec<Change>,
+    changes: Vec<BookingChange>,
     seen: HashSet<BookingId>,
     hashes: usize,
 }
@@ -138,32 +125,15 @@ impl Chunk {
         self.changes.len() >= MESSAGE_BOOKINGS_MAX || self.hashes >= MESSAGE_HASHES_MAX
     }
 
-    fn push(&mut self, id: BookingId, record: Option<BookingRecord>) {
+    fn push(&mut self, BookingId(booking_id): BookingId, record: Option<BookingRecord>) {
         self.hashes += record.as_ref().map_or(0, |record| record.hashes.len());
-        self.changes.push((id.0, record));
+        self.changes.push(BookingChange { booking_id, request: record.map(Into::into) });
     }
-}
-
-/// Returns the reply with this message, from the router of this instance.
-pub(crate) fn encode(router_instance_id: &str, message: Message) -> BookingsReply {
-    let encoded = |bookings: Vec<Change>| {
-        let change = |(booking_id, record): Change| BookingChange { booking_id, request: record.map(Into::into) };
-        bookings.into_iter().map(change).collect()
-    };
-    let message = match message {
-        Message::State { at, bookings, last } => {
-            bookings_reply::Message::State(BookingState { at_change_id: at, bookings: encoded(bookings), last })
-        }
-        Message::Changes { after, last, bookings } => {
-            bookings_reply::Message::Changes(BookingChanges { after, last_change_id: last, bookings: encoded(bookings) })
-        }
-    };
-    BookingsReply { router_instance_id: router_instance_id.to_owned(), message: Some(message) }
 }
 
 impl From<BookingRecord> for BookedRequest {
     fn from(record: BookingRecord) -> Self {
-        let load = |(instance_id, BookedLoad { tokens, sequences }): (Arc<str>, BookedLoad)| v1::BookedLoad {
+        let load = |(instance_id, BookedLoad { tokens, sequences }): (InstanceId, BookedLoad)| v1::BookedLoad {
             instance_id: instance_id.to_string(),
             tokens,
             sequences,
@@ -182,9 +152,8 @@ impl TryFrom<BookedRequest> for BookingRecord {
     type Error = WireError;
 
     fn try_from(booked: BookedRequest) -> Result<Self, WireError> {
-        let load =
-            |v1::BookedLoad { instance_id, tokens, sequences }| (Arc::<str>::from(instance_id), BookedLoad { tokens, sequences });
-        let decode = load(booked.decode.ok_or(WireError::Missing { field: "decode" })?);
+        let load = |v1::BookedLoad { instance_id, tokens, sequences }| (instance_id.into(), BookedLoad { tokens, sequences });
+        let decode: (InstanceId, BookedLoad) = load(booked.decode.ok_or(WireError::Missing { field: "decode" })?);
         let hashes = if booked.prefilling { booked.sequence_hashes } else { Vec::new() };
         Ok(Self {
             request_id: booked.request_id.into(),
@@ -199,8 +168,6 @@ impl TryFrom<BookedRequest> for BookingRecord {
 /// The consequence of a peer's message for the known bookings.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
-    /// The message changes nothing.
-    None,
     /// Replace all bookings of the peer by these.
     All(Vec<Change>),
     /// Apply these changes.
@@ -210,7 +177,7 @@ pub(crate) enum PeerUpdate {
 /// Why replication from a peer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ReplicationError {
-    #[error("changes after {applied} are missing")]
+    #[error("booking changes after {applied} are missing")]
     Gap { applied: u64 },
     #[error("its message is from another instance than before")]
     OtherInstance,
@@ -223,7 +190,8 @@ pub(crate) enum ReplicationError {
 /// Puts the messages of one peer in order.
 pub(crate) struct PeerReceiver {
     bookings_max: usize,
-    instance_id: Option<String>,
+    /// `None` before the peer's first message.
+    pub(crate) instance_id: Option<String>,
     /// The chunks of a state that is not complete yet.
     partial_state: Vec<Change>,
     /// The last change that is known; `None` before the first state.
@@ -236,40 +204,32 @@ impl PeerReceiver {
         Self { bookings_max, instance_id: None, partial_state: Vec::new(), applied: None }
     }
 
-    /// Returns the peer's instance id, once it has sent a message.
-    pub(crate) fn instance_id(&self) -> Option<&str> {
-        self.instance_id.as_deref()
-    }
-
     /// Checks the next message and returns its consequence.
-    ///
-    /// # Errors
-    /// If a change is missing, the peer has too many bookings, or the message is malformed or from another instance.
     pub(crate) fn take(&mut self, reply: BookingsReply) -> Result<PeerUpdate, ReplicationError> {
         let BookingsReply { router_instance_id, message } = reply;
         if *self.instance_id.get_or_insert_with(|| router_instance_id.clone()) != router_instance_id {
             return Err(ReplicationError::OtherInstance);
         }
         match message.ok_or(WireError::Missing { field: "message" })? {
-            bookings_reply::Message::State(BookingState { at_change_id, bookings, last }) => {
+            Message::State(BookingState { at_change_id, bookings, last }) => {
                 self.partial_state.append(&mut decoded(bookings)?);
                 if self.partial_state.len() > self.bookings_max {
                     return Err(ReplicationError::TooManyBookings { max: self.bookings_max });
                 }
                 if !last {
-                    return Ok(PeerUpdate::None);
+                    return Ok(PeerUpdate::Changed(Vec::new()));
                 }
                 self.applied = Some(at_change_id);
-                Ok(PeerUpdate::All(std::mem::take(&mut self.partial_state)))
+                Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
-            bookings_reply::Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
+            Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
                 // The state includes earlier changes, or the gap after it shows that it does not.
-                let Some(applied) = self.applied else { return Ok(PeerUpdate::None) };
+                let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });
                 }
                 if last_change_id <= applied {
-                    return Ok(PeerUpdate::None);
+                    return Ok(PeerUpdate::Changed(Vec::new()));
                 }
                 self.applied = Some(last_change_id);
                 Ok(PeerUpdate::Changed(decoded(bookings)?))
@@ -287,18 +247,32 @@ fn decoded(bookings: Vec<BookingChange>) -> Result<Vec<Change>, WireError> {
 mod tests {
     use super::*;
 
+    const NOTHING: PeerUpdate = PeerUpdate::Changed(Vec::new());
+
     fn record(hashes: usize) -> BookingRecord {
         let load = |name: &str| (name.into(), BookedLoad { tokens: 3, sequences: 2 });
         let hashes = (0..hashes as u64).map(SequenceHash).collect();
         BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
     }
 
+    /// The message that ends a full state, from a router's instance.
+    fn full(router: &str, at_change_id: u64, bookings: Vec<BookingChange>) -> BookingsReply {
+        reply(router, Message::State(BookingState { at_change_id, bookings, last: true }))
+    }
+
+    fn reply(router: &str, message: Message) -> BookingsReply {
+        BookingsReply { router_instance_id: router.to_owned(), message: Some(message) }
+    }
+
+    fn change(booking_id: u64, record: Option<BookingRecord>) -> BookingChange {
+        BookingChange { booking_id, request: record.map(Into::into) }
+    }
+
     /// Returns the updates that a receiver derives from these messages after an empty state.
     fn received(messages: Vec<Message>) -> Vec<PeerUpdate> {
         let mut receiver = PeerReceiver::new(10_000);
-        let first = encode("i", Message::State { at: 0, bookings: vec![], last: true });
-        assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![])));
-        messages.into_iter().map(|message| receiver.take(encode("i", message)).expect("no message is missing")).collect()
+        assert_eq!(receiver.take(full("i", 0, vec![])), Ok(PeerUpdate::All(vec![])));
+        messages.into_iter().map(|message| receiver.take(reply("i", message)).expect("no message is missing")).collect()
     }
 
     #[test]
@@ -331,22 +305,24 @@ mod tests {
         let whole = state(9, ids.iter().map(|id| (*id, record(0))));
         assert_eq!(whole.len(), 3);
         let updates = received(whole);
-        assert_eq!(updates[..2], [PeerUpdate::None, PeerUpdate::None]);
+        assert_eq!(updates[..2], [NOTHING, NOTHING]);
         assert!(matches!(&updates[2], PeerUpdate::All(all) if all.len() == 3_000));
     }
 
     #[test]
     fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
         let mut receiver = PeerReceiver::new(10);
-        let change = |after, last| Message::Changes { after, last, bookings: vec![(5, Some(record(4))), (6, None)] };
-        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "changes before the first state are ignored");
-        let all = vec![(5, Some(record(2)))];
-        let first = Message::State { at: 2, bookings: all.clone(), last: true };
-        assert_eq!(receiver.take(encode("i", first)), Ok(PeerUpdate::All(all)));
-        assert_eq!(receiver.take(encode("i", change(0, 2))), Ok(PeerUpdate::None), "the state includes it");
-        assert_eq!(receiver.take(encode("i", change(1, 4))), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
-        assert_eq!(receiver.take(encode("i", change(5, 6))), Err(ReplicationError::Gap { applied: 4 }));
-        assert_eq!(receiver.take(encode("j", change(4, 5))), Err(ReplicationError::OtherInstance));
+        let changes = |router, after, last_change_id| {
+            let bookings = vec![change(5, Some(record(4))), change(6, None)];
+            reply(router, Message::Changes(BookingChanges { after, last_change_id, bookings }))
+        };
+        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "changes before the first state are ignored");
+        let first = full("i", 2, vec![change(5, Some(record(2)))]);
+        assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![(5, Some(record(2)))])));
+        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the state includes it");
+        assert_eq!(receiver.take(changes("i", 1, 4)), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
+        assert_eq!(receiver.take(changes("i", 5, 6)), Err(ReplicationError::Gap { applied: 4 }));
+        assert_eq!(receiver.take(changes("j", 4, 5)), Err(ReplicationError::OtherInstance));
         let empty = BookingsReply { router_instance_id: "i".to_owned(), message: None };
         assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
         let mut booked = BookedRequest::from(record(HASHES_MAX + 1));

@@ -1,25 +1,23 @@
-//! The gRPC edge: a `Route` stream holds a booking, and releases it however the stream ends.
+//! The gRPC service: a `Route` stream owns a booking, which is released however the stream ends.
 
 use crate::{
     cluster::{Cluster, Excluded, PlacementError, PlacementRequest, texts},
-    replication::{self, Message as PeerMessage},
     route::NoEligibleWorker,
-    settings::RouterSettings,
     worker_bookings::BookingId,
 };
-use futures::{Stream, StreamExt, stream};
-use std::{collections::VecDeque, pin::Pin, sync::Arc, time::Duration};
-use tandem_kv::SequenceHash;
-use tandem_node::{
-    Shutdown,
-    trace::{Span, Tracer},
+use futures::{
+    StreamExt,
+    stream::{self, BoxStream},
 };
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+use tandem_kv::SequenceHash;
+use tandem_node::{Shutdown, discovery::MemberSource, trace::Span};
 use tandem_proto::{
     ClusterKey, TEXT_BYTES_MAX,
     v1::{
         AttemptFailed, BookingsReply, BookingsRequest, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure,
-        FailureReason, Identity, Placement, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, route_reply,
-        route_request::Message, router_server::Router,
+        FailureReason, Identity, Placement, RoutePrompt, RouteReply, RouteRequest, WorkersReply, WorkersRequest, bookings_reply,
+        route_reply, route_request::Message, router_server::Router,
     },
 };
 use tokio::{
@@ -28,30 +26,28 @@ use tokio::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-/// How long changes of bookings are batched before they are sent to peers. It bounds the messages per second whatever the load,
-/// and a burst of equal prompts is announced while its first request is still on its way to a worker.
+/// How long changes of bookings are batched before they are sent to peers. It bounds the messages per second whatever the load, and is short
+/// enough to announce a burst of equal prompts before its first request has reached a worker.
 const BATCH_DELAY: Duration = Duration::from_millis(5);
 /// Time between two messages to a peer while nothing changes.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The gRPC service `Router`.
+/// The gRPC service `Router`. Cheap to clone.
+#[derive(Clone)]
 pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
-    pub(crate) settings: RouterSettings,
     /// Signs the addresses of placements.
     pub(crate) key: ClusterKey,
-    /// Other routers may be running, which can place what this one refuses.
-    pub(crate) has_peers: bool,
     pub(crate) shutdown: Shutdown,
 }
 
 #[tonic::async_trait]
 impl Router for RouterService {
-    type RouteStream = Pin<Box<dyn Stream<Item = Result<RouteReply, Status>> + Send>>;
+    type RouteStream = BoxStream<'static, Result<RouteReply, Status>>;
 
     async fn route(&self, request: Request<Streaming<RouteRequest>>) -> Result<Response<Self::RouteStream>, Status> {
         let mut requests = request.into_inner();
-        let first = timeout(self.settings.prompt_wait, requests.message())
+        let first = timeout(self.cluster.settings.prompt_wait, requests.message())
             .await
             .map_err(|_| Status::deadline_exceeded("the stream did not send its prompt in time"))??;
         let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
@@ -62,10 +58,10 @@ impl Router for RouterService {
         if self.shutdown.is_draining() {
             return Err(Status::unavailable(format!("{}; use another", texts::DRAINING)));
         }
-        let mut booking = HeldBooking {
-            cluster: self.cluster.clone(),
-            tracer: self.settings.tracer.clone(),
-            key: self.key.clone(),
+        let mut route = Route {
+            service: self.clone(),
+            requests,
+            draining_announced: false,
             traceparent,
             prompt_tokens: request.prompt_tokens,
             request,
@@ -75,15 +71,14 @@ impl Router for RouterService {
         };
         let first = match existing {
             Some(existing) => {
-                booking.rebook(existing)?;
+                route.rebook(existing)?;
                 None
             }
             None => {
                 self.check_ready()?;
-                Some(Ok(booking.place()))
+                Some(Ok(route.place()))
             }
         };
-        let route = Route { booking, requests, shutdown: self.shutdown.clone(), draining_announced: false };
         let later = stream::try_unfold(route, Route::next);
         Ok(Response::new(stream::iter(first).chain(later).boxed()))
     }
@@ -105,16 +100,16 @@ impl Router for RouterService {
         Ok(Response::new(view))
     }
 
-    type BookingsStream = Pin<Box<dyn Stream<Item = Result<BookingsReply, Status>> + Send>>;
+    type BookingsStream = BoxStream<'static, Result<BookingsReply, Status>>;
 
     async fn bookings(&self, request: Request<BookingsRequest>) -> Result<Response<Self::BookingsStream>, Status> {
         self.check_identity("router", request.into_inner().identity)?;
-        let (cluster, shutdown) = (self.cluster.clone(), self.shutdown.clone());
         let (router_instance_id, changes) = {
-            let state = cluster.lock();
-            (state.instance_id(), state.bookings.subscribe())
+            let state = self.cluster.lock();
+            (state.instance_id.to_string(), state.bookings.subscribe())
         };
-        let sender = BookingSender { cluster, shutdown, router_instance_id, changes, known: None, messages: VecDeque::new() };
+        let messages = VecDeque::new();
+        let sender = BookingSender { service: self.clone(), router_instance_id, changes, known: None, messages };
         Ok(Response::new(stream::unfold(sender, BookingSender::next).boxed()))
     }
 }
@@ -125,11 +120,12 @@ impl RouterService {
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Refuses to place requests while peers know more of the workers' caches.
+    /// Refuses to place requests while other routers may know more of the workers' caches.
     fn check_ready(&self) -> Result<(), Status> {
+        let has_peers = !matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
         let state = self.cluster.lock();
         match state.unavailable_reason() {
-            Some(reason) if self.has_peers && state.is_starting() => Err(Status::unavailable(reason)),
+            Some(reason) if has_peers && state.unavailable.is_starting() => Err(Status::unavailable(reason)),
             _ => Ok(()),
         }
     }
@@ -150,7 +146,7 @@ impl RouterService {
             return Err(Status::invalid_argument("`existing.decode_instance_id` is missing"));
         }
         self.check_identity("frontend", prompt.identity)?;
-        let hashes_max = self.settings.hashes_max;
+        let hashes_max = self.cluster.settings.hashes_max;
         if prompt.sequence_hashes.len() > hashes_max {
             return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));
         }
@@ -168,82 +164,45 @@ impl RouterService {
 
 /// The stream of this router's bookings to one peer.
 struct BookingSender {
-    cluster: Arc<Cluster>,
-    shutdown: Shutdown,
-    router_instance_id: Arc<str>,
+    service: RouterService,
+    router_instance_id: String,
     changes: watch::Receiver<u64>,
     /// The last change that the peer knows; `None` before the full state.
     known: Option<u64>,
     /// Messages still to be sent.
-    messages: VecDeque<PeerMessage>,
+    messages: VecDeque<bookings_reply::Message>,
 }
 
 impl BookingSender {
-    /// Returns the next message. Ends when the router drains: its bookings move to other routers then.
+    /// Returns the next message; `None` when the router drains, because its bookings then move to other routers.
     async fn next(mut self) -> Option<(Result<BookingsReply, Status>, Self)> {
         if self.messages.is_empty() {
             if self.known.is_some() {
                 tokio::select! {
                     biased;
-                    () = self.shutdown.draining() => return None,
+                    () = self.service.shutdown.draining() => return None,
                     changed = timeout(HEARTBEAT_INTERVAL, self.changes.changed()) => if changed.is_ok() { sleep(BATCH_DELAY).await },
                 }
             }
-            let state = self.cluster.lock();
+            let state = self.service.cluster.lock();
             self.changes.mark_unchanged();
             let (messages, last) = state.bookings.messages(self.known, &state.members);
             (self.messages, self.known) = (messages.into(), Some(last));
         }
-        let message = self.messages.pop_front().expect("there is at least one message, perhaps without changes");
-        Some((Ok(replication::encode(&self.router_instance_id, message)), self))
+        let message = self.messages.pop_front();
+        Some((Ok(BookingsReply { router_instance_id: self.router_instance_id.clone(), message }), self))
     }
 }
+
+/// Instances that one request may exclude: more than a cluster loses during the longest answer. Later ones are not excluded, and the limit
+/// on attempts applies all the same.
+const EXCLUDED_MAX: usize = 256;
 
 /// A `Route` stream with its booking. Dropping it releases the booking.
 struct Route {
-    booking: HeldBooking,
+    service: RouterService,
     requests: Streaming<RouteRequest>,
-    shutdown: Shutdown,
     draining_announced: bool,
-}
-
-impl Route {
-    /// Returns the next reply; `None` when the frontend has closed the stream.
-    async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
-        loop {
-            let request = tokio::select! {
-                biased;
-                () = self.shutdown.draining(), if !self.draining_announced => {
-                    self.draining_announced = true;
-                    return Ok(Some((RouteReply { message: Some(route_reply::Message::Draining(Draining {})) }, self)));
-                }
-                () = self.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
-                request = self.requests.message() => request?,
-            };
-            let Some(request) = request else { return Ok(None) };
-            match request.message {
-                Some(Message::Failed(failed)) => {
-                    self.booking.exclude(failed);
-                    let reply = self.booking.place();
-                    return Ok(Some((reply, self)));
-                }
-                Some(Message::PrefillFinished(finished)) => self.booking.on_first_token(finished.cached_tokens),
-                Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
-                None => return Err(Status::invalid_argument("a message of the stream is empty")),
-            }
-        }
-    }
-}
-
-/// Instances that one request may exclude: more than a cluster loses during the longest answer. Later ones are not excluded, and
-/// the limit on attempts applies all the same.
-const EXCLUDED_MAX: usize = 256;
-
-/// A request with its booking, which is released on drop.
-struct HeldBooking {
-    cluster: Arc<Cluster>,
-    tracer: Tracer,
-    key: ClusterKey,
     traceparent: String,
     request: PlacementRequest,
     /// Tokens of the prompt alone; `request.prompt_tokens` includes tokens that failed attempts have generated.
@@ -255,12 +214,38 @@ struct HeldBooking {
     booking: Option<BookingId>,
 }
 
-impl HeldBooking {
+impl Route {
+    /// Returns the next reply; `None` when the frontend has closed the stream.
+    async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
+        loop {
+            let request = tokio::select! {
+                biased;
+                () = self.service.shutdown.draining(), if !self.draining_announced => {
+                    self.draining_announced = true;
+                    return Ok(Some((RouteReply { message: Some(route_reply::Message::Draining(Draining {})) }, self)));
+                }
+                () = self.service.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
+                request = self.requests.message() => request?,
+            };
+            let Some(request) = request else { return Ok(None) };
+            match request.message {
+                Some(Message::Failed(failed)) => {
+                    self.exclude(failed);
+                    let reply = self.place();
+                    return Ok(Some((reply, self)));
+                }
+                Some(Message::PrefillFinished(finished)) => self.on_first_token(finished.cached_tokens),
+                Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
+                None => return Err(Status::invalid_argument("a message of the stream is empty")),
+            }
+        }
+    }
+
     /// Places the request again, without its previous booking.
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
-        let span = self.tracer.follow(&self.traceparent, "route");
-        let mut state = self.cluster.lock();
+        let span = self.service.cluster.settings.tracer.follow(&self.traceparent, "route");
+        let mut state = self.service.cluster.lock();
         if let Some(booking) = self.booking.take() {
             state.release(booking);
         }
@@ -269,7 +254,7 @@ impl HeldBooking {
                 self.booking = Some(booking);
                 drop(state);
                 describe(&span, &placement);
-                route_reply::Message::Placement(placement.vouched(&self.key))
+                route_reply::Message::Placement(placement.with_signed_addresses(&self.service.key))
             }
             Err(error) => {
                 tracing::debug!(request_id = %self.request.request_id, attempt = self.attempts, "request not placed: {error}");
@@ -282,7 +267,7 @@ impl HeldBooking {
     }
 
     fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {
-        let booked = self.cluster.lock().rebook(&self.request, existing);
+        let booked = self.service.cluster.lock().rebook(&self.request, existing);
         self.booking = Some(booked.map_err(|error| Status::resource_exhausted(error.to_string()))?);
         Ok(())
     }
@@ -290,33 +275,32 @@ impl HeldBooking {
     /// Excludes the instance that has failed the attempt from the next ones.
     fn exclude(&mut self, failed: AttemptFailed) {
         self.request.prompt_tokens = self.prompt_tokens.saturating_add(failed.generated_tokens);
-        if failed.instance_id.is_empty() || self.booking.is_none() || self.excluded.failed.len() >= EXCLUDED_MAX {
+        let Some(booking) = self.booking else { return };
+        if failed.instance_id.is_empty() || self.excluded.failed.len() >= EXCLUDED_MAX {
             return;
         }
-        if let Some(booking) = self.booking {
-            self.cluster.lock().on_failure(booking, &failed.instance_id, failed.reason());
-        }
+        self.service.cluster.lock().on_failure(booking, &failed.instance_id, failed.reason());
         if !matches!(failed.reason(), FailureReason::AtCapacity | FailureReason::Timeout | FailureReason::WriteRefused) {
-            self.excluded.suspect.insert(failed.instance_id.clone());
+            self.excluded.suspect.insert(failed.instance_id.as_str().into());
         }
-        self.excluded.failed.insert(failed.instance_id);
+        self.excluded.failed.insert(failed.instance_id.into());
     }
 
-    /// The attempt has produced its first token. If it fails later, that is a resume with a fresh number of attempts.
+    /// The attempt has produced its first token. A later failure is a resume, for which attempts are counted from 0 again.
     fn on_first_token(&mut self, cached_tokens: Option<u32>) {
         self.attempts = 0;
         if let Some(booking) = self.booking {
-            let mut state = self.cluster.lock();
+            let mut state = self.service.cluster.lock();
             state.on_first_token(booking);
             state.on_prefilled(booking, cached_tokens);
         }
     }
 }
 
-impl Drop for HeldBooking {
+impl Drop for Route {
     fn drop(&mut self) {
         if let Some(booking) = self.booking {
-            self.cluster.lock().release(booking);
+            self.service.cluster.lock().release(booking);
         }
     }
 }
@@ -338,7 +322,7 @@ fn describe(span: &Span, placement: &Placement) {
     span.set("tandem.block_size", placement.block_size);
 }
 
-/// The one table from placement errors to wire failures.
+/// Returns the failure that is sent for this error.
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(

@@ -18,10 +18,10 @@ pub struct RouterSettings {
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
-    /// The gRPC addresses of the other routers, with which this one exchanges bookings. A router that has peers places no request
-    /// before it has synchronised with its workers, as its peers can place it meanwhile. Its own address in the list is ignored.
+    /// The gRPC addresses of the other routers, with which this one exchanges bookings. A router that has peers places no request before it
+    /// has synchronised with its workers, as its peers can place it meanwhile. Its own address in the list is ignored.
     pub peers: MemberSource,
-    /// The model, block size and so on that all processes must agree on. Fields left empty are taken from the first worker that joins.
+    /// The model, block size and so on that all processes must agree on. Empty fields are taken from the first worker that joins.
     pub identity: Identity,
     /// How a worker is chosen.
     pub policy: PolicyKind,
@@ -31,16 +31,16 @@ pub struct RouterSettings {
     pub costs: Costs,
     /// Breaks ties, and seeds [`PolicyKind::Random`]. Two routers with one seed and the same input place alike.
     pub seed: u64,
-    /// Placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only.
-    /// 3: two workers may fail at the same time; more retries only keep the client waiting.
+    /// Placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only. 3: two workers may fail at
+    /// the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
     /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
-    /// Bookings held at one time; beyond them the router refuses requests. Also the limit on bookings known of each peer.
-    /// 16,384: enough for the running requests of many frontends; each booking may hold `hashes_max` hashes.
+    /// Bookings at one time; beyond them the router refuses requests. Also the limit on bookings known of each peer. 16,384: enough for the
+    /// running requests of many frontends; each booking may have `hashes_max` hashes.
     pub bookings_max: usize,
-    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop
-    /// that computes on all cores may delay them by several seconds.
+    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that computes
+    /// on all cores may delay them by several seconds.
     pub silence_max: Duration,
     /// How long a `Route` stream may take to send its prompt. 10 s: frontends send it immediately.
     pub prompt_wait: Duration,
@@ -83,8 +83,7 @@ pub enum PolicyKind {
     Random,
 }
 
-/// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode
-/// worker.
+/// Where a prompt is prefilled. Prompts whose logits are requested, and prompts of one token, are always prefilled on the decode worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PrefillPlace {
@@ -101,36 +100,34 @@ pub enum PrefillPlace {
 /// `docs/adr/005-routing-cost.md` describes how they are used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
-    /// thousands. A worker measures one from three steps of 64 tokens or more, or from shorter ones of clearly different lengths: where
-    /// all prompts are short and of one size, this value stays in use.
+    /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of thousands. A
+    /// worker measures one from three steps of 64 tokens or more, or from shorter ones of clearly different lengths: where all prompts are
+    /// short and of one size, this value stays in use.
     pub prefill_tokens_per_second: f64,
     /// The fixed time of a prefill step while no worker has measured one. 0: the rate above stands for all.
     pub prefill_fixed_ms: f64,
-    /// A decode step while no worker has measured one. 10 ms, of the same middle.
+    /// The time of a decode step while no worker has measured one. 10 ms: between a CPU's and a GPU's.
     pub decode_step_ms: f64,
     /// The bandwidth of a transfer in bytes per second while no worker has measured it. 1 GB/s: a 10 Gbit/s network.
     pub transfer_bytes_per_second: f64,
-    /// The cost of a remote prefill in addition to its tokens and bytes: two more calls, a reservation and the wait for an
-    /// engine's next step. 5 ms; it keeps prompts with a few new tokens on the decode worker.
+    /// The cost of a remote prefill in addition to its tokens and bytes: two more calls, a reservation and the wait for an engine's next step.
+    /// 5 ms; it keeps prompts with a few new tokens on the decode worker.
     pub handoff_ms: f64,
     /// The fraction of a prompt's own compute time that is charged again, because other prompts will queue behind it. 0.25: without it, waiting
     /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
     pub work_weight: f64,
-    /// The fraction of a prompt's own compute time that is charged for the blocks it evicts from a full cache. 0.25: assume that
-    /// one in four evicted blocks is needed again; an empty cache evicts nothing, so prompts that no worker has cached spread
-    /// over the caches before any of them overflows.
+    /// The fraction of a prompt's own compute time that is charged for the blocks it evicts from a full cache. 0.25: assume that one in four
+    /// evicted blocks is needed again; an empty cache evicts nothing, so prompts that no worker has cached spread over the caches before any
+    /// of them overflows.
     pub displaced_weight: f64,
-    /// The cost of a millisecond of prefill on a decode worker for each sequence that runs there. 0.1: a pause within an answer
-    /// delays its reader less than a late first token; at 1, workers with long answers received hardly any prompts, and the
-    /// queues of the others grew.
+    /// The cost of a millisecond of prefill on a decode worker for each sequence that runs there. 0.1: a pause within an answer delays its
+    /// reader less than a late first token; at 1, workers with long answers received hardly any prompts, and the queues of the others grew.
     pub interference: f64,
-    /// How long an answer takes in milliseconds, while the router has seen none end: a prompt that lacks blocks waits for running
-    /// answers to release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
+    /// How long an answer takes in milliseconds, while the router has seen none end: a prompt that lacks blocks waits for running answers to
+    /// release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
-    /// The age at which a worker's measurement counts half, and the mean of all workers the other half. 30 s: a worker that seems a
-    /// hundred times slower than it is gets a prompt again after two to five minutes, and one that is ten times slower slows
-    /// one prompt down in two minutes.
+    /// The age at which a worker's measurement counts half, and the mean of all workers the other half. 30 s: a worker that seems a hundred times
+    /// slower than it is gets a prompt again after two to five minutes, and one that is ten times slower slows one prompt down in two minutes.
     pub rate_half_life: Duration,
 }
 

@@ -1,8 +1,8 @@
 //! The KV event subscription to one worker: puts the worker's messages in order, a snapshot first, then every later event once.
 //!
-//! Messages come from one or two sources: a `Watch` stream with everything, or a stream with loads and NATS with events. Events
-//! are ordered by their ids, whichever source they come from, so the source may change at any time. Pure. A gap is the
-//! consequence of lost messages and is repaired by a new snapshot; any other error is the worker's fault and ends its membership.
+//! Messages come from one or two sources: a `Watch` stream with everything, or a stream with loads and NATS with events. Events are ordered
+//! by their ids, whichever source they come from, so the source may change at any time. Pure. A gap is the consequence of lost messages and
+//! is repaired by a new snapshot; any other error is the worker's fault and ends its membership.
 
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
@@ -12,9 +12,9 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// How long after its id on the stream an event may arrive over NATS. One heartbeat: a message is rarely late by a hundredth of
-/// that, and a lost one is noticed with the next heartbeat.
-pub(crate) const LATE_MAX: Duration = Duration::from_secs(1);
+/// How long after its id on the stream an event may arrive over NATS. One heartbeat: a message is rarely late by a hundredth of that, and a
+/// lost one is noticed with the next heartbeat.
+const LATE_MAX: Duration = Duration::from_secs(1);
 
 /// The consequence of a message for the known content of the worker's cache.
 #[derive(Debug, PartialEq)]
@@ -23,18 +23,16 @@ pub(crate) enum Update {
     None,
     /// Replace all that was known of the worker's cache.
     Snapshot(Snapshot),
-    /// Apply all events and take over the load.
+    /// Apply all events, then record the load.
     Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
 }
 
-/// The parts of a reported load that the KV crate's `Load` does not have.
+/// The fields of a reported load that the KV crate's `Load` does not have. Counters are `None` if the worker reports none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct ReportedStats {
     /// Measured bandwidth; 0 before the first transfer.
     pub(crate) transfer_bytes_per_second: f64,
-    /// The worker's cache counters; `None` if it reports none.
     pub(crate) cache: Option<CacheTotals>,
-    /// The worker's step counters; `None` if it reports none.
     pub(crate) steps: Option<StepTotals>,
 }
 
@@ -71,8 +69,8 @@ pub(crate) enum SubscriptionError {
 }
 
 impl SubscriptionError {
-    /// Whether a new snapshot repairs the damage of events from this source. Other programs may publish in a worker's name where
-    /// they can reach NATS, so invalid events from NATS say nothing about the worker; events on its own stream do.
+    /// Whether a new snapshot repairs the damage of events from this source. Programs that can reach NATS may publish in a worker's name, so
+    /// invalid events from NATS say nothing about the worker; events on its own stream do.
     pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
         match self {
             Self::Gap { .. } => true,
@@ -98,7 +96,7 @@ pub(crate) struct KvSubscription {
     assembly: SnapshotAssembly,
     /// Id of the last event that is known; `None` before the snapshot.
     applied: Option<u64>,
-    /// The id of an event that the stream has announced and that has not arrived, and when it was announced.
+    /// The id of an event that the stream has announced and that has not arrived, and the time of the announcement.
     awaited: Option<(u64, Instant)>,
     /// The last load on the stream.
     load: Load,
@@ -113,9 +111,6 @@ impl KvSubscription {
     }
 
     /// Takes the stream's next message.
-    ///
-    /// # Errors
-    /// If an event is missing, or the message is malformed or from another instance.
     pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<Update, SubscriptionError> {
         match reply.message.ok_or(WireError::Missing { field: "message" })? {
             Message::Snapshot(chunk) => self.take_chunk(chunk),
@@ -129,9 +124,6 @@ impl KvSubscription {
     }
 
     /// Takes a chunk of a snapshot, from the stream or of a snapshot that was requested.
-    ///
-    /// # Errors
-    /// If the chunk is malformed or from another instance.
     pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
         if chunk.instance_id != self.instance_id {
             return Err(SubscriptionError::OtherInstance);
@@ -142,11 +134,11 @@ impl KvSubscription {
         Ok(Update::Snapshot(snapshot))
     }
 
-    /// Takes a batch from NATS, which has no load. Other programs may publish there, too: an invalid batch is skipped; if it was the
-    /// worker's, the gap in the ids shows it.
+    /// Takes a batch from NATS, which has no load. Other programs may also publish there: an invalid batch is skipped; if it was the worker's,
+    /// the gap in the ids shows it.
     ///
     /// # Errors
-    /// If an event is missing.
+    /// An event is missing.
     pub(crate) fn take_published(&mut self, batch: KvEventBatch, now: Instant) -> Result<Update, SubscriptionError> {
         match self.take_batch(KvEventBatch { load: Some(self.load.clone()), ..batch }, now) {
             Err(SubscriptionError::OtherInstance | SubscriptionError::Wire(_)) => Ok(Update::None),

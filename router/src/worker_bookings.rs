@@ -1,45 +1,45 @@
 //! The load that placed requests add to one worker before the worker's own reports include them.
 //!
-//! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until
-//! the booking is released: never in addition to the worker's own report, never after the booking. Predicted blocks are those of
-//! prompts that are being prefilled on the worker.
+//! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until the booking
+//! is released; so it never counts in addition to the worker's own report. Predicted blocks are those of prompts that are being prefilled on
+//! the worker.
 
 use crate::index::KeyedState;
-use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
-    sync::Arc,
-};
-use tandem_kv::SequenceHash;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use tandem_kv::{RequestId, SequenceHash};
 
 /// Identifies a booking within this router. Request ids may collide, booking ids do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BookingId(pub(crate) u64);
 
 /// A booking with its request id first, so that bookings are found by the ids that workers report.
-pub(crate) type BookingKey = (Arc<str>, BookingId);
+pub(crate) type BookingKey = (RequestId, BookingId);
 
 /// The load that one request adds to one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BookedLoad {
-    /// Number of prompt tokens that the worker has to compute.
+    /// Prompt tokens that the worker has to compute.
     pub(crate) tokens: u64,
-    /// Number of sequences that the worker has to run.
+    /// Sequences that the worker has to run.
     pub(crate) sequences: u32,
 }
 
-/// Request ids of a worker's latest reports that are kept, for bookings that another router announces later than the worker
-/// reports them. A busy worker's reports of a second; the announcement takes milliseconds.
+/// Request ids of a worker's latest reports that are kept, for bookings that another router announces later than the worker reports them. A
+/// busy worker's reports of a second; the announcement takes milliseconds.
 const INCLUDED_MAX: usize = 1_024;
 
 /// All bookings on one worker.
 pub(crate) struct WorkerBookings {
-    count: u32,
+    /// Requests placed on the worker, reported or not.
+    pub(crate) count: u32,
     unreported: BTreeMap<BookingKey, BookedLoad>,
     /// Requests that the worker's reports have come to include, the latest [`INCLUDED_MAX`] of them.
-    included: VecDeque<Arc<str>>,
-    tokens: u64,
-    sequences: u64,
-    /// Block → number of prompts being prefilled that contain it. As prompts are whole, the set of keys is prefix-closed.
+    included: VecDeque<RequestId>,
+    /// Prompt tokens not yet in the worker's report.
+    pub(crate) tokens: u64,
+    /// Sequences not yet in the worker's report.
+    pub(crate) sequences: u64,
+    /// Block → number of prompts being prefilled that contain it. Each prompt adds all of its blocks, so the set of keys is prefix-closed.
     predicted: HashMap<SequenceHash, u32, KeyedState>,
 }
 
@@ -54,21 +54,6 @@ impl WorkerBookings {
             sequences: 0,
             predicted: HashMap::with_hasher(KeyedState::with_seed(key)),
         }
-    }
-
-    /// Requests placed on the worker, reported or not.
-    pub(crate) fn count(&self) -> u32 {
-        self.count
-    }
-
-    /// Prompt tokens not yet in the worker's report.
-    pub(crate) fn tokens(&self) -> u64 {
-        self.tokens
-    }
-
-    /// Sequences not yet in the worker's report.
-    pub(crate) fn sequences(&self) -> u64 {
-        self.sequences
     }
 
     /// Leading blocks of the prompt that are being computed on the worker, beyond the first `overlap_blocks`.
@@ -93,7 +78,7 @@ impl WorkerBookings {
 
     /// The worker's report has come to include the request: its load does not count here any more.
     pub(crate) fn on_included(&mut self, request_id: &str) {
-        let request_id: Arc<str> = request_id.into();
+        let request_id = RequestId::from(request_id);
         if self.included.len() == INCLUDED_MAX {
             self.included.pop_front();
         }
@@ -163,7 +148,7 @@ mod tests {
     }
 
     fn totals(bookings: &WorkerBookings) -> (u64, u64, u32) {
-        (bookings.tokens(), bookings.sequences(), bookings.count())
+        (bookings.tokens, bookings.sequences, bookings.count)
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! `tandem route explain`: asks a running frontend where it would place a prompt, and shows the costs that decide.
+//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that decide.
 
 use crate::{http, text_table::text_table};
 use anyhow::{Context, Result, bail, ensure};

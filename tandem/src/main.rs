@@ -3,16 +3,19 @@
 //! 0: success. 1: failure, with one line on stderr that says what to do. 2: the command line or a setting is wrong.
 
 use anyhow::Context;
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 #[cfg(feature = "top")]
 use tandem::top;
 use tandem::{
-    Cluster, Process, StartError, audit, explain, ready,
-    serve::{self, Served},
-    settings::{AuditCommand, Cli, Command, Role, RouteCommand, Serve},
+    Cluster, Process, Served, StartError, audit,
+    cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
+    explain, ready,
+    serve::{self, print},
+    settings::CommonArgs,
 };
 #[cfg(feature = "model")]
-use tandem::{model::Store, settings::ModelCommand};
+use tandem::{cli::ModelCommand, model::Store};
+use tandem_node::retry::error_chain;
 
 fn main() -> ExitCode {
     let cli = match Cli::read(std::env::args_os().collect(), std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT")) {
@@ -22,7 +25,7 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_error(&format!("{error:#}"));
+            print_error(&error_chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }
@@ -30,11 +33,11 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Command::Up(up) => return run_or_print(*up, Cluster::start),
-        Command::Router(router) => return run_or_print(*router, Process::router),
-        Command::PrefillWorker(worker) => return run_or_print(*worker, Process::prefill_worker),
-        Command::DecodeWorker(worker) => return run_or_print(*worker, Process::decode_worker),
-        Command::Frontend(frontend) => return run_or_print(*frontend, Process::frontend),
+        Command::Up(up) => return run_or_print(*up, |role| &role.common, Cluster::start),
+        Command::Router(router) => return run_or_print(*router, |role| &role.common, Process::router),
+        Command::PrefillWorker(worker) => return run_or_print(*worker, |role| &role.common, Process::prefill_worker),
+        Command::DecodeWorker(worker) => return run_or_print(*worker, |role| &role.common, Process::decode_worker),
+        Command::Frontend(frontend) => return run_or_print(*frontend, |role| &role.common, Process::frontend),
         #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
@@ -58,14 +61,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
         Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
             let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
-            let format = if json {
-                audit::Format::Json
-            } else if csv {
-                audit::Format::Csv
-            } else {
-                audit::Format::Table
-            };
-            print(&report.print(format));
+            print(&match (json, csv) {
+                (true, _) => report.json(),
+                (_, true) => report.csv(),
+                (false, false) => report.table(),
+            });
             if let Some(note) = report.note() {
                 print_error(&note);
             }
@@ -94,9 +94,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Serves until a signal, or prints the settings if only these are asked for.
-fn run_or_print<R: Role, S: Served, F>(command: Serve<R>, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
+/// Serves until a signal, or prints the settings if only these are requested.
+fn run_or_print<R, S, F>(command: Serve<R>, common: fn(&R) -> &CommonArgs, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
 where
+    R: clap::Args + serde::Serialize,
+    S: Served,
     F: Future<Output = Result<S, StartError>>,
 {
     let settings = command.to_toml();
@@ -104,13 +106,8 @@ where
         print(&settings);
         return Ok(());
     }
-    let (telemetry, grace) = (command.role.common().telemetry.clone(), command.role.common().grace());
-    serve::run(&telemetry, grace, &settings, start(command.role))
-}
-
-#[expect(clippy::print_stdout, reason = "the output that the user asked for")]
-fn print(text: &str) {
-    print!("{text}");
+    let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
+    serve::run(&telemetry, Duration::from_secs(grace_period), &settings, start(command.role))
 }
 
 #[expect(clippy::print_stderr, reason = "one line about a failure or an incomplete result")]

@@ -1,19 +1,12 @@
-//! The life of a serving process: its introduction on stdout, signals, and draining.
+//! Runs a serving process: its introduction on stdout, signals, and draining.
 
-use crate::{cluster::StartError, settings::TelemetryArgs};
+use crate::{
+    cluster::{Served, StartError},
+    settings::TelemetryArgs,
+};
 use anyhow::Context;
 use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-
-/// A serving process: the whole cluster, or one role of it.
-pub trait Served {
-    /// Returns text for the operator: which parts run at which addresses.
-    fn introduction(&self) -> String;
-    /// Resolves when a part has failed, so that the process cannot serve any more. Cancel-safe.
-    fn failed(&mut self) -> impl Future<Output = StartError>;
-    /// Refuses new work, lets running work finish for `grace`, then stops everything.
-    fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
-}
 
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` go into the log.
 ///
@@ -65,8 +58,9 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
     }
 }
 
-#[expect(clippy::print_stdout, reason = "the introduction, which the user waits for")]
-fn print(text: &str) {
+/// Prints text to stdout.
+#[expect(clippy::print_stdout, reason = "the output that the user has requested")]
+pub fn print(text: &str) {
     print!("{text}");
 }
 

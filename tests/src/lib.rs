@@ -44,9 +44,8 @@ pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
 
 /// Starts a cluster whose workers do not report cached tokens, so that answers have the router's estimates.
 pub async fn start_without_cached_tokens(mut settings: UpSettings) -> Result<TestCluster> {
-    let folder = tempfile::tempdir()?;
-    settings.worker.ledger = Some(folder.path().join(LEDGER));
-    Ok(TestCluster(Cluster::start_without_cached_tokens(settings).await?, folder))
+    settings.worker.withhold_cached_tokens = true;
+    start(settings).await
 }
 
 /// Returns the settings of a cluster of simulated devices that run 100 times as fast as the cost model.
@@ -92,12 +91,12 @@ impl TestCluster {
 
     /// The address of the OpenAI API.
     pub fn frontend(&self) -> SocketAddr {
-        self.0.frontend()
+        self.0.frontend
     }
 
     /// The model id that clients send as `model`.
     pub fn model_id(&self) -> String {
-        self.0.model_id().to_owned()
+        self.0.model_id.clone()
     }
 
     /// The router's view of the cluster.
@@ -110,7 +109,7 @@ impl TestCluster {
     pub async fn settle_events(&self) -> Result<()> {
         wait_until("the index follows the workers", async || {
             let view = self.view().await?;
-            Ok(self.0.workers().iter().all(|worker| {
+            Ok(self.0.workers.iter().all(|worker| {
                 let known = view.workers.iter().find(|known| known.info.as_ref().is_some_and(|info| info.worker_id == worker.id));
                 let load = worker.engine.load();
                 known.is_some_and(|known| known.indexed_blocks == u64::from(load.cached_blocks) && load.in_use_blocks == 0)
@@ -121,7 +120,7 @@ impl TestCluster {
 
     /// Asserts that an idle cluster holds nothing: no blocks in use, no bookings, no permits.
     pub async fn assert_idle(&self) -> Result<()> {
-        for worker in self.0.workers() {
+        for worker in &self.0.workers {
             engine_idle(&worker.engine).await.with_context(|| worker.id.clone())?;
         }
         wait_until("the router has no bookings", async || {

@@ -36,8 +36,8 @@ async fn start_with_key() -> Result<TestCluster> {
 async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-    let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
-    let mut router = RouterClient::new(to(cluster.inner().router())?);
+    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+    let mut router = RouterClient::new(to(cluster.inner().router)?);
     let (mut control, mut prefills) = (ControlClient::new(to(prefill.address)?), PrefillClient::new(to(prefill.address)?));
     let (mut decodes, mut transfer) = (DecodeClient::new(to(decode.address)?), TransferClient::new(to(decode.address)?));
     Ok(vec![
@@ -96,7 +96,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     let request = Endpoint::Completions.request(&cluster.model_id(), &text, json!({ "max_tokens": 2 }));
     assert_eq!(client.answer(Endpoint::Completions.path(), &request).await?.status, 200);
     let mut cached = BTreeSet::new();
-    for worker in cluster.inner().workers() {
+    for worker in &cluster.inner().workers {
         let (snapshot, _) = worker.engine.watch().await.expect("the engine runs");
         cached.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
     }
@@ -127,8 +127,8 @@ impl Insider {
     fn new(cluster: &TestCluster) -> Result<Self> {
         let network = Network::tcp(ClusterKey::new(SECRET)?);
         let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-        let [prefill, decode] = cluster.inner().workers() else { anyhow::bail!("there are two workers") };
-        let (router, decode) = (RouterClient::new(to(cluster.inner().router())?), DecodeClient::new(to(decode.address)?));
+        let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+        let (router, decode) = (RouterClient::new(to(cluster.inner().router)?), DecodeClient::new(to(decode.address)?));
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
 
@@ -207,16 +207,16 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         let answer = insider.generate(&decode.instance_id, named).await?;
         let Some(generate_reply::Message::Failure(failure)) = answer else { anyhow::bail!("{answer:?}") };
         assert_eq!(failure.reason(), FailureReason::InvalidRequest);
-        assert!(failure.message.contains("no router of this cluster vouches for"), "{}", failure.message);
+        assert!(failure.message.contains("not signed by a router of this cluster"), "{}", failure.message);
     }
     for address_signature in [Vec::new(), decode.signature.clone(), prefill.signature.clone()] {
         let ticket = Ticket { address: address.clone(), missing_blocks: vec![0], address_signature, ..Default::default() };
         let status = insider.prefill(&prefill.instance_id, ticket).await?;
         assert_eq!(status.code(), Code::InvalidArgument);
-        assert!(status.message().contains("no decode worker of this cluster vouches for"), "{status}");
+        assert!(status.message().contains("not signed by a decode worker of this cluster"), "{status}");
     }
-    let unvouched = "tandem_worker_unvouched_addresses_total";
-    assert_eq!((client.metric(unvouched, "decode-0").await?, client.metric(unvouched, "prefill-0").await?), (4.0, 3.0));
+    let unsigned = "tandem_worker_unsigned_addresses_total";
+    assert_eq!((client.metric(unsigned, "decode-0").await?, client.metric(unsigned, "prefill-0").await?), (4.0, 3.0));
     assert_eq!(trap.accept().err().map(|error| error.kind()), Some(std::io::ErrorKind::WouldBlock), "nothing has connected");
 
     let answer = insider.generate(&decode.instance_id, prefill).await?;

@@ -192,7 +192,7 @@ fn selectors(expr: &str) -> Vec<&str> {
 }
 
 async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<String>> {
-    let all: BTreeSet<_> = cluster.inner().workers().iter().map(|worker| worker.id.as_str()).collect();
+    let all: BTreeSet<_> = cluster.inner().workers.iter().map(|worker| worker.id.as_str()).collect();
     let mut problems = Vec::new();
     for board in ["cluster", "router", "workers"] {
         let file = fs::read_to_string(deploy(&format!("grafana/dashboards/{board}.json")))?;

@@ -38,8 +38,8 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     let run = |json: bool| {
         let mut args = vec!["tandem", "route", "explain", "--frontend", &frontend, "--prompt", &text];
         args.extend(json.then_some("--json"));
-        let cli = tandem::settings::Cli::read(args.into_iter().map(Into::into).collect(), None)?;
-        let tandem::settings::Command::Route { command: tandem::settings::RouteCommand::Explain(args) } = cli.command else {
+        let cli = tandem::cli::Cli::read(args.into_iter().map(Into::into).collect(), None)?;
+        let tandem::cli::Command::Route { command: tandem::cli::RouteCommand::Explain(args) } = cli.command else {
             anyhow::bail!("the command is route explain")
         };
         tandem::explain::run(args)

@@ -24,7 +24,7 @@ const CHECKED: &[&str] = &[
     "proto",
     "router",
     "transfer",
-    "tandem/tests",
+    "tandem",
     "tests",
     "worker",
 ];

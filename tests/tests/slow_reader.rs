@@ -76,7 +76,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     ensure!(received == expected.text(0), "the text differs");
 
     let unread = send(cluster.frontend(), &request).await?;
-    let decode_workers = cluster.inner().workers().iter().filter(|worker| worker.id.starts_with("decode"));
+    let decode_workers = cluster.inner().workers.iter().filter(|worker| worker.id.starts_with("decode"));
     for worker in decode_workers {
         worker.engine.wait_for_load(|load| load.in_use_blocks > 100).await;
     }

@@ -26,8 +26,8 @@ pub enum TransferError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.
-    #[error("no decode worker of this cluster vouches for the ticket's address")]
-    Unvouched,
+    #[error("the ticket's address is not signed by a decode worker of this cluster")]
+    UnsignedAddress,
     /// The ticket has another length.
     #[error(transparent)]
     Length(#[from] InvalidTicket),

@@ -84,8 +84,8 @@ impl SendPaths {
     /// The ticket cannot be used, or its communicator is closed.
     pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
         let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, .. } = &*self.0;
-        if !ticket.is_vouched(instance_id, channels.network().key()) {
-            return Err(TicketError::Unvouched.into());
+        if !ticket.has_signed_address(instance_id, channels.network().key()) {
+            return Err(TicketError::UnsignedAddress.into());
         }
         let secret = Ticket::try_from(&ticket.ticket[..]).map_err(TicketError::from)?;
         let push = |access| Ok::<_, TicketError>(Box::new(PushPath::open(channels.to(&ticket.address)?, secret, access)));

@@ -32,7 +32,7 @@ pub struct WorkerMetrics {
     preemptions: Counter,
     invariant_violations: Counter,
     unauthenticated: Counter,
-    unvouched: Counter,
+    unsigned_addresses: Counter,
     reported: Mutex<Reported>,
 }
 
@@ -62,8 +62,8 @@ impl WorkerMetrics {
     }
 
     /// Counts an address to which the worker does not connect, because it is not signed with the cluster's key.
-    pub fn count_unvouched(&self) {
-        self.unvouched.increment(1);
+    pub fn count_unsigned_address(&self) {
+        self.unsigned_addresses.increment(1);
     }
 
     /// Registers the metrics of a worker that has `capacity_blocks` KV blocks.
@@ -81,7 +81,7 @@ impl WorkerMetrics {
             registry.histogram("tandem_worker_step_duration_seconds", help, &[worker, ("phase", phase)])
         };
         let unauthenticated = "gRPC calls that were refused because they did not carry the cluster's key.";
-        let unvouched = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
+        let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
         let preempted = "Sequences preempted: their KV blocks were needed for others.";
         let violations = "Failed checks of an idle worker's own state. Each is a bug.";
         Self {
@@ -98,7 +98,7 @@ impl WorkerMetrics {
             decode_step: step("decode"),
             mixed_step: step("mixed"),
             unauthenticated: counter("tandem_worker_unauthenticated_total", unauthenticated),
-            unvouched: counter("tandem_worker_unvouched_addresses_total", unvouched),
+            unsigned_addresses: counter("tandem_worker_unsigned_addresses_total", unsigned),
             preemptions: counter("tandem_worker_preemptions_total", preempted),
             invariant_violations: counter("tandem_worker_invariant_violations_total", violations),
             reported: Mutex::default(),

@@ -3,9 +3,9 @@
 use super::simd::Plain;
 #[cfg(target_arch = "x86_64")]
 use super::simd::{Avx2, Avx512};
-use std::{fmt, str::FromStr};
+use std::fmt;
 
-/// An instruction set that the processor has. The kernels give the same bits for all of them.
+/// An instruction set of this processor. The kernels give the same bits for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Isa(pub(super) Level);
 
@@ -46,27 +46,6 @@ impl fmt::Display for Isa {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(_) => "avx512",
         })
-    }
-}
-
-/// The processor has no instruction set of this name.
-#[derive(Debug, thiserror::Error)]
-#[error("unknown or unavailable instruction set {name}: this processor has {}", .available.join(", "))]
-pub struct NoSuchIsa {
-    name: String,
-    available: Vec<String>,
-}
-
-impl FromStr for Isa {
-    type Err = NoSuchIsa;
-
-    fn from_str(name: &str) -> Result<Self, NoSuchIsa> {
-        let available = Self::available();
-        available
-            .iter()
-            .copied()
-            .find(|isa| isa.to_string() == name)
-            .ok_or_else(|| NoSuchIsa { name: name.to_owned(), available: available.iter().map(ToString::to_string).collect() })
     }
 }
 

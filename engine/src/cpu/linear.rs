@@ -146,14 +146,19 @@ kernel! {
 
 /// A tile whose dot products with quantised rows are integers. `column` is the first output of a vector of outputs.
 trait IntegerTile {
-    const HAS_MINS: bool;
+    const HAS_MINS: bool = false;
     /// Unpacked weights, reused for several rows.
     type Weights<S: Simd>: Copy;
 
     fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S>;
     fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints;
     fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats;
-    fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats;
+
+    /// Returns the minima, which are used only if `HAS_MINS`.
+    #[inline(always)]
+    fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
+        simd.splat(0.0)
+    }
 }
 
 impl Nibbles {
@@ -241,7 +246,6 @@ impl IntegerTile for Q4_KTile {
 }
 
 impl IntegerTile for Q6_KTile {
-    const HAS_MINS: bool = false;
     /// The words, and the factor of each half.
     type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
@@ -273,15 +277,9 @@ impl IntegerTile for Q6_KTile {
     fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
         simd.load_halves(&self.scales[column..])
     }
-
-    #[inline(always)]
-    fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
-        simd.splat(0.0)
-    }
 }
 
 impl IntegerTile for Q8_0Tile {
-    const HAS_MINS: bool = false;
     type Weights<S: Simd> = [S::Bytes; GROUP / 4];
 
     #[inline(always)]
@@ -305,11 +303,6 @@ impl IntegerTile for Q8_0Tile {
     #[inline(always)]
     fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
         simd.load_halves(&self.scales[column..])
-    }
-
-    #[inline(always)]
-    fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
-        simd.splat(0.0)
     }
 }
 

@@ -9,21 +9,6 @@ const LANES: usize = 16;
 /// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
 const ROUNDING: f32 = 12_582_912.0;
 
-/// Converts half-precision bits exactly. They must be finite: infinities and NaN would become finite numbers.
-#[inline(always)]
-pub(super) fn widen(half: u16) -> f32 {
-    /// 2^112: the difference of the two formats' exponent biases.
-    const BIAS: f32 = f32::from_bits((127 + 112) << 23);
-    let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
-    f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
-}
-
-/// Converts bfloat16 bits exactly.
-#[inline(always)]
-pub(super) fn widen_bf16(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
-}
-
 /// Returns e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial in r, the exponent n. Results are clamped to finite,
 /// normal numbers.
 #[inline(always)]
@@ -167,17 +152,6 @@ pub(super) fn rotations_at(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::f16;
-
-    #[test]
-    fn widening_is_exact_for_every_finite_half() {
-        for bits in 0..=u16::MAX {
-            let half = f16::from_bits(bits);
-            if half.is_finite() {
-                assert_eq!(widen(bits).to_bits(), half.to_f32().to_bits(), "{bits:#x}");
-            }
-        }
-    }
 
     #[test]
     fn exp_is_within_two_ulp() {

@@ -22,26 +22,15 @@ pub(super) struct Layer {
     pub query: Matrix,
     pub key: Matrix,
     pub value: Matrix,
-    pub qkv_biases: Option<QkvBiases>,
-    pub qk_norms: Option<QkNorms>,
+    /// Added to every row's queries, keys and values.
+    pub qkv_biases: Option<[Vec<f32>; 3]>,
+    /// Weights of the RMSNorm of each query head and of each key head; all heads share them.
+    pub qk_norms: Option<[Vec<f32>; 2]>,
     pub attention_out: Matrix,
     pub ffn_norm: Vec<f32>,
     pub gate: Matrix,
     pub up: Matrix,
     pub down: Matrix,
-}
-
-/// Biases that are added to every row's queries, keys and values.
-pub(super) struct QkvBiases {
-    pub query: Vec<f32>,
-    pub key: Vec<f32>,
-    pub value: Vec<f32>,
-}
-
-/// Weights of the RMS norm of each query and key head; all heads share them.
-pub(super) struct QkNorms {
-    pub query: Vec<f32>,
-    pub key: Vec<f32>,
 }
 
 impl CpuModel {
@@ -53,28 +42,15 @@ impl CpuModel {
     pub fn load(file: &dyn ModelFile) -> Result<Arc<Self>, CpuError> {
         let config = file.config()?;
         let ModelConfig { width, ffn, vocab_size, head_dim, qkv_biases, qk_norms, .. } = config;
+        refuse_unread(file, &config)?;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
         let layer = |i: usize| {
             let matrix = |name, outputs, inputs| Matrix::load(file, &format!("blk.{i}.{name}.weight"), outputs, inputs);
             let norm = |name, len| vector(file, &format!("blk.{i}.{name}.weight"), len);
             let bias = |name, len| vector(file, &format!("blk.{i}.{name}.bias"), len);
-            // A weight that is not read would be missing in every result.
-            let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !qkv_biases);
-            let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !qk_norms);
-            let others = ["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"];
-            for unread in qkv.chain(heads).chain(others) {
-                let name = format!("blk.{i}.{unread}");
-                if file.has_tensor(&name) {
-                    return Err(CpuError::Unexpected { name });
-                }
-            }
-            let biases = || {
-                let (query, key, value) = (bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?);
-                Ok::<_, CpuError>(QkvBiases { query, key, value })
-            };
-            let norms =
-                || Ok::<_, CpuError>(QkNorms { query: norm("attn_q_norm", head_dim)?, key: norm("attn_k_norm", head_dim)? });
-            Ok(Layer {
+            let biases = || Ok::<_, CpuError>([bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?]);
+            let norms = || Ok::<_, CpuError>([norm("attn_q_norm", head_dim)?, norm("attn_k_norm", head_dim)?]);
+            Ok::<_, CpuError>(Layer {
                 attention_norm: norm("attn_norm", width)?,
                 query: matrix("attn_q", queries, width)?,
                 key: matrix("attn_k", keys, width)?,
@@ -108,9 +84,8 @@ impl CpuModel {
             let Layer { query, key, value, attention_out, gate, up, down, attention_norm, ffn_norm, qkv_biases, qk_norms } =
                 layer;
             let matrices: usize = [query, key, value, attention_out, gate, up, down].into_iter().map(Matrix::bytes).sum();
-            let biases = qkv_biases.iter().flat_map(|biases| [&biases.query, &biases.key, &biases.value]);
-            let norms = qk_norms.iter().flat_map(|norms| [&norms.query, &norms.key]);
-            let vectors = [attention_norm, ffn_norm].into_iter().chain(biases).chain(norms);
+            let vectors =
+                [attention_norm, ffn_norm].into_iter().chain(qkv_biases.iter().flatten()).chain(qk_norms.iter().flatten());
             matrices + vectors.map(|vector| size_of_val(vector.as_slice())).sum::<usize>()
         });
         let head = self.head.as_ref().map_or(0, Matrix::bytes);
@@ -120,4 +95,14 @@ impl CpuModel {
     pub(super) fn head(&self) -> &Matrix {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
+}
+
+/// Fails if layers have tensors that models of this family do not have: ignoring them would falsify every result.
+pub(crate) fn refuse_unread(file: &dyn ModelFile, config: &ModelConfig) -> Result<(), CpuError> {
+    let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !config.qkv_biases);
+    let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !config.qk_norms);
+    let unread = qkv.chain(heads).chain(["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"]);
+    let unread: Vec<&str> = unread.collect();
+    let mut names = (0..config.layers).flat_map(|layer| unread.iter().map(move |part| format!("blk.{layer}.{part}")));
+    names.find(|name| file.has_tensor(name)).map_or(Ok(()), |name| Err(CpuError::Unexpected { name }))
 }

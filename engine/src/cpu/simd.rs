@@ -6,7 +6,6 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::math::{widen, widen_bf16};
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
@@ -64,6 +63,21 @@ pub(super) trait Simd: Copy {
     fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
 }
 
+/// Converts half-precision bits exactly. They must be finite: infinities and NaN would become finite numbers.
+#[inline(always)]
+pub(super) fn widen(half: u16) -> f32 {
+    /// 2^112: the difference of the two formats' exponent biases.
+    const BIAS: f32 = f32::from_bits((127 + 112) << 23);
+    let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
+    f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
+}
+
+/// Converts bfloat16 bits exactly.
+#[inline(always)]
+pub(super) fn widen_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
 /// Arrays instead of vector registers, for any processor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plain;
@@ -79,6 +93,18 @@ macro_rules! lanes {
         }
         lanes
     }};
+}
+
+/// Defines operations on arrays.
+macro_rules! operations {
+    ($($name:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)? = $value:expr;)*) => {
+        $(
+            #[inline(always)]
+            fn $name(self $(, $argument: $kind)*) $(-> $result)? {
+                $value
+            }
+        )*
+    };
 }
 
 /// Returns `sum` plus the dot product of a lane's four weights and `x`.
@@ -98,124 +124,59 @@ impl Simd for Plain {
     type Bytes = [[u8; 4]; LANES];
     type Sums = [i32; LANES];
 
-    #[inline(always)]
-    fn splat(self, number: f32) -> Self::Floats {
-        [number; LANES]
-    }
+    operations! {
+        splat(number: f32) -> Self::Floats = [number; LANES];
+        load(from: &[f32]) -> Self::Floats = lanes!(l => from[l]);
+        load_halves(from: &[u16]) -> Self::Floats = lanes!(l => widen(from[l]));
+        load_bf16(from: &[u16]) -> Self::Floats = lanes!(l => widen_bf16(from[l]));
+        load_u8(from: &[u8]) -> Self::Floats = lanes!(l => f32::from(from[l]));
+        store(numbers: Self::Floats, into: &mut [f32]) = into[..LANES].copy_from_slice(&numbers);
+        mul(a: Self::Floats, b: Self::Floats) -> Self::Floats = lanes!(l => a[l] * b[l]);
+        mul_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats = lanes!(l => a[l].mul_add(b[l], c[l]));
+        floats(ints: Self::Ints) -> Self::Floats = lanes!(l => ints[l] as f32);
 
-    #[inline(always)]
-    fn load(self, from: &[f32]) -> Self::Floats {
-        lanes!(l => from[l])
-    }
+        splat_int(number: i32) -> Self::Ints = [number; LANES];
+        load_i8(from: &[i8]) -> Self::Ints = lanes!(l => i32::from(from[l]));
+        add_ints(a: Self::Ints, b: Self::Ints) -> Self::Ints = lanes!(l => a[l] + b[l]);
+        mul_ints(a: Self::Ints, b: Self::Ints) -> Self::Ints = lanes!(l => a[l] * b[l]);
 
-    #[inline(always)]
-    fn load_halves(self, from: &[u16]) -> Self::Floats {
-        lanes!(l => widen(from[l]))
-    }
+        load_bytes(from: &[u8]) -> Self::Bytes =
+            lanes!(l => [from[l * 4], from[l * 4 + 1], from[l * 4 + 2], from[l * 4 + 3]]);
+        splat_bytes(four: &[i8; 4]) -> Self::Bytes =
+            [[four[0] as u8, four[1] as u8, four[2] as u8, four[3] as u8]; LANES];
+        low_nibbles(bytes: Self::Bytes) -> Self::Bytes =
+            lanes!(l => [bytes[l][0] & 15, bytes[l][1] & 15, bytes[l][2] & 15, bytes[l][3] & 15]);
+        high_nibbles(bytes: Self::Bytes) -> Self::Bytes =
+            lanes!(l => [bytes[l][0] >> 4, bytes[l][1] >> 4, bytes[l][2] >> 4, bytes[l][3] >> 4]);
 
-    #[inline(always)]
-    fn load_bf16(self, from: &[u16]) -> Self::Floats {
-        lanes!(l => widen_bf16(from[l]))
-    }
-
-    #[inline(always)]
-    fn load_u8(self, from: &[u8]) -> Self::Floats {
-        lanes!(l => f32::from(from[l]))
-    }
-
-    #[inline(always)]
-    fn store(self, numbers: Self::Floats, into: &mut [f32]) {
-        into[..LANES].copy_from_slice(&numbers);
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats {
-        lanes!(l => a[l] * b[l])
-    }
-
-    #[inline(always)]
-    fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats {
-        lanes!(l => a[l].mul_add(b[l], c[l]))
-    }
-
-    #[inline(always)]
-    fn floats(self, ints: Self::Ints) -> Self::Floats {
-        lanes!(l => ints[l] as f32)
-    }
-
-    #[inline(always)]
-    fn splat_int(self, number: i32) -> Self::Ints {
-        [number; LANES]
-    }
-
-    #[inline(always)]
-    fn load_i8(self, from: &[i8]) -> Self::Ints {
-        lanes!(l => i32::from(from[l]))
-    }
-
-    #[inline(always)]
-    fn add_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
-        lanes!(l => a[l] + b[l])
-    }
-
-    #[inline(always)]
-    fn mul_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
-        lanes!(l => a[l] * b[l])
-    }
-
-    #[inline(always)]
-    fn load_bytes(self, from: &[u8]) -> Self::Bytes {
-        lanes!(l => [from[l * 4], from[l * 4 + 1], from[l * 4 + 2], from[l * 4 + 3]])
-    }
-
-    #[inline(always)]
-    fn splat_bytes(self, four: &[i8; 4]) -> Self::Bytes {
-        [[four[0] as u8, four[1] as u8, four[2] as u8, four[3] as u8]; LANES]
-    }
-
-    #[inline(always)]
-    fn low_nibbles(self, bytes: Self::Bytes) -> Self::Bytes {
-        lanes!(l => [bytes[l][0] & 15, bytes[l][1] & 15, bytes[l][2] & 15, bytes[l][3] & 15])
-    }
-
-    #[inline(always)]
-    fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes {
-        lanes!(l => [bytes[l][0] >> 4, bytes[l][1] >> 4, bytes[l][2] >> 4, bytes[l][3] >> 4])
-    }
-
-    #[inline(always)]
-    fn no_sums(self) -> Self::Sums {
-        [0; LANES]
-    }
-
-    #[inline(always)]
-    fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums {
-        lanes!(l => {
+        no_sums() -> Self::Sums = [0; LANES];
+        add_products(sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums = lanes!(l => {
             let w = weights[l];
             add_dot(sums[l], [w[0].into(), w[1].into(), w[2].into(), w[3].into()], x[l])
-        })
-    }
+        });
+        ints(sums: Self::Sums) -> Self::Ints = sums;
 
-    #[inline(always)]
-    fn ints(self, sums: Self::Sums) -> Self::Ints {
-        sums
-    }
-
-    #[inline(always)]
-    fn signed(self, bytes: Self::Bytes) -> Self::Bytes {
-        bytes
-    }
-
-    #[inline(always)]
-    fn no_signed_sums(self, _x_total: i32) -> Self::Ints {
-        [0; LANES]
-    }
-
-    #[inline(always)]
-    fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints {
-        lanes!(l => {
+        signed(bytes: Self::Bytes) -> Self::Bytes = bytes;
+        no_signed_sums(_x_total: i32) -> Self::Ints = [0; LANES];
+        add_signed_products(sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints = lanes!(l => {
             let w = weights[l];
             add_dot(sums[l], [(w[0] as i8).into(), (w[1] as i8).into(), (w[2] as i8).into(), (w[3] as i8).into()], x[l])
-        })
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::f16;
+
+    #[test]
+    fn widening_is_exact_for_every_finite_half() {
+        for bits in 0..=u16::MAX {
+            let half = f16::from_bits(bits);
+            if half.is_finite() {
+                assert_eq!(widen(bits).to_bits(), half.to_f32().to_bits(), "{bits:#x}");
+            }
+        }
     }
 }

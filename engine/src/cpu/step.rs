@@ -34,7 +34,6 @@ pub(super) struct Buffers {
     scratches: BufferPool<Scratch>,
 }
 
-/// Activations of one slab.
 #[derive(Default)]
 struct SlabBuffers {
     normed: Vec<f32>,
@@ -45,7 +44,6 @@ struct SlabBuffers {
     change: Vec<f32>,
 }
 
-/// A step in progress.
 pub(super) struct Step<'a> {
     pub model: &'a CpuModel,
     pub isa: Isa,
@@ -233,7 +231,6 @@ fn slab_rows(rows: usize, threads: &Threads) -> usize {
     if rows <= SHARED_ROWS { rows.max(1) } else { rows.div_ceil(threads.count()).next_multiple_of(8).min(SLAB_ROWS) }
 }
 
-/// A slab: rows between two attentions.
 struct Slab<'a> {
     model: &'a CpuModel,
     isa: Isa,
@@ -283,14 +280,14 @@ impl Slab<'_> {
         quantise(isa, normed, config.width, quantised);
         let outputs = [(&layer.query, &mut *queries), (&layer.key, &mut *keys), (&layer.value, &mut *values)];
         linear(self.threads, isa, (normed, config.width, quantised), outputs);
-        if let Some(biases) = &layer.qkv_biases {
-            add_to_rows(isa, queries, &biases.query);
-            add_to_rows(isa, keys, &biases.key);
-            add_to_rows(isa, values, &biases.value);
+        if let Some([query_biases, key_biases, value_biases]) = &layer.qkv_biases {
+            add_to_rows(isa, queries, query_biases);
+            add_to_rows(isa, keys, key_biases);
+            add_to_rows(isa, values, value_biases);
         }
-        if let Some(norms) = &layer.qk_norms {
-            rms_norm_in_place(isa, queries, &norms.query, config.eps);
-            rms_norm_in_place(isa, keys, &norms.key, config.eps);
+        if let Some([query_norm, key_norm]) = &layer.qk_norms {
+            rms_norm_in_place(isa, queries, query_norm, config.eps);
+            rms_norm_in_place(isa, keys, key_norm, config.eps);
         }
         let (query_len, key_len) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         rotate(isa, queries, query_len, self.rotations, &config.rope, 1.0 / (config.head_dim as f32).sqrt());

@@ -1,20 +1,18 @@
-//! Weight matrices, packed for the kernels at load time, most of them in nearly the bytes of the file.
+//! Weight matrices, packed for the kernels at load time; most take about as many bytes as in the file.
 //!
 //! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file formats), a *tile* one group of one panel.
 //! A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost loops run over independent outputs.
-//! Quants come in *words*: four inputs of one output, a byte each.
+//! A *word* has the quants of four inputs of one output, a byte each.
 
 use super::{
     CpuError,
-    math::{widen, widen_bf16},
+    simd::{widen, widen_bf16},
 };
 use half::f16;
 use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
-/// Outputs in a tile.
 pub(super) const PANEL: usize = 32;
-/// Inputs in a tile.
 pub(super) const GROUP: usize = 32;
 
 /// A weight matrix, `[outputs][inputs]`.
@@ -116,21 +114,40 @@ pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
 /// Packing and unpacking of one group of one output.
 trait Tile: Clone {
-    /// The size of a block in the file.
+    /// The size of a block in the file, which has `BLOCK_GROUPS` groups.
     const BLOCK_BYTES: usize;
-    /// The number of groups in a block.
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
 
     /// Packs a group of a block (or of the shorter end of a row) into a column. Returns false if a number in it is not finite.
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool;
 
-    /// Returns one weight.
     fn get(&self, column: usize, input: usize) -> f32;
 }
 
 fn half_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn halves(bytes: &[u8]) -> impl Iterator<Item = u16> {
+    bytes.as_chunks::<2>().0.iter().map(|half| u16::from_le_bytes(*half))
+}
+
+fn singles(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number))
+}
+
+/// Packs numbers into a column. Returns false if one of them is not finite.
+fn put_column<T: Copy>(
+    tile: &mut [[T; PANEL]; GROUP],
+    column: usize,
+    numbers: impl Iterator<Item = T>,
+    is_finite: impl Fn(T) -> bool,
+) -> bool {
+    tile.iter_mut().zip(numbers).fold(true, |finite, (row, number)| {
+        row[column] = number;
+        finite & is_finite(number)
+    })
 }
 
 fn is_finite(half: u16) -> bool {
@@ -176,27 +193,18 @@ impl Tile for Q4_1Tile {
     }
 }
 
-/// A Q4_1 tile that is filled from Q4_0 blocks: `weight = scale × (quant − 8)`.
-#[derive(Clone)]
-#[repr(transparent)]
-struct FromQ4_0(Q4_1Tile);
+impl Q4_1Tile {
+    /// The size of a Q4_0 block in the file.
+    const Q4_0_BYTES: usize = 18;
 
-impl Tile for FromQ4_0 {
-    const BLOCK_BYTES: usize = 18;
-    const ZERO: Self = Self(Q4_1Tile::ZERO);
-
-    fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
+    /// Packs a Q4_0 block: `weight = scale × (quant − 8)`.
+    fn put_q4_0(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
         // It is infinite only if weights exceed half precision themselves.
         let min = f16::from_f32(scale.to_f32() * -8.0);
-        self.0.scales[column] = scale.to_bits();
-        self.0.mins[column] = min.to_bits();
-        self.0.quants.put(column, &block[2..18]);
+        (self.scales[column], self.mins[column]) = (scale.to_bits(), min.to_bits());
+        self.quants.put(column, &block[2..18]);
         scale.is_finite() && min.is_finite()
-    }
-
-    fn get(&self, column: usize, input: usize) -> f32 {
-        self.0.get(column, input)
     }
 }
 
@@ -286,11 +294,7 @@ impl Tile for F16Tile {
     const ZERO: Self = Self([[0; PANEL]; GROUP]);
 
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
-        let halves = block.as_chunks::<2>().0.iter().map(|half| u16::from_le_bytes(*half));
-        self.0.iter_mut().zip(halves).fold(true, |finite, (row, half)| {
-            row[column] = half;
-            finite & is_finite(half)
-        })
+        put_column(&mut self.0, column, halves(block), is_finite)
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
@@ -303,11 +307,7 @@ impl Tile for Bf16Tile {
     const ZERO: Self = Self([[0; PANEL]; GROUP]);
 
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
-        let numbers = block.as_chunks::<2>().0.iter().map(|number| u16::from_le_bytes(*number));
-        self.0.iter_mut().zip(numbers).fold(true, |finite, (row, number)| {
-            row[column] = number;
-            finite & widen_bf16(number).is_finite()
-        })
+        put_column(&mut self.0, column, halves(block), |bits| widen_bf16(bits).is_finite())
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
@@ -320,11 +320,7 @@ impl Tile for F32Tile {
     const ZERO: Self = Self([[0.0; PANEL]; GROUP]);
 
     fn put(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
-        let numbers = block.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number));
-        self.0.iter_mut().zip(numbers).fold(true, |finite, (row, number)| {
-            row[column] = number;
-            finite & number.is_finite()
-        })
+        put_column(&mut self.0, column, singles(block), f32::is_finite)
     }
 
     fn get(&self, column: usize, input: usize) -> f32 {
@@ -361,7 +357,7 @@ impl Matrix {
         let tiles = match tensor.kind {
             TensorType::Q4_1 => pack(data, outputs).map(Tiles::Q4_1),
             TensorType::Q8_0 => pack(data, outputs).map(Tiles::Q8_0),
-            TensorType::Q4_0 => pack(data, outputs).map(from_q4_0).map(Tiles::Q4_1),
+            TensorType::Q4_0 => pack_with(data, outputs, Q4_1Tile::Q4_0_BYTES, Q4_1Tile::put_q4_0).map(Tiles::Q4_1),
             TensorType::Q4_K => pack(data, outputs).map(Tiles::Q4_K),
             TensorType::Q6_K => pack(data, outputs).map(Tiles::Q6_K),
             TensorType::F16 => pack(data, outputs).map(Tiles::F16),
@@ -385,24 +381,29 @@ impl Matrix {
 
 /// Packs all rows; `None` if a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
+    pack_with(data, outputs, T::BLOCK_BYTES, T::put)
+}
+
+/// Packs all rows; their blocks have this size, and `put` packs one group of a block.
+fn pack_with<T: Tile>(
+    data: &[u8],
+    outputs: usize,
+    block_bytes: usize,
+    put: impl Fn(&mut T, usize, &[u8], usize) -> bool,
+) -> Option<Vec<T>> {
     let row_bytes = data.len() / outputs;
-    let groups = row_bytes.div_ceil(T::BLOCK_BYTES) * T::BLOCK_GROUPS;
+    let groups = row_bytes.div_ceil(block_bytes) * T::BLOCK_GROUPS;
     let mut tiles = vec![T::ZERO; outputs.div_ceil(PANEL) * groups];
     let mut finite = true;
     for (output, row) in data.chunks_exact(row_bytes).enumerate() {
         let panel = &mut tiles[output / PANEL * groups..][..groups];
-        for (tiles, block) in panel.chunks_exact_mut(T::BLOCK_GROUPS).zip(row.chunks(T::BLOCK_BYTES)) {
+        for (tiles, block) in panel.chunks_exact_mut(T::BLOCK_GROUPS).zip(row.chunks(block_bytes)) {
             for (group, tile) in tiles.iter_mut().enumerate() {
-                finite &= tile.put(output % PANEL, block, group);
+                finite &= put(tile, output % PANEL, block, group);
             }
         }
     }
     finite.then_some(tiles)
-}
-
-/// Converts the tiles in place, if the allocator allows it.
-fn from_q4_0(tiles: Vec<FromQ4_0>) -> Vec<Q4_1Tile> {
-    tiles.into_iter().map(|tile| tile.0).collect()
 }
 
 fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
@@ -415,17 +416,13 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
     }
 }
 
-/// Reads a vector of float weights, such as a norm's.
-///
-/// # Errors
-///
-/// The tensor is missing, has another length or format, or a number in it is not finite.
+/// Reads a vector of float weights, such as a norm's. Fails if the tensor is missing, has another length or format, or a number that is not finite.
 pub(crate) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {
-        TensorType::F32 => tensor.data.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number)).collect(),
-        TensorType::F16 => tensor.data.as_chunks::<2>().0.iter().map(|half| f16::from_le_bytes(*half).to_f32()).collect(),
-        TensorType::BF16 => tensor.data.as_chunks::<2>().0.iter().map(|number| widen_bf16(u16::from_le_bytes(*number))).collect(),
+        TensorType::F32 => singles(tensor.data).collect(),
+        TensorType::F16 => halves(tensor.data).map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        TensorType::BF16 => halves(tensor.data).map(widen_bf16).collect(),
         kind => return Err(CpuError::WeightType { name: name.to_owned(), kind }),
     };
     if numbers.iter().all(|number| number.is_finite()) { Ok(numbers) } else { Err(CpuError::NotFinite { name: name.to_owned() }) }

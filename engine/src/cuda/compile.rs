@@ -14,15 +14,12 @@ use std::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Returns the kernels' code for this model and GPU, from the cache or else compiled (some ten seconds). A cache that cannot be written is logged.
-///
-/// # Errors
-///
-/// Fails if NVRTC is not found, or refuses the kernels.
+/// Returns the kernels' code for this model and GPU, from the cache, or else compiled (in some ten seconds) and cached. Fails if NVRTC is not found, or
+/// refuses the kernels.
 pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) -> Result<Vec<u8>, CudaError> {
     let architecture = driver.architecture();
     let Some(folder) = kernels_dir else { return compile(shape, &architecture) };
-    let file = folder.join(format!("{}.cubin", key(shape, &architecture, driver.version())));
+    let file = folder.join(format!("{}.cubin", key(shape, &architecture, driver.version)));
     if let Some(kept) = kept(&file) {
         return Ok(kept);
     }
@@ -34,7 +31,7 @@ pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) 
     Ok(code)
 }
 
-/// The cache key: a hash of everything that the code depends on.
+/// Returns the cache key: a hash of everything that the code depends on.
 fn key(shape: &Shape, architecture: &str, driver_version: i32) -> String {
     let mut text = format!("{architecture} {driver_version} {:?}", options(shape, architecture));
     SOURCES.iter().for_each(|(_, source)| text.push_str(source));
@@ -149,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn cache_returns_what_was_kept_and_ignores_damaged_files() {
+    fn cache_returns_stored_code_and_ignores_damaged_files() {
         let folder = tempfile::tempdir().unwrap();
         let (inner, code) = (folder.path().join("kernels"), vec![7; 1_000]);
         let file = inner.join("a.cubin");

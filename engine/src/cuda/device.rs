@@ -1,9 +1,8 @@
 //! The interface between the host code and what executes it: a GPU, or in tests the kernels compiled for the host.
 
-use super::{CudaError, pool::HANDLE_BYTES, shape::Half};
+use super::{CudaError, shape::Half};
 use std::{sync::Arc, time::Duration};
 
-/// A kernel, by its name in the sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     Embed,
@@ -30,28 +29,27 @@ impl Kernel {
         Self::Sample,
     ];
 
-    pub fn name(self) -> &'static str {
+    /// Returns the kernel's name and its threads per thread block, as declared in the sources.
+    fn declaration(self) -> (&'static str, u32) {
         match self {
-            Self::Embed => "embed",
-            Self::RmsNorm => "rms_norm",
-            Self::Rope => "rope",
-            Self::StoreKv => "store_kv",
-            Self::Swiglu => "swiglu",
-            Self::AttendPrompt => "attend_prompt",
-            Self::AttendToken => "attend_token",
-            Self::Combine => "combine",
-            Self::Sample => "sample",
+            Self::Embed => ("embed", 256),
+            Self::RmsNorm => ("rms_norm", 256),
+            Self::Rope => ("rope", 64),
+            Self::StoreKv => ("store_kv", 128),
+            Self::Swiglu => ("swiglu", 256),
+            Self::AttendPrompt => ("attend_prompt", 128),
+            Self::AttendToken => ("attend_token", 128),
+            Self::Combine => ("combine", 128),
+            Self::Sample => ("sample", 512),
         }
     }
 
-    /// Threads per thread block, as declared in the sources.
+    pub fn name(self) -> &'static str {
+        self.declaration().0
+    }
+
     pub fn threads(self) -> u32 {
-        match self {
-            Self::Embed | Self::RmsNorm | Self::Swiglu => 256,
-            Self::Rope => 64,
-            Self::StoreKv | Self::AttendPrompt | Self::AttendToken | Self::Combine => 128,
-            Self::Sample => 512,
-        }
+        self.declaration().1
     }
 }
 
@@ -65,10 +63,11 @@ pub(super) struct Launch {
     pub shared_bytes: usize,
 }
 
-/// A matrix product `outputs = inputs × weightsᵀ`, accumulated in 32-bit floats. `inputs` is `rows × inputs` and `weights` is
-/// `outputs × inputs`, both row-major matrices of 16-bit floats; the result is `rows × outputs`.
+/// A GEMM `outputs = inputs × weightsᵀ`, accumulated in 32-bit floats. `inputs` is `rows × inputs` and `weights` is `outputs × inputs`, both
+/// row-major matrices of 16-bit floats of the type `half`; the result is `rows × outputs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Gemm {
+    pub half: Half,
     pub rows: usize,
     pub inputs: usize,
     pub outputs: usize,
@@ -95,12 +94,12 @@ pub(super) struct Operands {
 }
 
 /// A CUDA stream and the device it runs on. Work is executed in the order of the calls; most calls only enqueue it, `download` and `wait`
-/// return when it is done. Every method fails if the driver (or the library it calls) fails.
+/// return when it is done. Every method that returns a `Result` fails if the driver (or the library it calls) fails.
 pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Communicators of several ranks, one per device. Dropping them ends collectives that wait for a lost rank.
     type Communicators: Send;
 
-    /// Upper bound of the device memory that communicators take on each device, as far as is known.
+    /// Device memory reserved for the communicators of an engine, on each device.
     const COMMUNICATOR_BYTES: usize;
 
     /// Connects devices, one rank each, for `all_reduce_sum`.
@@ -115,10 +114,10 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Creates another stream of the same device, which shares its memory.
     fn new_stream(&self) -> Result<Self, CudaError>;
 
-    /// Number of streaming multiprocessors.
+    /// Returns the number of streaming multiprocessors.
     fn multiprocessors(&self) -> usize;
 
-    /// Bytes of device memory that are free now.
+    /// Returns the bytes of free device memory.
     fn free_bytes(&self) -> Result<usize, CudaError>;
 
     /// Allocates uninitialised memory, aligned to 256 bytes. The caller passes it to `free` once.
@@ -136,35 +135,32 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns when all work is done.
     fn wait(&self) -> Result<(), CudaError>;
 
-    /// Returns when all work of all ranks is done, or as soon as one rank has failed: the others may then wait for it for ever.
+    /// Returns when all work of all ranks is done, or as soon as one rank has failed: the work of the others may then never end.
     fn wait_all(ranks: &[&Self]) -> Result<(), CudaError>;
 
-    /// Copies within the device.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError>;
 
     /// Launches a kernel. Each argument takes one word; 32-bit values use its lower half.
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError>;
 
-    /// Computes a matrix product.
-    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError>;
+    fn gemm(&self, gemm: (Gemm, Operands)) -> Result<(), CudaError>;
 
-    /// Plans these GEMMs and times their algorithms now rather than at their first use, until `limit` is reached. Of the operands, `outputs`
-    /// is not used.
-    fn prepare(&self, half: Half, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
+    /// Plans these GEMMs and times their algorithms in advance, until `limit` is reached. Their `outputs` are not used.
+    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
 
     /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have been
-    /// executed once before. If recording fails, the device can be used as before.
+    /// executed once before. After a failure the device can be used as before.
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
 
-    /// Executes a recording: with the recorded arguments and the memory contents of now.
+    /// Executes a recording with its arguments, on the current content of memory.
     fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError>;
 
     /// Returns a handle by which other processes of this host can map the memory that was allocated at this address.
-    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError>;
+    fn export(&self, address: u64) -> Result<IpcHandle, CudaError>;
 
-    /// Maps another process's memory, of any GPU that this one can read; returns its address and size in bytes. The caller passes the address
+    /// Maps another process's memory, on any GPU that this one can read; returns its address and size in bytes. The caller passes the address
     /// to `close` once.
-    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError>;
+    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError>;
 
     /// Unmaps another process's memory when all work of this stream is done.
     fn close(&self, address: u64);
@@ -172,7 +168,7 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// A communicator with a device of another process.
     type PeerCommunicator: PeerCommunicator;
 
-    /// Whether peer communicators can be created: NCCL is installed.
+    /// Returns whether peer communicators can be created: NCCL is installed.
     fn nccl_available() -> bool;
 
     /// Returns the id of a communicator that is still to be created.
@@ -182,17 +178,20 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     fn connect_peer(&self, id: &CommunicatorId, rank: u32, limit: Duration) -> Result<Self::PeerCommunicator, CudaError>;
 }
 
-/// Identifies a communicator to its two ranks (`ncclUniqueId`).
+/// Identifies a communicator to its ranks (`ncclUniqueId`).
 pub(super) type CommunicatorId = [u8; 128];
+/// Identifies device memory to other processes of the host (`CUipcMemHandle`).
+pub(super) type IpcHandle = [u8; 64];
+/// A region of device memory: address and bytes.
+pub(super) type Region = (u64, usize);
 
-/// Sends and receives regions of device memory (address and bytes), whose lengths must be the same at both ends. After an error it must not be
-/// used again.
+/// Sends and receives regions, whose lengths must be the same at both ends. After an error it must not be used again.
 pub(super) trait PeerCommunicator: Send + Sync + 'static {
     /// Returns when the peer has received the regions; fails if that takes longer than `limit`.
-    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
+    fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 
     /// Returns when the regions have been received; fails if that takes longer than `limit`. Their former contents are lost even then.
-    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError>;
+    fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 }
 
 /// Device memory, freed on drop.
@@ -231,7 +230,7 @@ impl<D: Device> Drop for Memory<D> {
     }
 }
 
-/// A 32-bit float as a kernel argument.
+/// Returns a 32-bit float as a kernel argument.
 pub(super) fn f32_argument(number: f32) -> u64 {
     number.to_bits().into()
 }

@@ -1,4 +1,4 @@
-//! Errors of the CUDA back end; each message says what to do.
+//! Errors of the CUDA back end. Each message that an operator can act on says what to do.
 
 use crate::{ChunkError, EngineError, cpu::CpuError};
 use tandem_model::ModelError;
@@ -7,120 +7,55 @@ type Source = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why a GPU cannot be used, or why a step on it failed.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum CudaError {
     /// libcuda is not installed.
-    #[error(
-        "--engine cuda needs an NVIDIA driver, and this machine has none (libcuda.so.1 is not found); install it, or use --engine cpu"
-    )]
+    #[error("--engine cuda needs an NVIDIA driver, and libcuda.so.1 is not found; install the driver, or use --engine cpu")]
     NoDriver,
     /// The driver has no GPU with this ordinal.
     #[error(
-        "there is no GPU number {device}: the driver knows {count}; choose another with --device (or fewer with --tp), or see CUDA_VISIBLE_DEVICES"
+        "there is no GPU number {device}: the driver has {count}; choose another --device, a smaller --tp, or other CUDA_VISIBLE_DEVICES"
     )]
-    NoDevice {
-        /// The ordinal, as set.
-        device: u32,
-        /// Number of GPUs that the driver reports.
-        count: i32,
-    },
-    /// A CUDA library is not found.
+    NoDevice { device: u32, count: i32 },
+    /// A CUDA library is not found. `package` is the Python wheel that contains it.
     #[error("{library} is not found; install CUDA 13 or pip's {package}, and put its folder in LD_LIBRARY_PATH")]
-    NoLibrary {
-        /// The library's file name.
-        library: &'static str,
-        /// The Python wheel that contains it.
-        package: &'static str,
-    },
+    NoLibrary { library: &'static str, package: &'static str },
     /// The GPU lacks instructions that the kernels use.
-    #[error("GPU number {device} has compute capability {major}.{minor}, and 8.0 is the least; use a later one, or --engine cpu")]
-    TooOld {
-        /// The ordinal of the GPU.
-        device: u32,
-        /// Major number of its compute capability.
-        major: i32,
-        /// Minor number of its compute capability.
-        minor: i32,
-    },
-    /// NVRTC refused the kernels, which are tested with version 13.0.
-    #[error("the kernels cannot be compiled for this GPU with this NVRTC ({log}); install NVRTC 13.0")]
-    Compile {
-        /// The compiler log of NVRTC.
-        log: String,
-    },
+    #[error("GPU number {device} has compute capability {major}.{minor}; use a GPU with 8.0 or later, or --engine cpu")]
+    TooOld { device: u32, major: i32, minor: i32 },
+    /// NVRTC refused the kernels, which are tested with version 13.0. `log` is its compiler log.
+    #[error("this version of NVRTC cannot compile the kernels for this GPU ({log}); install NVRTC 13.0")]
+    Compile { log: String },
     /// A driver call failed. The device cannot be used any more.
-    #[error("the GPU driver failed while {doing} ({source}); see the system log, and restart")]
-    Driver {
-        /// The purpose of the failed call.
-        doing: &'static str,
-        /// The error that the driver reported.
-        source: Source,
-    },
+    #[error("the GPU driver failed while {doing} ({source}); read the system log, and restart")]
+    Driver { doing: &'static str, source: Source },
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
-    #[error("cuBLASLt failed at a matrix product ({source}); check that it is the one of CUDA 13, and restart")]
-    Gemm {
-        /// The error that cuBLASLt reported.
-        source: Source,
-    },
-    /// NCCL or its other end failed. The communicator cannot be used any more; the GPU can.
+    #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart")]
+    Gemm { source: Source },
+    /// NCCL or its peer failed. The communicator cannot be used any more; the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
-    Nccl {
-        /// The purpose of the failed call.
-        doing: &'static str,
-        /// The error that NCCL reported.
-        source: Source,
-    },
+    Nccl { doing: &'static str, source: Source },
     /// The model has a shape that the kernels do not support.
-    #[error("the GPU kernels need {what}, and the model has {found}: choose another model, or --engine cpu")]
-    Shape {
-        /// The requirement of the kernels.
-        what: &'static str,
-        /// The model's value, which violates the requirement.
-        found: usize,
-    },
+    #[error("the GPU kernels need {what}, and the model has {found}: use another model, or --engine cpu")]
+    Shape { what: &'static str, found: usize },
     /// Heads or feed-forward columns cannot be divided evenly among the GPUs.
     #[error(
-        "--tp {ranks} does not fit the model: its {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns (by eights) must divide by it; {possible:?} do"
+        "--tp {ranks} does not fit the model, which has {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns; it must divide the heads, and the columns into multiples of 8: use one of {possible:?}"
     )]
-    TensorParallel {
-        /// Number of GPUs, as set.
-        ranks: usize,
-        /// The model's query heads.
-        heads: usize,
-        /// The model's key heads.
-        kv_heads: usize,
-        /// The model's feed-forward columns.
-        ffn: usize,
-        /// Values of `--tp` that fit the model.
-        possible: Vec<usize>,
-    },
+    TensorParallel { ranks: usize, heads: usize, kv_heads: usize, ffn: usize, possible: Vec<usize> },
     /// The GPUs differ, but the kernels are compiled for one kind.
     #[error(
         "--tp needs GPUs of one kind, and number {device} is {found} while the first is {first}; choose others with --device or CUDA_VISIBLE_DEVICES"
     )]
-    Unlike {
-        /// The ordinal of the GPU that differs.
-        device: u32,
-        /// The architecture of that GPU.
-        found: String,
-        /// The first GPU's architecture.
-        first: String,
-    },
+    Unlike { device: u32, found: String, first: String },
     /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.
     #[error("the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart")]
-    AllReduce {
-        /// The error that NCCL reported.
-        source: Source,
-    },
-    /// The KV memory does not fit.
+    AllReduce { source: Source },
+    /// The buffers of a step and the KV blocks (at least one) do not fit in this engine's share of the free memory.
     #[error(
-        "{free_bytes} bytes are free for this worker on the GPU, and {needed_bytes} are needed for a step and its KV blocks; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
+        "a step and its KV blocks need {needed_bytes} bytes of GPU memory, and {free_bytes} are free for this worker; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
     )]
-    Memory {
-        /// This engine's share of the free memory.
-        free_bytes: usize,
-        /// Bytes that the buffers of a step and the KV blocks (at least one) need.
-        needed_bytes: usize,
-    },
+    Memory { free_bytes: usize, needed_bytes: usize },
     /// The file is not a model that can be run.
     #[error(transparent)]
     Model(#[from] ModelError),
@@ -128,28 +63,16 @@ pub enum CudaError {
     #[error(transparent)]
     Weights(#[from] CpuError),
     /// A weight is too large for IEEE half precision.
-    #[error("tensor {name} has a number beyond half precision: take a BF16 conversion of the model")]
-    BeyondHalf {
-        /// The name of the tensor.
-        name: String,
-    },
+    #[error("tensor {name} has a number beyond the range of half precision: use a BF16 conversion of the model")]
+    BeyondHalf { name: String },
     /// A chunk of a step cannot be computed.
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// A step is larger than the engine's limits.
+    /// A step is larger than the engine's limits. `sequences` are those that advance by one token.
     #[error(
-        "a step of {tokens} tokens, {sequences} of them single, exceeds this engine's limits of {tokens_max} tokens and {sequences_max} single ones"
+        "a step has {tokens} tokens and {sequences} sequences that advance by one token; this engine's limits are {tokens_max} and {sequences_max}"
     )]
-    StepTooLarge {
-        /// Tokens in the step.
-        tokens: usize,
-        /// Sequences in the step that advance by a single token.
-        sequences: usize,
-        /// The most tokens that one step may have.
-        tokens_max: usize,
-        /// The most sequences that may advance by a single token in one step.
-        sequences_max: usize,
-    },
+    StepTooLarge { tokens: usize, sequences: usize, tokens_max: usize, sequences_max: usize },
 }
 
 /// After a failed driver call, all further calls fail.

@@ -10,9 +10,8 @@ mod tuning;
 
 use super::{
     CudaError,
-    device::{CommunicatorId, Device, Gemm, Kernel, Launch, Memory, Operands, PeerCommunicator},
-    pool::HANDLE_BYTES,
-    shape::{Half, Shape},
+    device::{CommunicatorId, Device, Gemm, IpcHandle, Kernel, Launch, Memory, Operands, Region},
+    shape::Shape,
 };
 use cudarc::driver::{
     result::{self, DriverError, stream::StreamKind},
@@ -20,7 +19,7 @@ use cudarc::driver::{
 };
 pub(super) use driver::Driver;
 use gemm::{ChosenAlgorithms, GemmPlans};
-use nccl::{Communicator, Nccl, Rank};
+use nccl::{Communicator, Nccl, Rank, RankBuffer};
 use std::{
     ffi::CString,
     os::raw::{c_char, c_void},
@@ -34,8 +33,7 @@ const STAGING_BYTES: usize = 8 << 20;
 
 /// Held while an all-reduce is launched on all its GPUs, and during calls for which the driver may wait for all work of a GPU while it blocks other
 /// threads' calls (allocating, freeing, loading). Otherwise such a call could wait for an all-reduce that has started on one GPU and whose launch on
-/// the next GPU is blocked by that call. Under this lock only a communicator's own lock is taken; a peer communicator that waits for its other end
-/// holds this lock's waiters up for at most its limit.
+/// the next GPU is blocked by that call. While it is held, only a communicator's own lock may be taken, which is held for a bounded time.
 ///
 /// It is process-wide because the driver is: a process has one primary context per GPU, which all engines share.
 static DRIVER_LOCK: Mutex<()> = Mutex::new(());
@@ -86,20 +84,13 @@ impl Context {
                 let set = result::function::set_function_attribute(functions[kernel as usize], SHARED_MAX, bytes as i32);
                 set.map_err(failed("reserving shared memory"))?;
             }
-            let multiprocessors =
-                result::device::get_attribute(device, PROCESSORS).map_err(failed("querying the GPU's attributes"))?;
-            Ok(Self {
-                device,
-                context,
-                module,
-                functions,
-                multiprocessors: multiprocessors.max(1) as usize,
-                chosen: ChosenAlgorithms::default(),
-            })
+            let multiprocessors = result::device::get_attribute(device, PROCESSORS);
+            let multiprocessors = multiprocessors.map_err(failed("querying the GPU's attributes"))?.max(1) as usize;
+            Ok(Self { device, context, module, functions, multiprocessors, chosen: ChosenAlgorithms::default() })
         }
     }
 
-    /// Makes the context current for this thread. Required before every driver call, since the driver keeps a current context per thread.
+    /// Makes the context current for this thread, as every driver call requires.
     fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as this value.
         unsafe { result::ctx::set_current(self.context) }.map_err(failed("setting the current context"))
@@ -110,7 +101,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         if self.enter().is_ok() {
             let _locked = driver_lock();
-            // SAFETY: no reference to the functions remains, and module and context are released once. Errors are ignored: there is no one to report to.
+            // SAFETY: no reference to the functions remains, and module and context are released once. Errors cannot be handled here.
             unsafe {
                 let _ = result::module::unload(self.module);
                 let _ = result::primary_ctx::release(self.device);
@@ -160,12 +151,8 @@ impl Gpu {
             Staging(bytes.cast())
         };
         drop(locked);
-        Ok(Self {
-            gemms: Mutex::new(GemmPlans::new(Arc::clone(&context.chosen))?),
-            staging: Mutex::new(staging),
-            stream,
-            context,
-        })
+        let gemms = Mutex::new(GemmPlans::new(Arc::clone(&context.chosen))?);
+        Ok(Self { gemms, staging: Mutex::new(staging), stream, context })
     }
 
     fn idle(&self) -> Result<(), CudaError> {
@@ -191,7 +178,7 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// See `CudaModel::nccl_self_test`.
+    /// As `CudaModel::nccl_self_test`.
     pub fn nccl_self_test(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
         const LIMIT: Duration = Duration::from_secs(30);
         let sent: Vec<u8> = (0..bytes).map(|byte| ((byte * 31) >> 3) as u8).collect();
@@ -240,12 +227,10 @@ impl Device for Gpu {
     }
 
     fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
-        let buffer = |(communicator, (gpu, address)): (_, &(&Self, u64))| nccl::RankBuffer {
-            communicator,
-            stream: gpu.stream,
-            address: *address,
-        };
-        let buffers: Vec<nccl::RankBuffer<'_>> = communicators.iter().zip(ranks).map(buffer).collect();
+        let buffers = communicators.iter().zip(ranks);
+        let buffers =
+            buffers.map(|(communicator, (gpu, address))| RankBuffer { communicator, stream: gpu.stream, address: *address });
+        let buffers: Vec<RankBuffer<'_>> = buffers.collect();
         nccl::all_reduce_sum(&buffers, count).map_err(|source| CudaError::AllReduce { source: Box::new(source) })
     }
 
@@ -351,7 +336,7 @@ impl Device for Gpu {
         let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
         // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as the
-        // kernel's parameter has. That every caller's arguments match the kernel and name memory of sufficient size is checked by the tests on the host.
+        // kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to sufficient memory.
         let launched = unsafe {
             result::launch_kernel(
                 self.context.functions[launch.kernel as usize],
@@ -365,12 +350,12 @@ impl Device for Gpu {
         launched.map_err(failed("launching a kernel"))
     }
 
-    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError> {
+    fn gemm(&self, (gemm, operands): (Gemm, Operands)) -> Result<(), CudaError> {
         self.context.enter()?;
-        self.gemms.lock().expect("no GEMM call panics").run(half, gemm, operands, self.stream)
+        self.gemms.lock().expect("no GEMM call panics").run(gemm, operands, self.stream)
     }
 
-    fn prepare(&self, half: Half, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
         self.context.enter()?;
         let (began, mut prepared) = (Instant::now(), self.gemms.lock().expect("no GEMM call panics"));
         for (i, (gemm, operands)) in gemms.iter().enumerate() {
@@ -381,7 +366,7 @@ impl Device for Gpu {
                 );
                 break;
             }
-            prepared.prepare(half, *gemm, *operands, self.stream)?;
+            prepared.prepare(*gemm, *operands, self.stream)?;
         }
         Ok(())
     }
@@ -412,17 +397,16 @@ impl Device for Gpu {
         unsafe { result::graph::launch(graph.graph, self.stream) }.map_err(failed("launching a graph"))
     }
 
-    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
+    fn export(&self, address: u64) -> Result<IpcHandle, CudaError> {
         self.context.enter()?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the memory comes from `allocate`, and the driver writes one handle.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }
-            .result()
-            .map_err(failed("exporting memory to other processes"))?;
+        let exported = unsafe { sys::cuIpcGetMemHandle(&mut handle, address) };
+        exported.result().map_err(failed("exporting memory to other processes"))?;
         Ok(handle.reserved.map(|byte| byte as u8))
     }
 
-    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
+    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
         self.context.enter()?;
         let handle = sys::CUipcMemHandle { reserved: exported.map(|byte| byte as c_char) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -465,15 +449,5 @@ impl Device for Gpu {
 
     fn connect_peer(&self, id: &CommunicatorId, rank: u32, limit: Duration) -> Result<Communicator, CudaError> {
         Communicator::new(&Nccl::load()?, &self.context, *id, Rank { rank, ranks: 2 }, limit)
-    }
-}
-
-impl PeerCommunicator for Communicator {
-    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        self.send(regions, limit)
-    }
-
-    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
-        self.receive(regions, limit)
     }
 }

@@ -46,12 +46,12 @@ pub(super) struct DeviceBudget {
     pub multiprocessors: usize,
     /// Bytes free after loading the weights.
     pub free_bytes: usize,
-    /// Bytes that each engine's communicator with its other ranks takes; 0 on one GPU.
+    /// Bytes of each engine's communicator; 0 on one GPU.
     pub communicator_bytes: usize,
 }
 
 impl Sizes {
-    /// Sizes for these limits, with as many blocks as set, or else as fit. Fails if they do not fit.
+    /// Returns the sizes for these limits, with as many blocks as set, or else as fit. Fails if they do not fit.
     pub fn new(shape: &Shape, limits: &CudaLimits, budget: DeviceBudget) -> Result<Self, CudaError> {
         let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;
@@ -86,11 +86,10 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Bytes of all buffers but the KV memory.
+    /// Returns the bytes of all buffers but the KV memory.
     pub fn step_bytes(&self) -> usize {
-        let Self { residual, normed, qkv, attended, gates, inner, rope, partial_outputs, partial_sums, logits, scratch, .. } =
-            self;
-        residual + normed + qkv + attended + gates + inner + rope + partial_outputs + partial_sums + logits + scratch
+        let rows = self.residual + self.normed + self.qkv + self.attended + self.gates + self.inner + self.rope;
+        rows + self.partial_outputs + self.partial_sums + self.logits + self.scratch
     }
 }
 

@@ -2,12 +2,12 @@
 
 use super::{
     CudaError,
-    device::{Device, Epilogue, Gemm, Memory},
+    device::{Device, Memory},
     shape::Shape,
     shard::Shard,
     weights::{self, MatrixSlice},
 };
-use crate::cpu::{CpuError, weights::vector};
+use crate::cpu::{self, CpuError, weights::vector};
 use std::sync::Arc;
 use tandem_model::{ModelConfig, ModelFile};
 
@@ -26,7 +26,7 @@ pub(super) struct Model<D: Device> {
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// `None` if the embedding is also the head, and on all ranks but the first, which computes the logits.
+    /// `None` if the embedding is also the head, and on the ranks after the first, which computes the logits.
     head: Option<Memory<D>>,
 }
 
@@ -45,18 +45,9 @@ pub(super) struct Layer<D: Device> {
     pub down: Memory<D>,
 }
 
-/// The GEMMs of a step.
-pub(super) struct Gemms {
-    pub qkv: Gemm,
-    pub attention_out: Gemm,
-    pub gates: Gemm,
-    pub down: Gemm,
-    pub head: Gemm,
-}
-
 impl<D: Device> Model<D> {
-    /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max`: bytes of shared memory
-    /// that a thread block may use. Fails if the model is not supported, a weight cannot be read, or the device fails.
+    /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max` is the shared memory
+    /// of a thread block in bytes. Fails if the model is not supported, a weight cannot be read, or the device fails.
     pub fn load(
         file: &dyn ModelFile,
         block_size: usize,
@@ -67,7 +58,7 @@ impl<D: Device> Model<D> {
         let config = file.config()?;
         let half = weights::half_of(file)?;
         let shape = Shape::new(&config, half, block_size, shared_max, shard)?;
-        refuse_unread(file, &config)?;
+        cpu::model::refuse_unread(file, &config)?;
         let device = Arc::new(open(&shape)?);
         let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
@@ -124,36 +115,7 @@ impl<D: Device> Model<D> {
         })
     }
 
-    /// The GEMMs of a step with this many rows.
-    pub fn gemms(&self, rows: usize) -> Gemms {
-        let Shape { width, ffn, vocab_size, .. } = self.shape;
-        let gemm = |inputs, outputs, epilogue| Gemm { rows, inputs, outputs, epilogue };
-        // The first rank adds to its residual stream, the others overwrite theirs: the all-reduce then gives the updated stream on every rank.
-        let to_residual = if self.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
-        Gemms {
-            qkv: gemm(width, self.shape.qkv_dim(), Epilogue::StoreHalf),
-            attention_out: gemm(self.shape.query_dim(), width, to_residual),
-            gates: gemm(width, 2 * ffn, Epilogue::StoreHalf),
-            down: gemm(ffn, width, to_residual),
-            head: gemm(width, vocab_size, Epilogue::StoreSingle),
-        }
-    }
-
-    /// Address of the output head's weights.
-    pub fn head(&self) -> u64 {
-        self.head.as_ref().unwrap_or(&self.embedding).address()
-    }
-}
-
-/// Fails if the file has tensors that this model family should not have: ignoring them would falsify every result.
-fn refuse_unread(file: &dyn ModelFile, config: &ModelConfig) -> Result<(), CudaError> {
-    let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !config.qkv_biases);
-    let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !config.qk_norms);
-    let unread = qkv.chain(heads).chain(["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"]);
-    let unread: Vec<&str> = unread.collect();
-    let names = (0..config.layers).flat_map(|layer| unread.iter().map(move |part| format!("blk.{layer}.{part}")));
-    match names.into_iter().find(|name| file.has_tensor(name)) {
-        Some(name) => Err(CpuError::Unexpected { name }.into()),
-        None => Ok(()),
+    pub fn head(&self) -> &Memory<D> {
+        self.head.as_ref().unwrap_or(&self.embedding)
     }
 }

@@ -3,11 +3,11 @@
 use super::shape::Shape;
 use crate::{Chunk, Logits};
 
-/// Fewest positions of a sequence that are worth a partition, and so a thread block, of their own.
+/// The fewest positions of a partition (and so of a thread block), if the sequence has as many.
 const PARTITION_POSITIONS_MIN: usize = 256;
-/// The slot of padding rows, whose KV is not stored. kernels/model.cu has it too.
+/// The slot of padding rows, whose KV is not stored; the same as in kernels/model.cu.
 const NO_SLOT: u32 = u32::MAX;
-/// Target number of `attend_token` thread blocks per multiprocessor: two run at a time, and more than that keep the last ones from running alone.
+/// Target number of `attend_token` thread blocks per multiprocessor: two run at a time, and with more of them few multiprocessors idle at the end.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// A step as lists: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
@@ -51,9 +51,8 @@ impl Batch {
             if len == 1 {
                 let first = batch.partitions.len() as u32;
                 let starts = (0..end).step_by(partition_positions);
-                batch
-                    .partitions
-                    .extend(starts.map(|start| [first_row, start as u32, (start + partition_positions).min(end) as u32, table]));
+                let ends = starts.clone().map(|start| (start + partition_positions).min(end) as u32);
+                batch.partitions.extend(starts.zip(ends).map(|(start, end)| [first_row, start as u32, end, table]));
                 batch.combined.push([first_row, first, batch.partitions.len() as u32 - first, 0]);
             } else {
                 for done in (0..len).step_by(tile_tokens) {
@@ -92,7 +91,7 @@ impl Batch {
         self.partitions.resize(partitions, [0; 4]);
     }
 
-    /// Offset of the list after `tables`, in units of 16 bytes from the start of `tables`.
+    /// Returns the offset of the list after `tables`, in units of 16 bytes from the start of `tables`.
     pub fn offset_after_tables(&self) -> u32 {
         self.tables.len().div_ceil(4) as u32
     }

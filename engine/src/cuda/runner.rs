@@ -2,36 +2,37 @@
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Gemm, Kernel, Launch, Memory, Operands, f32_argument},
+    buffers::{Buffers, Gemms},
+    device::{Device, Kernel, Launch, Memory, f32_argument},
     graphs::Graphs,
     inputs::{self, Inputs, Lists},
     memory::{DeviceBudget, Sizes},
-    model::{Gemms, Layer, Model},
+    model::{Layer, Model},
     plan::{Batch, padded_rows},
-    pool::{Part, Pool},
-    sampling::{LOGPROB_BYTES, ROW_BYTES, SampleInputs},
+    pool::{KvShard, Pool},
+    sampling::{LOGPROB_BYTES, SampleInputs},
     shape::Shape,
 };
 use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, StepOutput};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, KvMemory};
 
-/// Layers enqueued on several ranks before the host waits for them. With some thousand launches pending, the driver blocks further launches until
-/// the first are done, and no error would end that while one rank's all-reduce waits for another rank's.
+/// Layers enqueued on several ranks before the host waits for them. While some thousand launches are pending the driver blocks further ones, and
+/// if one rank's all-reduce then waits for a lost rank, no error would end that.
 const LAYERS_IN_FLIGHT: usize = 32;
 /// Time limit for planning the GEMMs of decode steps on one device, which usually takes a second or two.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and after a rank was lost: collectives that wait for it must end before memory is freed.
+    /// `None` on one device, and after a rank was lost: dropping them ends collectives that wait for it, before memory is freed.
     communicators: Option<D::Communicators>,
     /// `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
-    /// The last field, so that it is dropped last: an aborted step may read its weights until freeing the engine's buffers has waited for it.
+    /// The last field, so that weights are freed last: an aborted step may read them until the buffers above, whose freeing waits for it, are freed.
     models: Arc<[Model<D>]>,
 }
 
@@ -42,23 +43,6 @@ struct Rank<D: Device> {
     buffers: Buffers<D>,
     inputs: Inputs<D>,
     kv: Arc<Memory<D>>,
-}
-
-/// Buffers reused by every step; `Sizes` describes them.
-struct Buffers<D: Device> {
-    residual: Memory<D>,
-    normed: Memory<D>,
-    qkv: Memory<D>,
-    attended: Memory<D>,
-    gates: Memory<D>,
-    inner: Memory<D>,
-    rope: Memory<D>,
-    partial_outputs: Memory<D>,
-    partial_sums: Memory<D>,
-    logits: Memory<D>,
-    scratch: Memory<D>,
-    /// Sampled tokens and their logprobs.
-    sampled: Memory<D>,
 }
 
 impl<D: Device> Runner<D> {
@@ -72,7 +56,7 @@ impl<D: Device> Runner<D> {
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
-            // The first all-reduce allocates, and may fail; it does so here rather than in a step. The values are not used.
+            // The first all-reduce allocates and may fail, so it is done before any step. The values are not used.
             let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
             D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
@@ -100,7 +84,7 @@ impl<D: Device> Runner<D> {
         self
     }
 
-    /// The shape that each rank computes.
+    /// Returns the shape that each rank computes.
     pub fn shape(&self) -> &Shape {
         &self.models[0].shape
     }
@@ -164,7 +148,7 @@ impl<D: Device> Runner<D> {
             }
         };
         tokens.truncate(requests.len());
-        // The step's duration includes all of its work, and asynchronous errors are reported here.
+        // A step's measured duration includes all of its work, and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
         Ok(StepOutput::Sampled { tokens, logits })
     }
@@ -172,8 +156,8 @@ impl<D: Device> Runner<D> {
 
 /// Runs embedding and all layers on all ranks. Leaves the residual stream of all rows; if no logits are needed, the last layer only writes its KV.
 ///
-/// With several ranks, all work is done when it returns. No other call may wait for a single rank before that: if another rank is lost, its
-/// all-reduce never ends.
+/// With several ranks, all work is done when it returns. Before that no call may wait for a single rank, because the all-reduce of one rank never ends
+/// if another rank is lost.
 fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Communicators>) -> Result<(), CudaError> {
     let each =
         |work: fn(&Step<'a, D>, usize) -> Result<(), CudaError>, layer| steps.iter().try_for_each(|step| work(step, layer));
@@ -208,24 +192,9 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Commun
 impl<D: Device> Rank<D> {
     fn new(model: &Model<D>, sizes: &Sizes) -> Result<Self, CudaError> {
         let device = Arc::new(model.device.new_stream()?);
-        let memory = |bytes| Memory::new(&device, bytes);
-        let on_first = |bytes| memory(if model.shard.rank == 0 { bytes } else { 0 });
-        let buffers = Buffers {
-            residual: memory(sizes.residual)?,
-            normed: memory(sizes.normed)?,
-            qkv: memory(sizes.qkv)?,
-            attended: memory(sizes.attended)?,
-            gates: memory(sizes.gates)?,
-            inner: memory(sizes.inner)?,
-            rope: memory(sizes.rope)?,
-            partial_outputs: memory(sizes.partial_outputs)?,
-            partial_sums: memory(sizes.partial_sums)?,
-            logits: on_first(sizes.logits)?,
-            scratch: on_first(sizes.scratch)?,
-            sampled: on_first(sizes.head_rows_max * ROW_BYTES)?,
-        };
+        let buffers = Buffers::new(&device, sizes, model.shard.rank == 0)?;
         let inputs = Inputs::new(&device, inputs::BYTES)?;
-        let kv = Arc::new(memory(sizes.capacity_blocks as usize * model.shape.block_bytes())?);
+        let kv = Arc::new(Memory::new(&device, sizes.capacity_blocks as usize * model.shape.block_bytes())?);
         Ok(Self { device, buffers, inputs, kv })
     }
 
@@ -235,22 +204,15 @@ impl<D: Device> Rank<D> {
         let buffers = &self.buffers;
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
         all_rows.dedup();
-        let operands = |weights, inputs: &Memory<D>| Operands { weights, inputs: inputs.address(), outputs: 0 };
         let gemms = all_rows.into_iter().flat_map(|rows| {
-            let all = model.gemms(rows);
-            let head = (model.shard.rank == 0).then(|| (all.head, operands(model.head(), &buffers.normed)));
-            let of_layer = [
-                (all.qkv, operands(layer.qkv.address(), &buffers.normed)),
-                (all.attention_out, operands(layer.attention_out.address(), &buffers.attended)),
-                (all.gates, operands(layer.gates.address(), &buffers.normed)),
-                (all.down, operands(layer.down.address(), &buffers.inner)),
-            ];
-            of_layer.into_iter().chain(head)
+            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
+            let head = (model.shard.rank == 0).then(|| buffers.head_gemm(model, rows));
+            [qkv, attention_out, gates, down].into_iter().chain(head)
         });
-        self.device.prepare(model.shape.half, &gemms.collect::<Vec<_>>(), PREPARE_MAX)
+        self.device.prepare(&gemms.collect::<Vec<_>>(), PREPARE_MAX)
     }
 
-    /// The address of this rank's shard of a block.
+    /// Returns the address of this rank's shard of a block.
     fn block(&self, shape: &Shape, block: BlockId) -> u64 {
         let at = block.0 as usize * shape.block_bytes();
         assert!(at < self.kv.bytes(), "the block is in the KV memory");
@@ -305,12 +267,12 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        let part = |rank: &Rank<D>| Ok(Part { device: Arc::new(rank.device.new_stream()?), kv: Arc::clone(&rank.kv) });
-        let partitions: Result<_, CudaError> = self.ranks.iter().map(part).collect();
-        let partitions = partitions
+        let shard = |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_stream()?), kv: Arc::clone(&rank.kv) });
+        let shards: Result<_, CudaError> = self.ranks.iter().map(shard).collect();
+        let shards = shards
             .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))
             .ok()?;
-        Some(Arc::new(Pool::new(partitions, self.shape().block_bytes(), self.sizes.capacity_blocks)))
+        Some(Arc::new(Pool::new(shards, self.shape().block_bytes(), self.sizes.capacity_blocks)))
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
@@ -332,13 +294,6 @@ struct Step<'a, D: Device> {
     lists: Lists,
 }
 
-/// The buffers that a GEMM reads and writes.
-struct GemmBuffers<'a, D: Device> {
-    weights: &'a Memory<D>,
-    inputs: &'a Memory<D>,
-    outputs: &'a Memory<D>,
-}
-
 impl<D: Device> Step<'_, D> {
     fn embed(&self) -> Result<(), CudaError> {
         let (rows, buffers) = (self.batch.rows(), self.buffers);
@@ -352,30 +307,30 @@ impl<D: Device> Step<'_, D> {
 
     /// Computes a layer's queries, keys and values, and stores keys and values in the KV memory.
     fn keys(&self, index: usize) -> Result<(), CudaError> {
-        let (layer, rows) = (&self.model.layers[index], self.batch.rows());
-        self.norm(rows, 0, &layer.attention_norm)?;
-        let Gemms { qkv, .. } = self.model.gemms(rows);
-        self.gemm(qkv, GemmBuffers { weights: &layer.qkv, inputs: &self.buffers.normed, outputs: &self.buffers.qkv })?;
+        let layer = &self.model.layers[index];
+        self.norm(self.batch.rows(), 0, &layer.attention_norm)?;
+        self.device.gemm(self.gemms(layer).qkv)?;
         self.store_kv(index, layer)
     }
 
     fn attention(&self, index: usize) -> Result<(), CudaError> {
-        let (layer, buffers) = (&self.model.layers[index], self.buffers);
         self.attend(index)?;
-        let Gemms { attention_out, .. } = self.model.gemms(self.batch.rows());
-        let gemm_buffers = GemmBuffers { weights: &layer.attention_out, inputs: &buffers.attended, outputs: &buffers.residual };
-        self.gemm(attention_out, gemm_buffers)
+        self.device.gemm(self.gemms(&self.model.layers[index]).attention_out)
+    }
+
+    fn gemms(&self, layer: &Layer<D>) -> Gemms {
+        self.buffers.gemms(self.model, layer, self.batch.rows())
     }
 
     fn feed_forward(&self, index: usize) -> Result<(), CudaError> {
-        let (layer, shape, rows, buffers) = (&self.model.layers[index], &self.model.shape, self.batch.rows(), self.buffers);
+        let (layer, ffn, rows, buffers) = (&self.model.layers[index], self.model.shape.ffn, self.batch.rows(), self.buffers);
         self.norm(rows, 0, &layer.ffn_norm)?;
-        let Gemms { gates, down, .. } = self.model.gemms(rows);
-        self.gemm(gates, GemmBuffers { weights: &layer.gates, inputs: &buffers.normed, outputs: &buffers.gates })?;
-        let eights = rows * shape.ffn / 8;
-        let swiglu = [buffers.gates.address(), buffers.inner.address(), shape.ffn as u64, rows as u64];
-        self.launch(Kernel::Swiglu, [eights.div_ceil(Kernel::Swiglu.threads() as usize), 1, 1], swiglu)?;
-        self.gemm(down, GemmBuffers { weights: &layer.down, inputs: &buffers.inner, outputs: &buffers.residual })
+        let Gemms { gates, down, .. } = self.gemms(layer);
+        self.device.gemm(gates)?;
+        // A thread of the kernel computes eight numbers.
+        let blocks = (rows * ffn / 8).div_ceil(Kernel::Swiglu.threads() as usize);
+        self.launch(Kernel::Swiglu, [blocks, 1, 1], [buffers.gates.address(), buffers.inner.address(), ffn as u64, rows as u64])?;
+        self.device.gemm(down)
     }
 
     /// Returns the logits of `logit_rows`, computed `each` rows at a time.
@@ -435,9 +390,7 @@ impl<D: Device> Step<'_, D> {
     /// Computes the logits of the rows in the list at this device address.
     fn head(&self, rows: usize, list: u64) -> Result<(), CudaError> {
         self.norm(rows, list, &self.model.norm)?;
-        let (inputs, outputs) = (self.buffers.normed.address(), self.buffers.logits.address());
-        let (head, operands) = (self.model.gemms(rows).head, Operands { weights: self.model.head(), inputs, outputs });
-        self.device.gemm(self.model.shape.half, head, operands)
+        self.device.gemm(self.buffers.head_gemm(self.model, rows))
     }
 
     /// Applies RMSNorm to the rows in the list at this device address, or to the first `rows` if it is 0.
@@ -467,7 +420,7 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::StoreKv, grid, arguments)
     }
 
-    /// Attention: prompts by tiles, single tokens by partitions.
+    /// Computes attention: prompts by tiles, single tokens by partitions.
     fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
@@ -487,11 +440,6 @@ impl<D: Device> Step<'_, D> {
             self.launch(Kernel::Combine, [combined, shape.heads, 1], [outs, sums, lists.combined, attended])?;
         }
         Ok(())
-    }
-
-    fn gemm(&self, gemm: Gemm, GemmBuffers { weights, inputs, outputs }: GemmBuffers<'_, D>) -> Result<(), CudaError> {
-        let operands = Operands { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() };
-        self.device.gemm(self.model.shape.half, gemm, operands)
     }
 
     fn launch<const N: usize>(&self, kernel: Kernel, grid: [usize; 3], mut arguments: [u64; N]) -> Result<(), CudaError> {

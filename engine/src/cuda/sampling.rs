@@ -6,7 +6,7 @@ use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 const SETTINGS_BYTES: usize = 56;
 /// Bytes of the kernel's `TokenLogprob`.
 pub(super) const LOGPROB_BYTES: usize = 8;
-/// Numbers of slots for alternatives per row. Few different ones, because the number is part of a CUDA graph's key; the API allows at most 20.
+/// Possible numbers of slots for alternatives per row: few, because the number is part of a CUDA graph's key. The API allows at most 20.
 const TOPS: [usize; 3] = [0, 5, 20];
 /// Bytes of a row's results, unless a request asks for more alternatives than the API allows.
 pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;
@@ -58,7 +58,7 @@ impl SampleInputs {
     /// Appends padding rows, whose tokens are not read; they are sampled greedily.
     pub fn pad(&mut self, rows: usize) {
         for _ in self.rows()..rows {
-            // All zeros but for mask and top, which are absent.
+            // Zeros, except mask and top, which are absent.
             self.settings.extend([[0; 44].as_slice(), &[0xff; 8], &[0; 4]].concat());
             self.tops.push(None);
         }
@@ -69,13 +69,13 @@ impl SampleInputs {
         self.tops.len()
     }
 
-    /// Slots for alternatives per row: at least as many as any row requests.
+    /// Returns the slots for alternatives per row: at least as many as any row requests.
     pub fn top_max(&self) -> usize {
         let wanted = self.tops.iter().flatten().max().map_or(0, |top| *top as usize);
         TOPS.into_iter().find(|top| *top >= wanted).unwrap_or(wanted)
     }
 
-    /// Offset of a row's settings, in bytes.
+    /// Returns the offset of a row's settings, in bytes.
     pub fn offset(row: usize) -> u64 {
         (row * SETTINGS_BYTES) as u64
     }

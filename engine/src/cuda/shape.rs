@@ -44,21 +44,18 @@ pub(super) struct Shape {
 
 impl Shape {
     /// Returns the shape of one rank. Fails if the kernels do not support the model (they copy 16 bytes at a time) or the shards are uneven.
-    /// `shared_max`: bytes of shared memory that a thread block may use.
+    /// `shared_max` is the shared memory of a thread block in bytes.
     pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, shard: Shard) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
-        let refused = |what, found| Err(CudaError::Shape { what, found });
-        if !head_dim.is_multiple_of(8) || head_dim > HEAD_DIM_MAX {
-            return refused("heads of a multiple of 8 numbers, 128 at most", head_dim);
-        }
-        if !width.is_multiple_of(8) {
-            return refused("a width that is a multiple of 8", width);
-        }
-        if !ffn.is_multiple_of(8) {
-            return refused("a feed-forward length that is a multiple of 8", ffn);
-        }
-        if heads / kv_heads > Self::PROMPT_ROWS {
-            return refused("at most 128 query heads for a key head", heads / kv_heads);
+        for (fits, what, found) in [
+            (head_dim.is_multiple_of(8) && head_dim <= HEAD_DIM_MAX, "heads of a multiple of 8 numbers, 128 at most", head_dim),
+            (width.is_multiple_of(8), "a width that is a multiple of 8", width),
+            (ffn.is_multiple_of(8), "a feed-forward length that is a multiple of 8", ffn),
+            (heads / kv_heads <= Self::PROMPT_ROWS, "at most 128 query heads for a key head", heads / kv_heads),
+        ] {
+            if !fits {
+                return Err(CudaError::Shape { what, found });
+            }
         }
         shard.check(config)?;
         let [heads, kv_heads, ffn] = [heads, kv_heads, ffn].map(|all| shard.range(all).len());
@@ -69,7 +66,7 @@ impl Shape {
         Ok(shape)
     }
 
-    /// The constants as compiler options.
+    /// Returns the constants as compiler options.
     pub fn definitions(&self) -> Vec<String> {
         let definition = |name, value: usize| format!("-D{name}={value}");
         vec![
@@ -84,27 +81,27 @@ impl Shape {
         ]
     }
 
-    /// Query heads per key head.
+    /// Returns the query heads per key head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Length of a row of queries: heads × head length.
+    /// Returns the length of a row of queries: heads × head length.
     pub fn query_dim(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Length of a row of queries, keys and values.
+    /// Returns the length of a row of queries, keys and values.
     pub fn qkv_dim(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Bytes of one token's keys (or values) in one layer.
+    /// Returns the bytes of one token's keys (or values) in one layer.
     pub fn kv_row_bytes(&self) -> usize {
         self.kv_heads * self.head_dim * 2
     }
 
-    /// Bytes of one KV block (of a rank's shard of it).
+    /// Returns the bytes of a rank's shard of one KV block.
     pub fn block_bytes(&self) -> usize {
         self.layers * 2 * self.block_size * self.kv_row_bytes()
     }
@@ -122,13 +119,13 @@ impl Shape {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Bytes of shared memory per thread block of `attend_prompt`.
+    /// Returns the shared memory of a thread block of `attend_prompt` in bytes.
     pub fn prompt_bytes(&self) -> usize {
         let tile = if self.small_shared_memory { 32 } else { 64 };
         (Self::PROMPT_ROWS + 4 * tile) * (self.head_pad() + 8) * 2
     }
 
-    /// Bytes of shared memory per thread block of `attend_token`.
+    /// Returns the shared memory of a thread block of `attend_token` in bytes.
     pub fn token_bytes(&self) -> usize {
         let stages = if self.small_shared_memory { 2 } else { 3 };
         let copies = (Self::TOKEN_ROWS + stages * 2 * Self::TOKEN_POSITIONS) * (self.head_pad() + 8) * 2;

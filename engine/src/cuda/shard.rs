@@ -19,25 +19,25 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// This rank's range of `len` rows or columns that belong to heads or to the feed-forward.
+    /// Returns this rank's range of `len` rows or columns of heads or of the feed-forward.
     pub fn range(self, len: usize) -> Range<usize> {
         let each = len / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Fails if heads or columns cannot be divided evenly; columns in units of eight, since the kernels copy eight numbers at a time.
+    /// Fails if heads or columns cannot be divided evenly. A rank's columns must be a multiple of eight, since the kernels copy eight numbers at a time.
     pub fn check(self, &ModelConfig { heads, kv_heads, ffn, .. }: &ModelConfig) -> Result<(), CudaError> {
-        let fits =
-            |ranks: &usize| [heads, kv_heads].iter().all(|heads| heads.is_multiple_of(*ranks)) && ffn.is_multiple_of(8 * ranks);
-        if self.ranks == 1 || fits(&self.ranks) {
+        let divides = |ranks| heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks) && ffn.is_multiple_of(8 * ranks);
+        let fits = |ranks: &usize| *ranks == 1 || divides(*ranks);
+        if fits(&self.ranks) {
             return Ok(());
         }
-        let possible = (1..=RANKS_MAX).filter(|ranks| *ranks == 1 || fits(ranks)).collect();
+        let possible = (1..=RANKS_MAX).filter(fits).collect();
         Err(CudaError::TensorParallel { ranks: self.ranks, heads, kv_heads, ffn, possible })
     }
 
-    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order. `row_bytes`
-    /// is the length of a shard's row.
+    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order. A shard's
+    /// row has `row_bytes` bytes.
     pub fn merge_into(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
         let rows = whole.chunks_exact_mut(row_bytes).skip(self.rank).step_by(self.ranks);
         rows.zip(part.chunks_exact(row_bytes)).for_each(|(into, row)| into.copy_from_slice(row));

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 pub(super) struct EndedWrite {
     pub ticket: Ticket,
     pub indices: Vec<u32>,
-    /// Whether all blocks were written; otherwise none counts.
+    /// All blocks were written; otherwise none counts.
     pub complete: bool,
 }
 
@@ -23,20 +23,14 @@ impl EndedWrites {
     }
 }
 
-/// A write under way. On drop it is reported to the engine's thread as ended.
+/// A running write. On drop it is reported to the engine's thread as ended.
 pub(super) struct ReservedWrite {
-    ticket: Ticket,
-    indices: Vec<u32>,
-    blocks: Vec<BlockId>,
-    complete: bool,
-    ended: EndedWrites,
-    wake: Arc<Notify>,
-}
-
-impl ReservedWrite {
-    pub fn new(ticket: Ticket, indices: Vec<u32>, blocks: Vec<BlockId>, ended: EndedWrites, wake: Arc<Notify>) -> Self {
-        Self { ticket, indices, blocks, complete: false, ended, wake }
-    }
+    pub ticket: Ticket,
+    pub indices: Vec<u32>,
+    pub blocks: Vec<BlockId>,
+    pub complete: bool,
+    pub ended: EndedWrites,
+    pub wake: Arc<Notify>,
 }
 
 impl BlockWrite for ReservedWrite {

@@ -15,11 +15,11 @@ use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Tic
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
-/// Events that a job gets once at most: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
+/// The most events of a job that are sent once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
 const SINGLE_EVENTS: usize = 5;
 /// Batches by which a slow subscriber may lag before it has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
-/// The least time between two checks of the invariants. A check looks at every block of the cache: a few milliseconds for a large one.
+/// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
 
 pub(super) enum Command {
@@ -49,14 +49,15 @@ pub(super) struct Driver {
     commands: mpsc::Receiver<Command>,
     /// Sorted, so that blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
-    max_buffered_events: usize,
+    /// For generations, as set.
+    pub max_buffered_events: usize,
     next_job: JobId,
     wake: Arc<Notify>,
     ended_writes: EndedWrites,
     batches: broadcast::Sender<Arc<KvBatch>>,
-    load: watch::Sender<Load>,
+    pub load: watch::Sender<Load>,
     /// Time at which the current step or command began; `None` while the engine is idle.
-    busy_since: watch::Sender<Option<Instant>>,
+    pub busy_since: watch::Sender<Option<Instant>>,
     started: Instant,
     sim_clock: SimClock,
     last_audit: Option<Duration>,
@@ -91,18 +92,6 @@ impl Driver {
             last_audit: None,
             is_lost: false,
         }
-    }
-
-    pub fn load(&self) -> watch::Receiver<Load> {
-        self.load.subscribe()
-    }
-
-    pub fn busy_since(&self) -> watch::Receiver<Option<Instant>> {
-        self.busy_since.subscribe()
-    }
-
-    pub fn resume_below(&self) -> usize {
-        self.max_buffered_events / 2
     }
 
     /// Runs until all handles and jobs are dropped, or the device is lost.
@@ -188,13 +177,13 @@ impl Driver {
             Command::BeginWrite { ticket, indices, reply } => {
                 let begun = self.machine.begin_write(ticket, &indices, now);
                 let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
-                // If the caller is gone, the write is dropped here, which ends it.
-                let _ = reply.send(begun.map(|blocks| Box::new(ReservedWrite::new(ticket, indices, blocks, ended, wake)) as _));
+                let write = |blocks| ReservedWrite { ticket, indices, blocks, complete: false, ended, wake };
+                // If the caller no longer waits, the write is dropped here, which ends it.
+                let _ = reply.send(begun.map(|blocks| Box::new(write(blocks)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
                 // First cancel jobs whose clients have disconnected: blocks that arrive late for them are not misuse.
                 self.update_backpressure();
-                // The caller may be gone.
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }
             Command::Confirm(ticket) => {
@@ -203,14 +192,12 @@ impl Driver {
             }
             Command::Write { ticket, index, payload, reply } => {
                 let target = self.machine.write(ticket, index, payload.len(), now);
-                let written = target.and_then(|block| match self.engine.write_block(block, &payload) {
-                    Ok(()) => Ok(()),
-                    Err(error) => {
+                let written = target.and_then(|block| {
+                    self.engine.write_block(block, &payload).map_err(|error| {
                         self.fail(&error);
-                        Err(WriteRefused::EngineEnded)
-                    }
+                        WriteRefused::EngineEnded
+                    })
                 });
-                // The caller may be gone.
                 let _ = reply.send(written);
             }
             Command::Watch(reply) => {
@@ -237,7 +224,7 @@ impl Driver {
             self.jobs.insert(job, Subscriber { events, max_buffered_events, paused: false });
             (job, receiver)
         });
-        // If the caller is gone, the receiver is dropped here, which cancels the job.
+        // If the caller no longer waits, the receiver is dropped here, which cancels the job.
         let _ = reply.send(accepted);
     }
 

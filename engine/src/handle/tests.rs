@@ -114,7 +114,7 @@ async fn backpressure_pauses_an_unread_job_until_it_is_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn paused_job_gets_the_failure() {
+async fn paused_job_receives_the_failure() {
     let sim = SimEngine::new(SimSettings::default());
     let clock = sim.clock();
     let settings = EngineSettings { max_buffered_events: 1, ..SETTINGS };
@@ -151,7 +151,7 @@ async fn unread_prefill_is_computed_completely() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_watcher_sees_every_change_once() {
+async fn subscriber_receives_every_change_once() {
     let engine = start();
     let (empty, mut first) = engine.watch().await.expect("the engine runs");
     assert_eq!((empty.at_event_id, empty.stored.len()), (0, 0));
@@ -174,9 +174,9 @@ async fn a_watcher_sees_every_change_once() {
     assert_eq!(stored, hashes);
 }
 
-/// A step of prompts takes five minutes, then a device that hangs is itself again.
+/// The step with the long prompt takes five minutes, which counts as a hang; afterwards the device makes steps again.
 #[tokio::test(start_paused = true)]
-async fn hung_resolves_while_one_step_takes_too_long() {
+async fn hung_resolves_while_a_step_takes_too_long() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
     let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
     let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();

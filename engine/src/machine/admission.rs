@@ -13,12 +13,12 @@ use std::{
 };
 use tandem_kv::Wanted;
 
-/// How long a sequence waits for a prefix owner that computes. Each step advances a running sequence, so only one that is held up by others
-/// takes longer. Half the limit for a first token.
+/// How long a sequence waits for a prefix owner that computes: half the limit for a first token. Only an owner that is delayed by other sequences
+/// takes longer.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself. A remote prompt that waits also keeps its
-/// prefill worker waiting for a ticket: this is half of that worker's limit.
+/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself: half of the time for which the prefill worker of
+/// a remote prompt waits for a ticket.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// How many earlier prompts a new one is compared with, the latest first: enough to find a burst, and bounded for a long queue.
@@ -92,16 +92,15 @@ impl Machine {
         if self.settings.prefix_caching && !sequence.is_remote() {
             let size = self.info.block_size as usize;
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
-            let computed_here =
-                earlier.filter(|other| !other.is_remote() && !other.is_decoding() && other.namespace == sequence.namespace);
+            let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
             // Of equal prefixes the latest: when one job of a burst is cancelled, only the next one's expectation becomes void.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
         let of_account = |other: &&Sequence| other.account == sequence.account && !other.is_decoding();
-        let waiting =
-            self.waiting.iter().filter(|queued| of_account(&&queued.sequence)).map(|queued| self.tokens_to_compute(queued));
+        let waiting = self.waiting.iter().filter(|queued| of_account(&&queued.sequence));
+        let waiting = waiting.map(|queued| self.tokens_to_compute(queued));
         let in_flight = self.reserved.iter().chain(&self.running).filter(of_account).map(Sequence::remaining);
         sequence.due = due(self.prefilled, cost, waiting.chain(in_flight));
         self.waiting.push(Queued { sequence, cached_blocks, expected_prefix, prefix_owner: None });
@@ -123,7 +122,7 @@ impl Machine {
         queued.sequence.remaining().saturating_sub(reused * self.info.block_size as usize)
     }
 
-    /// Returns when a sequence stops waiting for KV that another worker sends, if nothing happens until then.
+    /// Returns when the next sequence stops waiting for KV that another worker sends, if nothing happens until then.
     pub fn next_deadline(&self, now: Duration) -> Option<Duration> {
         let owners = self.waiting.iter().filter_map(|queued| queued.prefix_owner);
         owners.map(|owner| owner.waiting_since + REMOTE_PREFIX_WAIT_MAX).filter(|deadline| *deadline > now).min()
@@ -138,16 +137,15 @@ impl Machine {
         while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
-    /// Returns true if it preempted a sequence: that one waits again, so the order has changed.
+    /// Returns true if it has preempted a sequence: the sequence waits again, so the order has changed.
     fn admit_in_order(&mut self, now: Duration) -> bool {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
             shares.add(&sequence.account, sequence.job);
         }
-        let accounts: BTreeSet<&Arc<str>> =
-            self.waiting.accounts().chain(self.forking.iter().map(|parent| &parent.account)).collect();
-        let mut accounts: Vec<AccountCandidates> =
-            accounts.into_iter().map(|account| AccountCandidates::new(Arc::clone(account))).collect();
+        let accounts = self.waiting.accounts().chain(self.forking.iter().map(|parent| &parent.account));
+        let accounts: BTreeSet<Arc<str>> = accounts.cloned().collect();
+        let mut accounts: Vec<AccountCandidates> = accounts.into_iter().map(AccountCandidates::new).collect();
         let mut heads: BinaryHeap<Reverse<(usize, JobId, usize)>> = BinaryHeap::new();
         for (index, account) in accounts.iter_mut().enumerate() {
             account.advance(self, &shares);
@@ -214,9 +212,8 @@ impl Machine {
 
     /// Starts one more sample of a prompt whose KV is complete.
     fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admission {
-        let Some(parent) = self.forking.iter().find(|parent| parent.job == job && !parent.paused) else {
-            return Admission::Deferred;
-        };
+        let parent = self.forking.iter().find(|parent| parent.job == job && !parent.paused);
+        let Some(parent) = parent else { return Admission::Deferred };
         let account = Arc::clone(&parent.account);
         let runs = shares.of_job(&account, job) > 0;
         let spare = if runs { self.growing(shares.before(&account, job)) } else { 0 };
@@ -274,7 +271,7 @@ impl Machine {
         let owners = running.iter().chain(reserved.iter()).filter(in_progress).filter_map(|other| {
             let blocks = sequence.in_common(other, size);
             let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
-            // Received blocks can be matched only when all of them have been received: that is worth it if at least half are shared.
+            // Received blocks can be matched only when all of them have been received: the wait pays if at least half are shared.
             let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
             pays.then_some(PrefixOwner { order: other.order, blocks, waiting_since })
         });
@@ -299,9 +296,8 @@ impl Machine {
             }
             self.settle(sequence, now);
         }
-        let of_job = |other: &Sequence| other.job == job;
-        let runs =
-            self.running.binary_search_by_key(&job, |other| other.order.0).is_ok() || self.reserved.iter().rev().any(of_job);
+        let is_reserved = || self.reserved.iter().any(|other| other.job == job);
+        let runs = self.running.binary_search_by_key(&job, |other| other.order.0).is_ok() || is_reserved();
         if runs { Admission::Runs } else { Admission::Complete }
     }
 }

@@ -1,7 +1,7 @@
 //! Forks a prompt into its samples.
 //!
 //! A prompt whose KV is complete stays in `forking` with its blocks, and starts one more sample whenever the fair order has a place for it.
-//! So a request holds the blocks of one prompt and of its running samples, however many samples it asks for.
+//! So a request holds the blocks of one prompt and of its running samples, however many samples it has.
 
 use super::{
     Action, Machine,

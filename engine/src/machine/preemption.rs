@@ -34,8 +34,7 @@ impl Machine {
     ///
     /// The victim is a paused sequence, or else the last one in the fair order if its owner has more than its share: the owner keeps at
     /// least as many sequences as the other owner will have, and holds more blocks than the other one will. The owner is the account, or the
-    /// request if both belong to one account. So each owner keeps its first sequence, and two owners never take the same blocks from
-    /// each other in turn.
+    /// request if both belong to one account. So each owner keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
@@ -78,8 +77,7 @@ impl Machine {
         holdings
     }
 
-    /// Preempts the youngest paused sequence, if there is one: when its client will read again is unknown, and other sequences must not
-    /// wait for that.
+    /// Preempts the youngest paused sequence, if there is one: other sequences must not wait until its client reads again.
     pub(super) fn preempt_paused(&mut self) -> bool {
         if let Some(youngest) = self.forking.iter().rposition(|parent| parent.paused) {
             self.preempt_forking(youngest);
@@ -93,7 +91,7 @@ impl Machine {
     fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         release(&mut self.cache, &mut sequence);
-        // The steps that computed them are repeated, or the blocks are matched in the cache.
+        // These chunks are computed again, or their blocks are matched in the cache.
         sequence.chunks.clear();
         self.preemptions += 1;
         self.requeue(sequence);

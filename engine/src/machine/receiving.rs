@@ -4,8 +4,8 @@
 //! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker with the ticket. Each block is written
 //! only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
-//! A write that runs concurrently with the steps cannot be undone once it has begun. Its blocks stay in use until it has ended, even if the reservation
-//! has ended before.
+//! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation has ended
+//! before.
 
 use super::{
     Action, Machine,
@@ -18,8 +18,8 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// Tickets of ended reservations that are remembered: more than there can be transfers in flight, so that a late write is not counted as one
-/// with a guessed ticket. 16 KiB.
+/// Tickets of ended reservations that are remembered, so that a late write is not counted as one with a guessed ticket: more than there can be
+/// transfers in flight; 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
 /// Reservations that have ended: their tickets, and those of their blocks that are still being written.
@@ -131,7 +131,7 @@ impl Machine {
         why
     }
 
-    /// Ends the youngest reservation, to free blocks for running sequences; false if there is none.
+    /// Ends the youngest reservation, to free blocks for running sequences; returns false if there is none.
     pub(super) fn revoke_youngest(&mut self) -> bool {
         let Some(sequence) = self.reserved.pop() else { return false };
         self.take_back(sequence, Event::Revoked);

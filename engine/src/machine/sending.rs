@@ -23,8 +23,8 @@ impl Machine {
         self.report_sent_prefills();
     }
 
-    /// Reports the prefills that are computed and of which every block asked for has been reported. They keep their blocks until their
-    /// job is dropped, so the copies of blocks that are being sent never exceed the cache.
+    /// Reports the prefills that are computed and whose requested blocks have all been reported. They keep their blocks until their job is
+    /// dropped, so the copies of blocks that are being sent never exceed the cache.
     pub(super) fn report_sent_prefills(&mut self) {
         for sequence in &mut self.held {
             if let Role::Prefill(sending) = &mut sequence.role

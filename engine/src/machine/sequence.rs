@@ -16,13 +16,13 @@ pub(super) struct Sequence {
     pub order: Order,
     /// The request's account; empty if it has none.
     pub account: Arc<str>,
-    /// The due value of the job's prompt ([`super::fair::due`]): prompts of one account are computed in this order.
+    /// The due value of the job's prompt (`fair::due`): prompts of one account are computed in this order.
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
     /// Tokens that all samples of the job share: the prompt, and the common beginning of what resumed samples had generated.
     pub prompt_len: usize,
-    /// Each is pinned once for this sequence. Empty while it waits.
+    /// Each block is pinned once for this sequence. Empty while it waits.
     pub blocks: Vec<BlockId>,
     /// Leading tokens whose KV is in the blocks.
     pub computed: usize,

@@ -132,7 +132,11 @@ impl Waiting {
         self.new
     }
 
-    /// Returns the first violation: the accounts' queues must have exactly the waiting sequences.
+    /// Checks that the accounts' queues have exactly the waiting sequences.
+    ///
+    /// # Errors
+    ///
+    /// The first violation.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         for (order, Queued { sequence, .. }) in &self.sequences {
             ensure(*order == sequence.order, "a waiting sequence is not found by its order")?;
@@ -145,10 +149,8 @@ impl Waiting {
         }
         let new: usize = self.accounts.values().map(|queue| queue.new.len()).sum();
         let preempted: usize = self.accounts.values().map(|queue| queue.preempted.len()).sum();
-        ensure(
-            (new, new + preempted) == (self.new, self.sequences.len()),
-            "an account's queue has a sequence that does not wait",
-        )?;
+        let counted = (new, new + preempted) == (self.new, self.sequences.len());
+        ensure(counted, "an account's queue has a sequence that does not wait")?;
         let has_entries = |queue: &AccountQueue| !queue.new.is_empty() || !queue.preempted.is_empty();
         ensure(self.accounts.values().all(has_entries), "an account's queue is empty")
     }

@@ -30,12 +30,12 @@ impl SampleRequest<'_> {
         &self.sampler.sampling
     }
 
-    /// The random number in [0, 1) that selects the token.
+    /// Returns the random number in [0, 1) that selects the token.
     pub(crate) fn uniform(&self) -> f64 {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
-    /// Every token whose logit differs from the model's, once, with the same changes as `Sampler::adjusted` makes.
+    /// Returns every token whose logit differs from the model's, once, with the changes that `Sampler::adjusted` makes.
     pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
         let barred = |token| sampler.generated_len < sampler.sampling.min_tokens && sampler.is_stop(token);
@@ -48,7 +48,7 @@ impl SampleRequest<'_> {
 }
 
 impl Sampler {
-    /// The request for the token at `position` of the sequence.
+    /// Returns the request for the token at `position` of the sequence.
     pub(crate) fn request(&self, position: u32) -> SampleRequest<'_> {
         SampleRequest { sampler: self, position }
     }

@@ -80,7 +80,7 @@ impl Work<'_> {
         let placed_at = Instant::now();
         let WorkerRef { instance_id, address, .. } = &placement.decode.worker;
         let error = |reason| AttemptError::new(instance_id, reason);
-        if !placement.decode.worker.is_vouched(Role::Decode, decoders.network().key()) {
+        if !placement.decode.worker.has_signed_address(Role::Decode, decoders.network().key()) {
             tracing::warn!(instance = %instance_id, "placement ignored: its address lacks the cluster's signature");
             return Err(error(FailureReason::Unspecified));
         }

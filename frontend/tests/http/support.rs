@@ -15,9 +15,9 @@ use std::{
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, Finished,
-    FinishReply, FinishRequest, GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled, Token, Tokens, WorkerInfo,
-    WorkerRef, WorkerView, WorkersReply, WorkersRequest,
+    BookingsReply, BookingsRequest, Candidate, DecodeStarted, ExplainReply, ExplainRequest, Failure, FailureReason, FinishReply,
+    FinishRequest, Finished, GenerateReply, GenerateRequest, Placement, PromptLogprobs, RouteReply, RouteRequest, Scheduled,
+    Token, Tokens, WorkerInfo, WorkerRef, WorkerView, WorkersReply, WorkersRequest,
     decode_server::{Decode, DecodeServer},
     finished::FinishReason,
     generate_reply, route_reply, route_request,

@@ -50,47 +50,25 @@ pub struct EtcdTls {
 
 /// Why etcd cannot be used at present.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EtcdError {
-    /// A file of [`EtcdTls`] cannot be read.
     #[error("{} cannot be read; check --etcd-ca, --etcd-cert and --etcd-key", .path.display())]
-    File {
-        /// The path of the file, as in the settings.
-        path: PathBuf,
-        /// The error of the system.
-        #[source]
-        cause: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
     /// The content of a file, or an endpoint, is invalid.
     #[error("etcd at {endpoint} cannot be used with these settings")]
-    Settings {
-        /// The address of the etcd endpoint.
-        endpoint: String,
-        /// The error of the gRPC client.
-        #[source]
-        cause: tonic::transport::Error,
-    },
-    /// The endpoint cannot be reached, or its certificate is not trusted.
+    Settings { endpoint: String, source: tonic::transport::Error },
+    /// There is no connection, or the certificate of the endpoint is not trusted.
     #[error("etcd at {endpoint} cannot be reached")]
-    Unreachable {
-        /// The address of the etcd endpoint.
-        endpoint: String,
-        /// The error of the gRPC client.
-        #[source]
-        cause: tonic::transport::Error,
-    },
-    /// etcd answered with an error.
+    Unreachable { endpoint: String, source: tonic::transport::Error },
     #[error("etcd answered with an error")]
     Failed(#[from] etcd_client::Error),
-    /// etcd did not answer in time.
     #[error("etcd did not answer in {CALL_WAIT:?}")]
     Silent,
-    /// etcd closed a stream.
     #[error("etcd has closed the stream")]
     Closed,
-    /// etcd cancelled the watch: its revision was compacted, or etcd has lost its leader.
+    /// The revision was compacted, or etcd has lost its leader.
     #[error("etcd has cancelled the watch")]
     Cancelled,
-    /// The lease has expired, or etcd has lost it.
     #[error("the lease is lost")]
     LeaseLost,
 }
@@ -105,7 +83,7 @@ impl EtcdSettings {
     }
 
     fn endpoint(&self, address: &str) -> Result<Endpoint, EtcdError> {
-        let failed = |cause| EtcdError::Settings { endpoint: address.to_owned(), cause };
+        let failed = |source| EtcdError::Settings { endpoint: address.to_owned(), source };
         let scheme = if self.tls.is_some() { "https" } else { "http" };
         let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))
             .map_err(failed)?
@@ -122,10 +100,10 @@ impl EtcdSettings {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
-    fs::read(path).map_err(|cause| EtcdError::File { path: path.to_owned(), cause })
+    fs::read(path).map_err(|source| EtcdError::File { path: path.to_owned(), source })
 }
 
-/// Connects to the endpoints in turn.
+/// Connects to the endpoints, one after the other.
 #[derive(Debug)]
 pub(super) struct Connector {
     pub(super) settings: EtcdSettings,
@@ -133,7 +111,7 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// Begins with a random endpoint, so that the processes use all of them.
+    /// Starts with a random endpoint, so that the processes of a cluster use all of them.
     pub(super) fn new(settings: EtcdSettings) -> Self {
         Self { settings, next: RandomState::new().hash_one(0) as usize % 1_024 }
     }
@@ -143,7 +121,7 @@ impl Connector {
         let address = &endpoints[self.next % endpoints.len()];
         self.next = self.next.wrapping_add(1);
         let channel = self.settings.endpoint(address)?.connect().await;
-        let channel = channel.map_err(|cause| EtcdError::Unreachable { endpoint: address.clone(), cause })?;
+        let channel = channel.map_err(|source| EtcdError::Unreachable { endpoint: address.clone(), source })?;
         // A server without a leader fails instead of returning an old state.
         let mut options = ConnectOptions::new().with_require_leader(true);
         if let Some((name, password)) = &self.settings.user {

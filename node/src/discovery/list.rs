@@ -42,7 +42,7 @@ impl Watched {
             let path = self.path.clone();
             let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
             let listed = match polled {
-                // The file may still be being written.
+                // The process that writes the file may not have finished.
                 Ok(text) if text != self.text => {
                     self.text = text;
                     continue;

@@ -37,27 +37,14 @@ impl FromIterator<String> for MemberSource {
 
 /// Why the addresses cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum DiscoveryError {
-    /// An address is not of the form `host:port`.
     #[error("the address {address:?} cannot be used; write host:port")]
-    Address {
-        /// The address, as in the settings.
-        address: String,
-    },
-    /// There are more addresses than one process can have as peers.
+    Address { address: String },
     #[error("{found} addresses are listed, at most {ADDRESSES_MAX} are allowed; divide them into several clusters")]
-    TooMany {
-        /// The number of addresses listed.
-        found: usize,
-    },
-    /// The file cannot be read.
+    TooMany { found: usize },
     #[error("the member list {} cannot be read ({problem}); write one host:port per line", .path.display())]
-    File {
-        /// The path of the file, as in the settings.
-        path: PathBuf,
-        /// The error of the system.
-        problem: String,
-    },
+    File { path: PathBuf, problem: String },
 }
 
 impl MemberSource {

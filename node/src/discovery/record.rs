@@ -32,8 +32,8 @@ impl Role {
     }
 }
 
-/// The record of one instance. Readers ignore unknown fields and need only the address: a process that connects there asks for the description of
-/// the process itself, and relies on that alone.
+/// The record of one instance. Readers ignore unknown fields and need only the address: a process that connects to it requests the process's own
+/// description, and uses only that.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberRecord {
     /// The role of the process.
@@ -92,8 +92,8 @@ impl MemberRecord {
             worker_info::Role::Decode => Role::DecodeWorker,
             worker_info::Role::Prefill | worker_info::Role::Unspecified => Role::PrefillWorker,
         };
-        let WorkerInfo { instance_id, version, worker_id, model, revision, .. } = info.clone();
-        let WorkerInfo { block_size, capacity_blocks, context_length, .. } = *info;
+        let WorkerInfo { instance_id, version, worker_id, model, revision, block_size, capacity_blocks, context_length, .. } =
+            info.clone();
         Self {
             role,
             address,

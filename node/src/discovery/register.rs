@@ -24,10 +24,7 @@ pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Me
     loop {
         let error = tokio::select! {
             () = shutdown.draining() => break,
-            kept = registrar.keep(&mut backoff) => match kept {
-                Ok(never) => match never {},
-                Err(error) => error,
-            },
+            Err(error) = registrar.keep(&mut backoff) => error,
         };
         registrar.connected.set(0.0);
         let error = error_chain(&error);
@@ -76,7 +73,7 @@ impl Registrar {
             }
             in_time(keeper.keep_alive()).await?;
             let reply = in_time(replies.message()).await?.ok_or(EtcdError::Closed)?;
-            // etcd reports a lost lease so, not as an error.
+            // etcd reports a lost lease as a TTL of 0, not as an error.
             if reply.ttl() <= 0 {
                 return Err(EtcdError::LeaseLost);
             }

@@ -66,10 +66,7 @@ impl Watcher {
     async fn run(mut self) {
         let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
         loop {
-            let error = match self.connection(&mut backoff).await {
-                Ok(never) => match never {},
-                Err(error) => error,
-            };
+            let Err(error) = self.connection(&mut backoff).await;
             self.connected.set(0.0);
             let error = error_chain(&error);
             if backoff.is_new_error(&error) {
@@ -101,7 +98,7 @@ impl Watcher {
                     continue;
                 }
             };
-            // Also if the revision was compacted; then there is no reason, nothing more comes, and the stream does not end.
+            // A compacted revision also cancels the watch: the message has no reason, no event follows, and the stream stays open.
             if message.canceled() {
                 return Err(EtcdError::Cancelled);
             }

@@ -1,11 +1,9 @@
 //! The transport of connections: TCP, or a network in memory, on which tests delay, interrupt and refuse connections; and the cluster key,
-//! which authenticates every call.
-//!
-//! A service connects to its peers over the network that it listens on: its [`Listener`] has the [`Network`].
+//! which authenticates every call. A service connects to its peers over the network that it listens on: its [`Listener`] has the [`Network`].
 
 use super::guard::{Bearer, Channel, Guard, OnRefused};
 use crate::ClusterKey;
-use std::{fmt, io, net::SocketAddr, sync::Arc};
+use std::{io, net::SocketAddr, sync::Arc};
 use tokio::{io::DuplexStream, net::TcpListener, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
@@ -15,19 +13,11 @@ use tonic::{
 };
 
 /// The transport over which a process connects to others, and the cluster key of its calls. Cheap to clone.
-#[derive(Clone, Debug, Default)]
-pub struct Network {
-    reach: Reach,
-    key: ClusterKey,
-}
-
 #[derive(Clone, Default)]
-enum Reach {
-    /// The operating system's network.
-    #[default]
-    Tcp,
-    /// A network in memory.
-    Memory(Arc<Dial>),
+pub struct Network {
+    /// Connects in memory; `None`: over TCP.
+    dial: Option<Arc<Dial>>,
+    key: ClusterKey,
 }
 
 /// Connects to `host:port`: resolves with the connection, or fails like the operating system's `connect`.
@@ -50,12 +40,12 @@ pub enum Arrivals {
 impl Network {
     /// Creates a network over TCP, for processes with this key.
     pub fn tcp(key: ClusterKey) -> Self {
-        Self { reach: Reach::Tcp, key }
+        Self { dial: None, key }
     }
 
     /// Creates a network in memory, for processes with this key.
     pub fn memory(dial: Arc<Dial>, key: ClusterKey) -> Self {
-        Self { reach: Reach::Memory(dial), key }
+        Self { dial: Some(dial), key }
     }
 
     /// Returns the cluster key.
@@ -65,9 +55,9 @@ impl Network {
 
     /// Returns a channel that connects at its first call, and again after its connection broke.
     pub fn connect_lazy(&self, endpoint: &Endpoint) -> Channel {
-        self.guarded(match &self.reach {
-            Reach::Tcp => endpoint.connect_lazy(),
-            Reach::Memory(dial) => endpoint.connect_with_connector_lazy(Connector(dial.clone())),
+        self.guarded(match &self.dial {
+            None => endpoint.connect_lazy(),
+            Some(dial) => endpoint.connect_with_connector_lazy(Connector(dial.clone())),
         })
     }
 
@@ -76,24 +66,15 @@ impl Network {
     /// # Errors
     /// The connection cannot be established.
     pub async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, Error> {
-        let channel = match &self.reach {
-            Reach::Tcp => endpoint.connect().await?,
-            Reach::Memory(dial) => endpoint.connect_with_connector(Connector(dial.clone())).await?,
+        let channel = match &self.dial {
+            None => endpoint.connect().await?,
+            Some(dial) => endpoint.connect_with_connector(Connector(dial.clone())).await?,
         };
         Ok(self.guarded(channel))
     }
 
     fn guarded(&self, channel: transport::Channel) -> Channel {
         Channel::new(channel, Bearer(self.key.clone()))
-    }
-}
-
-impl fmt::Debug for Reach {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::Tcp => "Tcp",
-            Self::Memory(_) => "Memory",
-        })
     }
 }
 

@@ -5,7 +5,7 @@ use crate::{
     worker_bookings::{BookedLoad, BookingKey},
 };
 use std::sync::Arc;
-use tandem_kv::SequenceHash;
+use tandem_kv::{InstanceId, SequenceHash};
 use tokio::time::Instant;
 
 /// Sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests for more.
@@ -14,12 +14,12 @@ pub(super) const SAMPLES_MAX: u32 = 128;
 /// Prompt tokens that one request may add to a worker's load: as many as a request can have.
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
-/// A request placed by this router or by a peer. Its workers are named by their instances, which need not be members.
+/// A request placed by this router or by a peer. Its workers' instances need not be members.
 pub(super) struct Booking {
     pub(super) key: BookingKey,
-    pub(super) decode: Arc<str>,
+    pub(super) decode: InstanceId,
     /// Never the same instance as `decode`.
-    pub(super) prefill: Option<Arc<str>>,
+    pub(super) prefill: Option<InstanceId>,
     /// The prompt has not been prefilled yet.
     pub(super) prefilling: bool,
     /// Time at which this router learned that the prompt has been prefilled.
@@ -39,13 +39,12 @@ pub(super) struct LoadByRole {
 
 impl Booking {
     /// Returns the instance that prefills the prompt.
-    pub(super) fn prefills_on(&self) -> &Arc<str> {
+    pub(super) fn prefills_on(&self) -> &InstanceId {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now, each with the blocks it is about to compute there and those before
-    /// them.
-    pub(super) fn places(&self) -> impl Iterator<Item = (&Arc<str>, &[SequenceHash])> {
+    /// Returns the instances on which the booking counts now, each with the blocks that it is about to compute there and those before them.
+    pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
         let on_decode = if self.prefill.is_some() { &[] } else { prefilling };
@@ -77,10 +76,10 @@ impl Booking {
 }
 
 impl LoadByRole {
-    /// Returns the load of a peer's booking, within what a request can have. Nothing is added to workers that have already
-    /// reported the request: the report may arrive before the booking.
+    /// Returns the load of a peer's booking, within what a request can have. Nothing is added to workers that have already reported the
+    /// request: the report may arrive before the booking.
     pub(super) fn recorded(record: &BookingRecord, has_reported: impl Fn(&str) -> bool) -> Self {
-        let load = |(instance_id, load): &(Arc<str>, BookedLoad)| match has_reported(instance_id) {
+        let load = |(instance_id, load): &(InstanceId, BookedLoad)| match has_reported(instance_id) {
             true => BookedLoad::default(),
             false => BookedLoad { tokens: load.tokens.min(TOKENS_MAX), sequences: load.sequences.min(SAMPLES_MAX) },
         };

@@ -5,35 +5,26 @@ use super::{
     members::Members,
 };
 use crate::{
-    replication::{self, Journal, Message},
+    replication::{self, Journal},
     worker_bookings::{BookingId, BookingKey},
 };
-use std::{collections::HashMap, sync::Arc};
+use std::collections::HashMap;
+use tandem_kv::RequestId;
+use tandem_proto::v1::bookings_reply::Message;
 use tokio::{sync::watch, time::Instant};
 
 /// All bookings of this router.
 #[derive(Default)]
 pub(crate) struct Bookings {
-    by_id: HashMap<BookingId, Booking>,
+    /// Changed by this module only, which keeps the journal.
+    pub(super) by_id: HashMap<BookingId, Booking>,
     journal: Journal,
     next_id: u64,
 }
 
 impl Bookings {
-    pub(super) fn len(&self) -> usize {
-        self.by_id.len()
-    }
-
-    pub(super) fn get(&self, id: BookingId) -> Option<&Booking> {
-        self.by_id.get(&id)
-    }
-
-    pub(super) fn values(&self) -> impl Iterator<Item = &Booking> {
-        self.by_id.values()
-    }
-
     /// Returns a key that no other booking has, of this router or of its peers.
-    pub(super) fn new_key(&mut self, request_id: Arc<str>) -> BookingKey {
+    pub(super) fn new_key(&mut self, request_id: RequestId) -> BookingKey {
         let id = BookingId(self.next_id);
         self.next_id += 1;
         (request_id, id)
@@ -59,7 +50,7 @@ impl Bookings {
         Some(booking)
     }
 
-    /// Removes the booking from its workers. Returns when its answer began, if it did.
+    /// Removes the booking from its workers. Returns the time at which its answer began, if it did.
     pub(super) fn release(&mut self, id: BookingId, members: &mut Members) -> Option<Instant> {
         let booking = self.by_id.remove(&id)?;
         let answering_since = booking.answering_since;
@@ -73,8 +64,8 @@ impl Bookings {
         self.journal.subscribe()
     }
 
-    /// Returns the messages for a peer that knows all changes up to `after`, or nothing yet; and the number of the last change
-    /// that it knows after them.
+    /// Returns the messages for a peer that knows all changes up to `after`, or nothing yet; and the number of the last change that it knows
+    /// after them.
     pub(crate) fn messages(&self, after: Option<u64>, members: &Members) -> (Vec<Message>, u64) {
         let record = |booking: &Booking| booking.record(members.unreported(booking));
         let last = self.journal.last();

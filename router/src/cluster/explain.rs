@@ -1,18 +1,15 @@
-//! A placement explained: what each worker would cost, by part, and why one was chosen.
+//! Explains a placement: what each worker would cost, by part, and why one was chosen.
 
 use super::{members::Members, placement::Decision, texts};
-use crate::route::{Cost, Role};
-use tandem_proto::v1::{self, worker_info};
+use crate::route::Cost;
+use tandem_proto::v1;
 
 /// Returns the reply that explains a decision among these members.
 pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainReply {
     let Decision { query, candidates, costs, choice, .. } = decision;
     let workers = members.values().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
         worker: Some(member.reference()),
-        role: match candidate.role {
-            Role::Prefill => worker_info::Role::Prefill.into(),
-            Role::Decode => worker_info::Role::Decode.into(),
-        },
+        role: member.info.role,
         overlap_blocks: candidate.overlap_blocks,
         predicted_blocks: candidate.predicted_blocks,
         queued_tokens: candidate.queued_tokens,

@@ -1,9 +1,8 @@
 //! The members: workers that requests are placed on, with what they have cached and what is booked on them.
 //!
-//! Invariants: every member has a slot of its own in the index; a member that leaves takes its index entries with it; all
-//! members agree on model, revision and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of
-//! its peers, that name its instance. Bookings on instances that are not members count nowhere; when such an instance joins, its
-//! own report is assumed to include them.
+//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
+//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance. Bookings
+//! on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
 
 use super::booking::{Booking, LoadByRole};
 use crate::{
@@ -16,11 +15,8 @@ use crate::{
     subscription::{EventSource, ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    sync::Arc,
-};
-use tandem_kv::{Change, KvEvent, Load, SequenceHash, Snapshot};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use tandem_kv::{Change, InstanceId, KvEvent, Load, SequenceHash, Snapshot};
 use tandem_proto::{
     Difference,
     v1::{self, Identity, WorkerInfo, worker_info},
@@ -49,8 +45,8 @@ pub(crate) struct MemberId(u64);
 pub(super) struct Member {
     pub(super) info: WorkerInfo,
     /// The same as in its description.
-    pub(super) instance_id: Arc<str>,
-    role: Role,
+    pub(super) instance_id: InstanceId,
+    pub(super) role: Role,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
@@ -69,7 +65,7 @@ pub(super) struct Member {
 /// All members, in the order in which they joined.
 pub(crate) struct Members {
     by_id: BTreeMap<MemberId, Member>,
-    by_instance: HashMap<Arc<str>, MemberId>,
+    by_instance: HashMap<InstanceId, MemberId>,
     index: PrefixIndex,
     free_slots: Vec<WorkerSlot>,
     next_id: u64,
@@ -89,10 +85,7 @@ impl Members {
         }
     }
 
-    /// Returns the role of a worker with this description.
-    ///
-    /// # Errors
-    /// If it must not join now.
+    /// Returns the role of a worker with this description, if it may join now.
     pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: &Identity) -> Result<Role, JoinError> {
         let role = match info.role() {
             worker_info::Role::Prefill => Role::Prefill,
@@ -133,10 +126,10 @@ impl Members {
     ) -> MemberId {
         let (id, now) = (MemberId(self.next_id), Instant::now());
         self.next_id += 1;
-        let instance_id: Arc<str> = info.instance_id.as_str().into();
+        let instance_id = InstanceId::from(info.instance_id.as_str());
         let mut own_bookings = WorkerBookings::new(self.hash_key);
         for booking in bookings {
-            for (_, prefilling) in booking.places().filter(|(on, _)| ***on == *instance_id) {
+            for (_, prefilling) in booking.places().filter(|(on, _)| **on == instance_id) {
                 own_bookings.add(booking.key.clone(), BookedLoad::default(), prefilling);
             }
         }
@@ -169,9 +162,8 @@ impl Members {
         }
     }
 
-    /// Replaces what is known of the member's cache. A report that included a booked request may be among the messages that were
-    /// lost before, so all bookings count as reported: a request that has not reached the worker yet is not counted until the
-    /// next report, and none is counted twice.
+    /// Replaces what is known of the member's cache. A report that included a booked request may be among the messages that were lost before, so all
+    /// bookings count as reported: a request that has not reached the worker yet is not counted until the next report, and none is counted twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -183,8 +175,8 @@ impl Members {
     /// Applies the changes of the member's cache, in this order.
     ///
     /// # Errors
-    /// [`SubscriptionError::BeyondCapacity`] at an event that names more blocks than the worker can hold; later events are not
-    /// applied, and the member's index entries cannot be relied on any more.
+    /// [`SubscriptionError::BeyondCapacity`] at an event that names more blocks than the worker can hold; later events are not applied, and the
+    /// member's index entries cannot be relied on any more.
     pub(super) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), SubscriptionError> {
         let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
         let capacity_blocks = member.info.capacity_blocks;
@@ -208,7 +200,7 @@ impl Members {
         applied
     }
 
-    /// Takes over the member's load, after all events that came with it, and the requests that the load has come to include.
+    /// Records the member's load, after all events that came with it, and the requests that the load has come to include.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         let now = Instant::now();
@@ -238,17 +230,14 @@ impl Members {
         self.values().any(|member| member.address == address)
     }
 
-    /// Returns the member of this instance.
     pub(super) fn of(&self, instance_id: &str) -> Option<&Member> {
         self.by_id.get(self.by_instance.get(instance_id)?)
     }
 
-    /// Returns the member of this instance.
     pub(super) fn of_mut(&mut self, instance_id: &str) -> Option<&mut Member> {
         self.by_id.get_mut(self.by_instance.get(instance_id)?)
     }
 
-    /// Returns the number of members.
     pub(super) fn len(&self) -> usize {
         self.by_id.len()
     }
@@ -268,12 +257,12 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
-    /// Returns what is known of each member now, in their order. Members whose circuit breakers are open at `breakers_at` are
-    /// excluded, too; `None` ignores circuit breakers.
+    /// Returns what is known of each member now, in their order. Members whose circuit breakers are open at `breakers_at` are also excluded;
+    /// `None` ignores circuit breakers.
     pub(super) fn candidates(
         &self,
         hashes: &[SequenceHash],
-        excluded: &BTreeSet<String>,
+        excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
@@ -282,7 +271,7 @@ impl Members {
             let overlap_blocks = overlaps.get(member.slot.0 as usize).copied().unwrap_or(0);
             let mut candidate = member.candidate(hashes, overlap_blocks, now, costs);
             candidate.excluded =
-                excluded.contains(&member.info.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
+                excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
             candidate
         };
         self.values().map(candidate).collect()
@@ -327,11 +316,6 @@ impl Members {
 }
 
 impl Member {
-    /// Whether it has this role.
-    pub(super) fn is(&self, role: Role) -> bool {
-        self.role == role
-    }
-
     /// Returns the reference to it, unsigned: references are signed when a placement leaves the router.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {
@@ -342,11 +326,6 @@ impl Member {
         }
     }
 
-    pub(super) fn describe(&self, candidate: &Candidate) -> v1::Candidate {
-        let Candidate { overlap_blocks, predicted_blocks, .. } = *candidate;
-        v1::Candidate { worker: Some(self.reference()), overlap_blocks, predicted_blocks }
-    }
-
     /// Returns what is known of it now. Measurements count less with their age.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, .. } = self;
@@ -354,8 +333,8 @@ impl Member {
         let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
         let filled =
-            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens() as f64 / f64::from(info.block_size);
-        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences();
+            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens as f64 / f64::from(info.block_size);
+        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences;
         Candidate {
             role: self.role,
             excluded: false,
@@ -363,7 +342,7 @@ impl Member {
             overlap_blocks,
             predicted_blocks: bookings.predicted_blocks(hashes, overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
-            queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens()),
+            queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
             running: load.running_sequences,
             available_blocks: load.free_blocks.saturating_add(load.cached_blocks),

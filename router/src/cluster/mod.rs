@@ -16,10 +16,11 @@ mod unavailable;
 pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
 pub(crate) use request::{Excluded, PlacementError, PlacementRequest};
+pub(crate) use unavailable::UnavailableWorkers;
 
 use crate::{
     breaker::is_fault,
-    metrics::{RouterMetrics, WorkerSeries},
+    metrics::RouterMetrics,
     replication::PeerUpdate,
     route::{NoEligibleWorker, Role},
     settings::{PrefillPlace, RouterSettings},
@@ -32,63 +33,66 @@ use members::{Member, Members};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
 use placement::Placer;
-use std::{sync::Arc, time::Duration};
-use tandem_kv::{Change, KvBatch, KvEvent, Snapshot};
+use std::sync::Arc;
+use tandem_kv::{Change, InstanceId, KvBatch, KvEvent, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::{
     channel::OnRefused,
     v1::{self, Identity, WorkerInfo},
 };
 use tokio::{sync::Notify, time::Instant};
-use unavailable::UnavailableWorkers;
 
 /// The router's state, shared by its tasks.
 pub(crate) struct Cluster {
+    pub(crate) settings: Arc<RouterSettings>,
     state: Mutex<State>,
-    member_left: Notify,
-    peer_left: Notify,
+    /// Notifies one waiter of each worker that has left; a notification without a waiter is kept.
+    pub(crate) member_left: Notify,
+    /// The same of peers that were removed.
+    pub(crate) peer_left: Notify,
 }
 
 /// The router's knowledge of workers, peers and bookings.
 pub(crate) struct State {
-    settings: RouterSettings,
-    instance_id: Arc<str>,
-    metrics: RouterMetrics,
+    settings: Arc<RouterSettings>,
+    pub(crate) instance_id: InstanceId,
+    pub(crate) metrics: RouterMetrics,
     pub(crate) members: Members,
-    unavailable: UnavailableWorkers,
+    pub(crate) unavailable: UnavailableWorkers,
     pub(crate) bookings: Bookings,
     pub(crate) peers: Peers,
     placer: Placer,
 }
+
+/// A placement with its booking.
+type Placed = (BookingId, v1::Placement);
 
 /// Blocks of events that are applied before the lock is released: about a millisecond's work.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
     pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
+        let settings = Arc::new(settings);
         let state = State {
+            settings: settings.clone(),
             instance_id: tandem_node::new_instance_id().into(),
             metrics: RouterMetrics::new(metrics),
             members: Members::new(settings.seed),
             unavailable: UnavailableWorkers::default(),
             bookings: Bookings::default(),
             peers: Peers::default(),
-            placer: Placer::new(&settings),
-            settings,
+            placer: Placer::new(settings.clone()),
         };
-        Self { state: Mutex::new(state), member_left: Notify::new(), peer_left: Notify::new() }
+        Self { settings, state: Mutex::new(state), member_left: Notify::new(), peer_left: Notify::new() }
     }
 
-    /// Locks the state. To be held for a moment, never across an await.
+    /// Locks the state, for a moment and never across an await.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which others can lock the
-    /// state: no worker's message delays placements for long. Dropping the future between two slices leaves the rest unapplied.
-    ///
-    /// # Errors
-    /// The same as of [`Members::apply_events`].
+    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which others can lock the state: no
+    /// worker's message delays placements for long. Dropping the future between two slices leaves the rest unapplied.
     pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, stats: ReportedStats) -> Result<(), SubscriptionError> {
         let mut events = batch.events.as_slice();
         loop {
@@ -112,20 +116,10 @@ impl Cluster {
         self.member_left.notify_one();
     }
 
-    /// Resolves when a worker has left, now or since the last call. For one caller; cancel-safe.
-    pub(crate) async fn member_left(&self) {
-        self.member_left.notified().await;
-    }
-
     /// Removes a peer that is not connected any more, with its bookings.
     pub(crate) fn remove_peer(&self, id: PeerId) {
         self.lock().remove_peer(id);
         self.peer_left.notify_one();
-    }
-
-    /// Resolves when a peer has been removed, now or since the last call. For one caller; cancel-safe.
-    pub(crate) async fn peer_left(&self) {
-        self.peer_left.notified().await;
     }
 }
 
@@ -146,22 +140,16 @@ fn slice_len(events: &[KvEvent]) -> usize {
 
 /// Membership of workers.
 impl State {
-    /// Checks whether a worker with this description may join now.
-    ///
-    /// # Errors
-    /// If it must not.
+    /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
         self.members.check_joinable(info, &self.identity())
     }
 
-    /// Adds a worker, whose cache holds what the snapshot says.
-    ///
-    /// # Errors
-    /// If it must not join.
+    /// Adds a worker, whose cache has the content of the snapshot.
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
-        let series = self.series(&info.worker_id);
-        let bookings = self.bookings.values().chain(self.peers.bookings());
+        let series = self.metrics.worker(&info.worker_id);
+        let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);
         self.members.replace(id, snapshot);
@@ -174,32 +162,9 @@ impl State {
         self.show_workers();
     }
 
-    /// Waits for this listed worker before the router is ready, if the router has just started.
-    pub(crate) fn expect_worker(&mut self, address: &str) {
-        self.unavailable.expect(address);
-        self.show_workers();
-    }
-
-    /// Stops waiting for workers that have not answered.
-    pub(crate) fn stop_expecting_workers(&mut self) {
-        self.unavailable.stop_expecting();
-        self.show_workers();
-    }
-
-    /// Whether the router has just started and waits for workers.
-    pub(crate) fn is_starting(&self) -> bool {
-        self.unavailable.is_starting()
-    }
-
-    /// Records why a listed worker is not a member. `incompatible`: it must not join as it is.
-    pub(crate) fn set_unavailable(&mut self, address: &str, reason: String, incompatible: bool) {
-        self.unavailable.insert(address, reason, incompatible);
-        self.show_workers();
-    }
-
-    /// Forgets a worker that is not listed any more.
-    pub(crate) fn clear_unavailable(&mut self, address: &str) {
-        self.unavailable.remove(address);
+    /// Changes the record of workers that are not members.
+    pub(crate) fn update_unavailable(&mut self, update: impl FnOnce(&mut UnavailableWorkers)) {
+        update(&mut self.unavailable);
         self.show_workers();
     }
 
@@ -216,16 +181,6 @@ impl State {
         let (synced, known) = self.synced_of_known();
         self.metrics.index_complete.set(if known == 0 { 1.0 } else { synced as f64 / known as f64 });
     }
-
-    /// Returns the metric series of a worker, which are exported while the value is kept.
-    pub(crate) fn series(&self, worker_id: &str) -> WorkerSeries {
-        self.metrics.worker(worker_id)
-    }
-
-    /// Records how long after its sending an event has arrived.
-    pub(crate) fn record_event_lag(&self, lag: Duration) {
-        self.metrics.event_lag.record(lag);
-    }
 }
 
 /// Reports about the router and the cluster.
@@ -239,11 +194,6 @@ impl State {
         }
     }
 
-    /// Returns the id of this run of the router.
-    pub(crate) fn instance_id(&self) -> Arc<str> {
-        self.instance_id.clone()
-    }
-
     /// Returns a function that counts a call that was refused because it lacks the cluster key.
     pub(crate) fn count_unauthenticated(&self) -> OnRefused {
         let refused = self.metrics.unauthenticated.clone();
@@ -252,8 +202,8 @@ impl State {
 
     /// Returns why no request can be placed, if that is so.
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
-        let has = |role| self.members.values().any(|member| member.is(role));
-        if self.is_starting() {
+        let has = |role| self.members.values().any(|member| member.role == role);
+        if self.unavailable.is_starting() {
             let (synced, known) = self.synced_of_known();
             return Some(texts::starting(synced, known));
         }
@@ -271,7 +221,7 @@ impl State {
             info: Some(member.info.clone()),
             address: member.address.clone(),
             indexed_blocks: self.members.indexed_blocks(member),
-            bookings: member.bookings.count(),
+            bookings: member.bookings.count,
             load: Some(member.stats.fill((&member.load).into())),
             placements: Some(member.placements),
             circuit_open: !member.breaker.admits(now),
@@ -279,7 +229,7 @@ impl State {
         let (synced, known) = self.synced_of_known();
         v1::WorkersReply {
             workers: workers.collect(),
-            bookings: self.bookings.len() as u32,
+            bookings: self.bookings.by_id.len() as u32,
             identity: Some(self.identity()),
             unavailable_reason: self.unavailable_reason(),
             unavailable: self.unavailable.values().cloned().collect(),
@@ -295,17 +245,14 @@ impl State {
 /// Bookings of this router.
 impl State {
     /// Places the request (for the `attempt`th time, from 1) and books it until [`State::release`].
-    ///
-    /// # Errors
-    /// If no worker can take it, or it or the router has reached a limit.
     pub(crate) fn place(
         &mut self,
         request: &PlacementRequest,
         excluded: &Excluded,
         attempt: u32,
-    ) -> Result<(BookingId, v1::Placement), PlacementError> {
+    ) -> Result<Placed, PlacementError> {
         let started = Instant::now();
-        let placed = self.decide_and_book(request, excluded, attempt);
+        let placed = self.try_place(request, excluded, attempt);
         if placed.is_err() {
             self.metrics.refused.increment(1);
         }
@@ -313,21 +260,17 @@ impl State {
         placed
     }
 
-    fn decide_and_book(
-        &mut self,
-        request: &PlacementRequest,
-        excluded: &Excluded,
-        attempt: u32,
-    ) -> Result<(BookingId, v1::Placement), PlacementError> {
+    fn try_place(&mut self, request: &PlacementRequest, excluded: &Excluded, attempt: u32) -> Result<Placed, PlacementError> {
         if attempt > self.settings.attempts_max {
             return Err(PlacementError::TooManyAttempts);
         }
         self.check_capacity()?;
-        let decision = self.placer.decide(&self.settings, &self.members, request, excluded, attempt)?;
+        let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
         let choice = decision.choice?;
         let placement = decision.placement(&self.members, choice);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
-        let known_blocks = u64::from(computes.overlap_blocks) + u64::from(computes.predicted_blocks);
+        let overlap_blocks = computes.overlap_blocks;
+        let known_blocks = u64::from(overlap_blocks) + u64::from(computes.predicted_blocks);
         let full = BookedLoad {
             tokens: computes.new_tokens(&decision.query, known_blocks),
             sequences: request.samples.clamp(1, SAMPLES_MAX),
@@ -345,18 +288,14 @@ impl State {
             prefilling: true,
             answering_since: None,
             hashes: decision.hashes.into(),
-            overlap_tokens: Some(u64::from(computes.overlap_blocks) * u64::from(decision.query.block_size)),
+            overlap_tokens: Some(u64::from(overlap_blocks) * u64::from(decision.query.block_size)),
         };
-        let overlap_blocks = computes.overlap_blocks;
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`State::release`]. Its workers' reports include it by now, so it
-    /// adds no load. The workers need not be members yet.
-    ///
-    /// # Errors
-    /// If the router holds as many bookings as it may.
+    /// Books a request that another router has placed, until [`State::release`]. Its workers' reports include it by now, so it adds no load.
+    /// The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
         request: &PlacementRequest,
@@ -377,8 +316,8 @@ impl State {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// The prompt has been prefilled: its prefill does not count any more. The cached tokens that the worker reports, if it does,
-    /// are compared with the overlap for which the request was placed.
+    /// The prompt has been prefilled: its prefill does not count any more. The cached tokens, if the worker reports them, are compared with
+    /// the overlap for which the request was placed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
         let computed_on = self.members.of_mut(booking.prefills_on());
@@ -417,29 +356,29 @@ impl State {
         if let Some(answering_since) = self.bookings.release(id, &mut self.members) {
             self.placer.on_answer(answering_since.elapsed());
         }
-        self.metrics.bookings.set(self.bookings.len() as f64);
+        self.metrics.bookings.set(self.bookings.by_id.len() as f64);
     }
 
     /// Returns where the request would be placed now, and why; books nothing.
     pub(crate) fn explain(&self, request: &PlacementRequest) -> v1::ExplainReply {
-        match self.placer.preview(&self.settings, &self.members, request) {
+        match self.placer.preview(&self.members, request) {
             Ok(decision) => explain::reply(&self.members, &decision),
             Err(error) => v1::ExplainReply { explanation: error.to_string(), ..Default::default() },
         }
     }
 
     fn check_capacity(&self) -> Result<(), PlacementError> {
-        if self.bookings.len() >= self.settings.bookings_max { Err(PlacementError::TooManyBookings) } else { Ok(()) }
+        if self.bookings.by_id.len() >= self.settings.bookings_max { Err(PlacementError::TooManyBookings) } else { Ok(()) }
     }
 
     fn book(&mut self, booking: Booking, load: LoadByRole) -> BookingId {
         let id = self.bookings.add(booking, load, &mut self.members);
-        self.metrics.bookings.set(self.bookings.len() as f64);
+        self.metrics.bookings.set(self.bookings.by_id.len() as f64);
         id
     }
 
     fn for_each_worker(&mut self, id: BookingId, mut action: impl FnMut(&mut Member)) {
-        let Some(booking) = self.bookings.get(id) else { return };
+        let Some(booking) = self.bookings.by_id.get(&id) else { return };
         for instance_id in [Some(&booking.decode), booking.prefill.as_ref()].into_iter().flatten() {
             self.members.of_mut(instance_id).into_iter().for_each(&mut action);
         }
@@ -479,7 +418,6 @@ impl State {
         self.show_peers();
     }
 
-    /// Applies a peer's update.
     pub(crate) fn update_peer(&mut self, id: PeerId, update: PeerUpdate) {
         self.peers.update(id, update, &mut self.members, &mut self.bookings, self.settings.bookings_max);
         self.show_peers();

@@ -1,6 +1,6 @@
 //! The peer routers and their bookings.
 //!
-//! A peer's booking counts as an own one does, until the worker reports the request, the peer releases the booking, or the peer
+//! A peer's booking counts as this router's own do, until the worker reports the request, the peer releases the booking, or the peer
 //! disconnects. It is never released here for any other reason.
 
 use super::{
@@ -29,7 +29,6 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// Adds a peer that has connected.
     pub(super) fn add(&mut self, address: &str) -> PeerId {
         let id = PeerId(self.next_id);
         self.next_id += 1;
@@ -54,7 +53,6 @@ impl Peers {
     ) {
         let Some(Peer { bookings, .. }) = self.by_id.get_mut(&id) else { return };
         let changes = match update {
-            PeerUpdate::None => Vec::new(),
             PeerUpdate::Changed(changes) => changes,
             PeerUpdate::All(all) => {
                 let kept: HashSet<u64> = all.iter().map(|(number, _)| *number).collect();
@@ -83,17 +81,14 @@ impl Peers {
         }
     }
 
-    /// Returns the bookings of all peers.
     pub(super) fn bookings(&self) -> impl Iterator<Item = &Booking> {
         self.by_id.values().flat_map(|peer| peer.bookings.values())
     }
 
-    /// Returns the number of bookings of all peers.
     pub(super) fn count_bookings(&self) -> usize {
         self.by_id.values().map(|peer| peer.bookings.len()).sum()
     }
 
-    /// Returns the number of connected peers.
     pub(super) fn len(&self) -> usize {
         self.by_id.len()
     }

@@ -8,21 +8,22 @@ use crate::{
     route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
-use std::{collections::BTreeSet, time::Duration};
-use tandem_kv::SequenceHash;
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
 /// Decides placements, and measures what it needs for that.
 pub(super) struct Placer {
+    settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
     /// Placements decided so far.
     placements: u64,
-    /// The time from the end of a prompt's prefill to the end of its answer, averaged; `None` before the first.
+    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first.
     answer_ms: Option<f64>,
 }
 
-/// A decision with all that it was made from. Lists are in the order of the members.
+/// A decision and what it is based on. Lists are in the order of the members.
 pub(super) struct Decision<'a> {
     pub(super) query: PlacementQuery,
     /// The prompt's blocks that a worker may reuse.
@@ -36,45 +37,30 @@ pub(super) struct Decision<'a> {
 const ANSWER_WEIGHT: f64 = 0.02;
 
 impl Placer {
-    pub(super) fn new(settings: &RouterSettings) -> Self {
-        Self { policy: route::policy(settings.policy), placements: 0, answer_ms: None }
+    pub(super) fn new(settings: Arc<RouterSettings>) -> Self {
+        Self { policy: route::policy(settings.policy), settings, placements: 0, answer_ms: None }
     }
 
-    /// Decides where to place the request in its `attempt`th placement, from 1. Workers that have failed it, and those whose
-    /// circuit breakers are open, are used only if no other is eligible.
-    ///
-    /// # Errors
-    /// If no worker can be a candidate: there is none, or all serve another model.
+    /// Decides where to place the request in its `attempt`th placement, from 1. Workers that have failed it, and those whose circuit breakers
+    /// are open, are used only if no other is eligible.
     pub(super) fn decide<'a>(
         &mut self,
-        settings: &RouterSettings,
         members: &Members,
         request: &'a PlacementRequest,
         excluded: &Excluded,
         attempt: u32,
     ) -> Result<Decision<'a>, PlacementError> {
-        let (query, hashes) = query(settings, members, request, attempt)?;
-        let decision = self.weigh(settings, members, (query, hashes), &excluded.failed, Some(Instant::now()));
-        let decision = match decision.choice {
-            Err(NoEligibleWorker::AllFailed) => self.weigh(settings, members, (query, hashes), &excluded.suspect, None),
-            _ => decision,
-        };
+        let mut decision = self.weigh(members, request, attempt, &excluded.failed, Some(Instant::now()))?;
+        if decision.choice == Err(NoEligibleWorker::AllFailed) {
+            decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
+        }
         self.placements += 1;
         Ok(decision)
     }
 
     /// Returns what would be decided now for a first placement. Where costs are equal, the next placement may differ.
-    ///
-    /// # Errors
-    /// The same as of [`Self::decide`].
-    pub(super) fn preview<'a>(
-        &self,
-        settings: &RouterSettings,
-        members: &Members,
-        request: &'a PlacementRequest,
-    ) -> Result<Decision<'a>, PlacementError> {
-        let query = query(settings, members, request, 1)?;
-        Ok(self.weigh(settings, members, query, &BTreeSet::new(), Some(Instant::now())))
+    pub(super) fn preview<'a>(&self, members: &Members, request: &'a PlacementRequest) -> Result<Decision<'a>, PlacementError> {
+        self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
     /// Records the time of an answer that has ended.
@@ -85,18 +71,20 @@ impl Placer {
 
     fn weigh<'a>(
         &self,
-        settings: &RouterSettings,
         members: &Members,
-        (query, hashes): (PlacementQuery, &'a [SequenceHash]),
-        excluded: &BTreeSet<String>,
+        request: &'a PlacementRequest,
+        attempt: u32,
+        excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
-    ) -> Decision<'a> {
-        let costs = Costs { answer_ms: self.answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
-        let seed = PlacementSeed { seed: settings.seed, number: self.placements };
+    ) -> Result<Decision<'a>, PlacementError> {
+        let Self { settings, policy, placements, answer_ms } = self;
+        let (query, hashes) = query(settings, members, request, attempt)?;
+        let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
+        let seed = PlacementSeed { seed: settings.seed, number: *placements };
         let candidates = members.candidates(hashes, excluded, breakers_at, &costs);
-        let costs = route::costs_by_use(&*self.policy, &costs, &query, &candidates, seed);
+        let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
         let choice = route::place(&costs, &query, &candidates, seed);
-        Decision { query, hashes, candidates, costs, choice }
+        Ok(Decision { query, hashes, candidates, costs, choice })
     }
 }
 
@@ -127,7 +115,10 @@ impl Decision<'_> {
     /// Returns the placement on the chosen members.
     pub(super) fn placement(&self, members: &Members, choice: Choice) -> v1::Placement {
         let members: Vec<_> = members.values().collect();
-        let describe = |at: usize| members[at].describe(&self.candidates[at]);
+        let describe = |at: usize| {
+            let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];
+            v1::Candidate { worker: Some(members[at].reference()), overlap_blocks, predicted_blocks }
+        };
         v1::Placement {
             decode: Some(describe(choice.decode)),
             prefill: choice.prefill.map(describe),

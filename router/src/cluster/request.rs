@@ -2,11 +2,11 @@
 
 use crate::route::NoEligibleWorker;
 use std::{collections::BTreeSet, sync::Arc};
-use tandem_kv::SequenceHash;
+use tandem_kv::{InstanceId, RequestId, SequenceHash};
 
 /// A request to place.
 pub(crate) struct PlacementRequest {
-    pub(crate) request_id: Arc<str>,
+    pub(crate) request_id: RequestId,
     /// The requested model's id; not checked if empty.
     pub(crate) model: String,
     /// Sequence hashes of the prompt's full blocks.
@@ -14,7 +14,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) prompt_tokens: u32,
     /// Sequences that the request generates.
     pub(crate) samples: u32,
-    /// Logits of prompt tokens are requested.
+    /// Whether logits of prompt tokens are requested.
     pub(crate) prompt_logits: bool,
 }
 
@@ -22,9 +22,9 @@ pub(crate) struct PlacementRequest {
 #[derive(Debug, Default)]
 pub(crate) struct Excluded {
     /// All of them: excluded while other workers can take the request.
-    pub(crate) failed: BTreeSet<String>,
+    pub(crate) failed: BTreeSet<InstanceId>,
     /// Those that may be broken: excluded in any case. The others were at capacity or timed out.
-    pub(crate) suspect: BTreeSet<String>,
+    pub(crate) suspect: BTreeSet<InstanceId>,
 }
 
 /// Why a request is not placed.
@@ -34,7 +34,7 @@ pub(crate) enum PlacementError {
     NoEligibleWorker(#[from] NoEligibleWorker),
     #[error("the workers serve another model than the requested one")]
     OtherModel,
-    #[error("the router holds as many bookings as it may; try again later")]
+    #[error("the router has as many bookings as it may; try again later")]
     TooManyBookings,
     #[error("the request has failed as often as it may; try again later")]
     TooManyAttempts,

@@ -123,13 +123,13 @@ impl Scenario {
     /// (tokens, sequences, bookings) that count on the worker in addition to its own report.
     fn booked(&self, name: &str) -> (u64, u64, u32) {
         let booked = &self.state.members.get(self.member(name)).bookings;
-        (booked.tokens(), booked.sequences(), booked.count())
+        (booked.tokens, booked.sequences, booked.count)
     }
 
     fn assert_idle(&self) {
-        assert!(self.state.bookings.len() == 0);
+        assert!(self.state.bookings.by_id.is_empty());
         for member in self.state.members.values() {
-            assert_eq!((member.bookings.tokens(), member.bookings.sequences(), member.bookings.count()), (0, 0, 0));
+            assert_eq!((member.bookings.tokens, member.bookings.sequences, member.bookings.count), (0, 0, 0));
             assert_eq!(member.bookings.predicted_blocks(&hashes(0, 1, 9), 0), 0);
         }
         assert!(self.recorder.render().contains("tandem_router_bookings 0"), "{}", self.recorder.render());

@@ -1,4 +1,4 @@
-//! Texts for operators that travel in replies. They are shown as they are, never parsed.
+//! Texts for operators in replies: shown as they are, never parsed.
 
 use crate::route::{Choice, Cost, CostsByUse};
 

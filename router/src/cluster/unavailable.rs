@@ -5,7 +5,7 @@ use tandem_proto::v1::UnavailableWorker;
 
 /// Listed workers that are not members: those that could not be reached or must not join, and those that have not answered yet.
 #[derive(Default)]
-pub(super) struct UnavailableWorkers {
+pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
     /// Workers that were listed when the router started, and have neither joined nor failed to since.
     expected: BTreeSet<String>,
@@ -14,42 +14,36 @@ pub(super) struct UnavailableWorkers {
 }
 
 impl UnavailableWorkers {
-    /// Expects an answer of a listed worker. Until each worker that was listed at the start has answered, the router knows less
-    /// than one that has been up for longer. Later ones are not waited for.
-    pub(super) fn expect(&mut self, address: &str) {
+    /// Expects an answer of a listed worker. Until each worker that was listed at the start has answered, the router knows less than one that
+    /// has been up for longer. It does not wait for workers that are listed later.
+    pub(crate) fn expect(&mut self, address: &str) {
         if !self.started {
             self.expected.insert(address.to_owned());
         }
     }
 
     /// Stops waiting for workers that have not answered.
-    pub(super) fn stop_expecting(&mut self) {
+    pub(crate) fn stop_expecting(&mut self) {
         self.expected.clear();
         self.started = true;
     }
 
-    /// Whether the router still waits for workers.
-    pub(super) fn is_starting(&self) -> bool {
+    /// Whether the router has just started and waits for workers.
+    pub(crate) fn is_starting(&self) -> bool {
         !self.expected.is_empty()
     }
 
     /// Records why a worker is not a member. `incompatible`: it must not join as it is.
-    pub(super) fn insert(&mut self, address: &str, reason: String, incompatible: bool) {
-        self.on_answer(address);
+    pub(crate) fn insert(&mut self, address: &str, reason: String, incompatible: bool) {
+        self.remove(address);
         let worker = UnavailableWorker { address: address.to_owned(), reason, incompatible };
         self.by_address.insert(address.to_owned(), worker);
     }
 
     /// Removes a worker that has joined, or is not listed any more.
-    pub(super) fn remove(&mut self, address: &str) {
-        self.on_answer(address);
+    pub(crate) fn remove(&mut self, address: &str) {
+        self.started |= self.expected.remove(address) && self.expected.is_empty();
         self.by_address.remove(address);
-    }
-
-    fn on_answer(&mut self, address: &str) {
-        if self.expected.remove(address) && self.expected.is_empty() {
-            self.started = true;
-        }
     }
 
     /// Returns the workers that have answered or failed to.
@@ -57,7 +51,7 @@ impl UnavailableWorkers {
         self.by_address.values()
     }
 
-    /// Returns how many listed workers are not members.
+    /// Returns the number of listed workers that are not members.
     pub(super) fn len(&self) -> usize {
         self.by_address.len() + self.expected.len()
     }

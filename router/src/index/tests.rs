@@ -32,9 +32,9 @@ impl Prompts {
     }
 
     /// Returns the snapshot of a worker that holds these blocks: chains, parents first.
-    fn snapshot(&self, held: &BTreeSet<SequenceHash>) -> Snapshot {
+    fn snapshot(&self, cached: &BTreeSet<SequenceHash>) -> Snapshot {
         let stored = (0..self.parents.len())
-            .filter(|block| held.contains(&Self::hash(*block)))
+            .filter(|block| cached.contains(&Self::hash(*block)))
             .map(|block| StoredChain { parent: self.parents[block].map(Self::hash), sequence_hashes: vec![Self::hash(block)] })
             .collect();
         Snapshot { at_event_id: 0, stored }
@@ -76,21 +76,21 @@ fn act(index: &mut PrefixIndex, model: &mut Model, prompts: &Prompts, op: &Op) {
     let pick = |block: &Index| block.index(prompts.parents.len());
     match op {
         Op::Store(worker, block) => {
-            let held = model.entry(*worker).or_default();
+            let cached = model.entry(*worker).or_default();
             let prompt = prompts.prompt(pick(block));
-            let known = prompt.iter().take_while(|hash| held.contains(hash)).count();
+            let known = prompt.iter().take_while(|hash| cached.contains(hash)).count();
             let chain =
                 StoredChain { parent: known.checked_sub(1).map(|at| prompt[at]), sequence_hashes: prompt[known..].to_vec() };
-            held.extend(&chain.sequence_hashes);
+            cached.extend(&chain.sequence_hashes);
             assert_eq!(index.apply(WorkerSlot(*worker), &Change::Stored(chain)), Skipped::default());
         }
         Op::Evict(worker, block) => {
-            let held = model.entry(*worker).or_default();
+            let cached = model.entry(*worker).or_default();
             let block = pick(block);
-            if prompts.children(block).any(|child| held.contains(&Prompts::hash(child))) {
+            if prompts.children(block).any(|child| cached.contains(&Prompts::hash(child))) {
                 return;
             }
-            let absent_blocks = u64::from(!held.remove(&Prompts::hash(block)));
+            let absent_blocks = u64::from(!cached.remove(&Prompts::hash(block)));
             let skipped = index.apply(WorkerSlot(*worker), &Change::Removed(vec![Prompts::hash(block)]));
             assert_eq!(skipped, Skipped { absent_blocks, orphaned_blocks: 0 });
         }
@@ -103,15 +103,15 @@ fn act(index: &mut PrefixIndex, model: &mut Model, prompts: &Prompts, op: &Op) {
             index.forget(WorkerSlot(*worker));
         }
         Op::Replace(worker, blocks) => {
-            let held: BTreeSet<SequenceHash> = blocks.iter().flat_map(|block| prompts.prompt(pick(block))).collect();
-            assert_eq!(index.replace(WorkerSlot(*worker), &prompts.snapshot(&held)), Skipped::default());
-            model.insert(*worker, held);
+            let cached: BTreeSet<SequenceHash> = blocks.iter().flat_map(|block| prompts.prompt(pick(block))).collect();
+            assert_eq!(index.replace(WorkerSlot(*worker), &prompts.snapshot(&cached)), Skipped::default());
+            model.insert(*worker, cached);
         }
         Op::Orphan(worker, block) => {
-            let held = model.entry(*worker).or_default();
+            let cached = model.entry(*worker).or_default();
             let prompt = prompts.prompt(pick(block));
             if let [.., parent, last] = prompt[..]
-                && !held.contains(&parent)
+                && !cached.contains(&parent)
             {
                 let chain = StoredChain { parent: Some(parent), sequence_hashes: vec![last] };
                 let skipped = index.apply(WorkerSlot(*worker), &Change::Stored(chain));
@@ -140,8 +140,8 @@ proptest! {
         let (mut index, mut model) = (PrefixIndex::new(7), Model::new());
         for op in &ops {
             act(&mut index, &mut model, &prompts, op);
-            for (worker, held) in &model {
-                prop_assert_eq!(index.blocks(WorkerSlot(*worker)), held.len() as u64);
+            for (worker, cached) in &model {
+                prop_assert_eq!(index.blocks(WorkerSlot(*worker)), cached.len() as u64);
             }
         }
         for block in 0..prompts.parents.len() {
@@ -149,14 +149,15 @@ proptest! {
             prompt.extend((0..unknown as u64).map(|unknown| SequenceHash(u64::MAX - unknown)));
             let leading = index.overlap(&prompt);
             for worker in 0..200_u32 {
-                let expected = model.get(&worker).map_or(0, |held| prompt.iter().take_while(|hash| held.contains(hash)).count());
+                let leading_of = |cached: &BTreeSet<SequenceHash>| prompt.iter().take_while(|hash| cached.contains(hash)).count();
+                let expected = model.get(&worker).map_or(0, leading_of);
                 prop_assert_eq!(leading.get(worker as usize).copied().unwrap_or(0) as usize, expected, "worker {}", worker);
             }
         }
         for worker in model.keys() {
             index.forget(WorkerSlot(*worker));
         }
-        prop_assert!(index.holders.is_empty());
+        prop_assert!(index.workers.is_empty());
         prop_assert!(index.sets.iter().all(|word| *word == 0), "every set is free and empty");
         prop_assert_eq!(index.free_sets.len(), index.sets.len() / index.words);
     }
@@ -190,7 +191,7 @@ fn cleared_takes_time_by_the_workers_own_blocks_only() {
     index.forget(WorkerSlot(0));
     let all = started.elapsed();
     assert!(clears < all, "1,000 times three blocks: {clears:?}; once a million blocks: {all:?}");
-    assert!(index.holders.is_empty());
+    assert!(index.workers.is_empty());
 }
 
 #[test]

@@ -1,32 +1,29 @@
-//! The input of a placement: what is asked, and what is known of each worker.
+//! The input of a placement: the query, and what is known of each worker.
 
 use crate::{rates::Measurement, settings::PrefillPlace};
 
-/// The role of a worker.
+/// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Computes the KV of prompts.
     Prefill,
-    /// Generates tokens; may prefill, too.
     Decode,
 }
 
 /// The request to place.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementQuery {
-    /// Tokens of the prompt.
     pub prompt_tokens: u32,
     /// Tokens of a block.
     pub block_size: u32,
     /// Where the settings allow it to be prefilled.
     pub prefill: PrefillPlace,
-    /// Logits of prompt tokens are requested.
+    /// Whether logits of prompt tokens are requested.
     pub prompt_logits: bool,
 }
 
 impl PlacementQuery {
-    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and makes no logits, so
-    /// prompts that need them, and prompts of one token, are prefilled on the decode worker whatever the settings say.
+    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and makes no logits, so prompts that need
+    /// them, and prompts of one token, are prefilled on the decode worker whatever the settings say.
     pub(super) fn allowed_prefill(&self) -> PrefillPlace {
         if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
     }
@@ -35,9 +32,8 @@ impl PlacementQuery {
 /// A worker as one placement sees it: its reported state, and the load of requests placed on it since.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// The worker's role.
     pub role: Role,
-    /// The request must not be placed on it.
+    /// Whether the request must not be placed on it.
     pub excluded: bool,
     /// The longest prompt it can take, in tokens: its cache's capacity, or its context if that is shorter.
     pub tokens_max: u64,
@@ -47,9 +43,9 @@ pub struct Candidate {
     pub predicted_blocks: u32,
     /// The fraction of its cache that is filled, including what placed requests are about to store; from 0 to 1.
     pub cache_filled: f64,
-    /// Prompt tokens it has still to compute, including those of placed requests that its report does not include yet.
+    /// Prompt tokens that it has still to compute, including those of placed requests that its report does not include yet.
     pub queued_tokens: u64,
-    /// Sequences that are running or waiting on it, including those of placed requests that its report does not include yet.
+    /// Sequences that run or wait on it, including those of placed requests that its report does not include yet.
     pub sequences: u32,
     /// Sequences on it that have blocks now.
     pub running: u32,
@@ -59,13 +55,11 @@ pub struct Candidate {
     pub in_use_blocks: u32,
     /// Bytes of KV of one block.
     pub block_bytes: u64,
-    /// Measured prefill rate, in tokens per second; `None` if not measured.
     pub prefill_tokens_per_second: Option<Measurement>,
-    /// The fixed time of a step that computes prompt tokens, if measured.
+    /// The fixed time of a step that computes prompt tokens.
     pub prefill_fixed_ms: Option<Measurement>,
-    /// The time of a decode step, if measured.
     pub decode_step_ms: Option<Measurement>,
-    /// The bandwidth of its transfers, if measured. Only senders measure it, not decode workers.
+    /// The bandwidth of its transfers. Only senders measure it, not decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,
 }
 

@@ -1,7 +1,7 @@
 //! Which workers receive a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
 //!
-//! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the sum of one number for
-//! each side, so the two sides are chosen independently instead of among all pairs.
+//! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the sum of one number for each side, so
+//! the two sides are chosen independently instead of among all pairs.
 
 mod candidate;
 mod policy;
@@ -24,35 +24,30 @@ pub struct Choice {
 /// Why no worker can take a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoEligibleWorker {
-    /// There is no decode worker.
     #[error("no decode worker has joined; start one or wait until it is up")]
     NoDecodeWorker,
-    /// There is no prefill worker, and the decode worker must not prefill.
     #[error("no prefill worker has joined, and the router is set to prefill remotely only; start one or allow local prefill")]
     NoPrefillWorker,
-    /// All workers that could take the request are excluded.
     #[error("every worker that could take the request has failed it; try again later")]
     AllFailed,
-    /// The prompt fits into no worker.
     #[error("the prompt is longer than any worker's cache or context; shorten it")]
     PromptTooLong,
 }
 
-/// The cost of each use of a worker for a request; `None`: the request cannot use the worker in this way.
+/// The cost of each use of a worker for a request; `None`: the request cannot use the worker so.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CostsByUse {
-    /// Cost of the worker as the prefill worker.
     pub prefill: Option<Cost>,
-    /// Cost of the worker as the decode worker that receives KV.
+    /// As the decode worker that receives KV.
     pub decode: Option<Cost>,
-    /// Cost of the worker as the decode worker that also prefills.
+    /// As the decode worker that also prefills.
     pub local: Option<Cost>,
 }
 
 /// Chooses the workers of a request by the costs of [`costs_by_use`], which are in the order of `workers`.
 ///
 /// # Errors
-/// If no worker of a role that the request needs is eligible.
+/// No worker of a role that the request needs is eligible.
 pub fn place(
     costs: &[CostsByUse],
     query: &PlacementQuery,

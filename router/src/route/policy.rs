@@ -6,10 +6,9 @@ use crate::{
     settings::{Costs, PolicyKind},
 };
 
-/// Identifies one placement of one router. Breaks ties and drives the policies that estimate no time.
+/// Identifies one placement of one router. Breaks ties and determines the ranks of the policies that estimate no time.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementSeed {
-    /// The `seed` of the router's settings.
     pub seed: u64,
     /// Placements of this router before this one.
     pub number: u64,
@@ -28,11 +27,10 @@ impl PlacementSeed {
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// The worker's index in its role, from 0.
+    /// The worker's index among them, from 0.
     pub index: u64,
-    /// The number of eligible workers of this role.
+    /// The number of eligible workers of the role.
     pub count: u64,
-    /// The placement that is being decided.
     pub placement: PlacementSeed,
 }
 
@@ -98,8 +96,8 @@ impl Rates {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns how long it takes until running sequences have released the blocks that the worker lacks for these, after its
-    /// queue has taken its own. Sequences end one after the other: in the time of one answer all of their blocks are released.
+    /// Returns how long it takes until running sequences have released the blocks that the worker lacks for so many `blocks`, after its queue
+    /// has taken its own. Sequences end one after the other: in the time of one answer all of their blocks are released.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
         let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
         let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
@@ -113,7 +111,7 @@ pub trait Policy: Send + Sync {
     fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
     /// Returns the cost of using it as the decode worker that receives KV.
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
-    /// Returns the cost of using it as the decode worker that prefills, too.
+    /// Returns the cost of using it as the decode worker that also prefills.
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
 }
 
@@ -122,8 +120,8 @@ pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
     match kind {
         PolicyKind::KvAware => Box::new(FirstToken { use_caches: true }),
         PolicyKind::LeastLoaded => Box::new(FirstToken { use_caches: false }),
-        PolicyKind::RoundRobin => Box::new(RoundRobin),
-        PolicyKind::Random => Box::new(Random),
+        PolicyKind::RoundRobin => Box::new(Baseline { rank: distance }),
+        PolicyKind::Random => Box::new(Baseline { rank: |at| at.placement.random(at.index) as f64 / u64::MAX as f64 }),
     }
 }
 
@@ -183,46 +181,29 @@ impl Policy for FirstToken {
     }
 }
 
-/// Added to the rank of prefilling on a decode worker by the baselines, which do so only if no prefill worker is eligible. More
-/// than the ranks of any pair of workers.
+/// Added to the rank of prefilling on a decode worker by the baselines, which do so only if no prefill worker is eligible. More than the
+/// ranks of any pair of workers.
 const LOCAL_PENALTY: f64 = 1e9;
 
-/// A baseline to compare with: one worker of each role after the other.
-struct RoundRobin;
-
-impl RoundRobin {
-    fn distance(position: Position) -> f64 {
-        let Position { index, count, placement } = position;
-        ((index + count - placement.number % count) % count) as f64
-    }
+/// A baseline to compare with, which estimates no time: the worker with the lowest rank in each role.
+struct Baseline {
+    rank: fn(Position) -> f64,
 }
 
-impl Policy for RoundRobin {
+/// Returns how many workers come before this one in the round of this placement.
+fn distance(Position { index, count, placement }: Position) -> f64 {
+    ((index + count - placement.number % count) % count) as f64
+}
+
+impl Policy for Baseline {
     fn prefill(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        Cost::rank(Self::distance(position))
+        Cost::rank((self.rank)(position))
     }
 
     fn decode(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        Cost::rank(Self::distance(position))
-    }
-
-    fn local(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        Cost::rank(LOCAL_PENALTY + Self::distance(position))
-    }
-}
-
-/// A baseline to compare with: a random worker of each role.
-struct Random;
-
-impl Policy for Random {
-    fn prefill(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        Cost::rank(position.placement.random(position.index) as f64 / u64::MAX as f64)
-    }
-
-    fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
-        // Another seed than for the prefill side, or both sides would always choose the same index.
+        // Another seed than for the prefill side, or both sides would always choose the same random index.
         let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
-        self.prefill(query, rates, worker, Position { placement, ..position })
+        Cost::rank((self.rank)(Position { placement, ..position }))
     }
 
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {

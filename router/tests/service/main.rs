@@ -92,8 +92,8 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let watch = decode.watched().await;
     watch.snapshot(3, &[1, 2, 3]);
     router.until_indexed("d", 3).await;
-    let mut held = router.route(prompt("r", &[1, 2, 3])).await;
-    assert_eq!(chosen(held.placement().await.decode), Some(("d-1".to_owned(), 3, 0)));
+    let mut route = router.route(prompt("r", &[1, 2, 3])).await;
+    assert_eq!(chosen(route.placement().await.decode), Some(("d-1".to_owned(), 3, 0)));
 
     decode.describe_as(|info| info.instance_id = "d-2".to_owned());
     drop(watch);
@@ -104,8 +104,8 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let fresh = worker(&view, "d").expect("it is a member");
     assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
     // The frontend reports that the old instance has failed, and its request is placed on the new one.
-    held.failed("d-1");
-    assert_eq!(chosen(held.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
+    route.failed("d-1");
+    assert_eq!(chosen(route.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
 }
 
 #[tokio::test]

@@ -149,14 +149,14 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
         // Running requests are booked all the same.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
-        let held = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
+        let running = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);
         let view = router.until(|view| view.unavailable_reason.is_none()).await;
         assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts on its worker");
         let mut route = router.route(prompt("t", &[1])).await;
         assert!(chosen(route.placement().await.decode).is_some());
-        drop((held, route));
+        drop((running, route));
         router.until(|view| view.bookings == 0).await;
         router.shutdown.stop();
     }

@@ -35,12 +35,6 @@ pub struct ClientLine {
     pub usage: Option<ReportedUsage>,
 }
 
-impl ClientLine {
-    pub(super) fn answer(&self) -> Option<&ReportedUsage> {
-        self.usage.as_ref()
-    }
-}
-
 /// The usage of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -76,27 +70,12 @@ pub enum Source {
 
 /// Evidence that cannot be read.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EvidenceError {
-    /// The file cannot be read.
-    #[error("{} cannot be read: {cause}", path.display())]
-    Unreadable {
-        /// The path of the file.
-        path: PathBuf,
-        /// The error of the operating system.
-        #[source]
-        cause: std::io::Error,
-    },
-    /// A line is invalid.
-    #[error("{} line {line} is invalid: {cause}", path.display())]
-    Line {
-        /// The path of the file.
-        path: PathBuf,
-        /// The number of the line, from 1.
-        line: usize,
-        /// The error of the JSON parser.
-        #[source]
-        cause: serde_json::Error,
-    },
+    #[error("{} cannot be read", path.display())]
+    Unreadable { path: PathBuf, source: std::io::Error },
+    #[error("{} line {line} is invalid", path.display())]
+    Line { path: PathBuf, line: usize, source: serde_json::Error },
 }
 
 /// Reads all files: one JSON object a line for clients and ledgers, the text of `/metrics` for metrics.
@@ -110,17 +89,12 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
     }
     // A process that was killed while it was writing leaves half a line, which is lost like the lines after it.
     let half = serde_json::Error::is_eof;
-    Ok(Evidence {
-        client: lines(client, |_| false)?,
-        ledger: lines(ledger, half)?,
-        metrics: samples,
-        lost_workers: BTreeSet::new(),
-        lost_frontend: false,
-    })
+    let (client, ledger) = (lines(client, |_| false)?, lines(ledger, half)?);
+    Ok(Evidence { client, ledger, metrics: samples, ..Default::default() })
 }
 
 fn text(path: &Path) -> Result<String, EvidenceError> {
-    std::fs::read_to_string(path).map_err(|cause| EvidenceError::Unreadable { path: path.to_owned(), cause })
+    std::fs::read_to_string(path).map_err(|source| EvidenceError::Unreadable { path: path.to_owned(), source })
 }
 
 fn lines<T: DeserializeOwned>(paths: &[PathBuf], ignored: impl Fn(&serde_json::Error) -> bool) -> Result<Vec<T>, EvidenceError> {
@@ -129,8 +103,8 @@ fn lines<T: DeserializeOwned>(paths: &[PathBuf], ignored: impl Fn(&serde_json::E
         for (number, line) in text(path)?.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             match serde_json::from_str(line) {
                 Ok(parsed) => all.push(parsed),
-                Err(cause) if ignored(&cause) => {}
-                Err(cause) => return Err(EvidenceError::Line { path: path.clone(), line: number + 1, cause }),
+                Err(error) if ignored(&error) => {}
+                Err(source) => return Err(EvidenceError::Line { path: path.clone(), line: number + 1, source }),
             }
         }
     }

@@ -10,7 +10,7 @@ mod tests;
 
 pub use evidence::{ClientLine, Evidence, EvidenceError, ReportedUsage, Source, read};
 pub use metrics::Samples;
-pub use report::{Format, Report, report};
+pub use report::{Report, report};
 
 use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
@@ -18,50 +18,38 @@ use tandem_worker::{LedgerLine, Outcome};
 
 /// A contradiction in the evidence, and where it is.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[expect(missing_docs, reason = "the messages say what the fields are")]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Finding {
-    /// A line contradicts itself.
     #[error(
         "prompt {prompt} attempt {attempt}: {worker}'s line does not add up (computed + cached = prompt, tiers = cached < prompt)"
     )]
     Arithmetic { prompt: String, attempt: u32, worker: String },
-    /// An attempt was counted more than once.
     #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
     Twice { prompt: String, attempt: u32, times: usize },
-    /// The decode worker recorded that an attempt won, but no worker has counted its tokens.
     #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
     Uncounted { prompt: String, attempt: u32 },
-    /// A client has an answer, but not all prompts of it have a winning attempt.
     #[error(
         "request {request}: the client has an answer to {prompts} prompts, of which {won} have a winning attempt; is a worker's ledger missing?"
     )]
     NoWinner { request: String, prompts: usize, won: usize },
-    /// The usage that a client received is not what workers counted.
     #[error(
         "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
     )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
-    /// The ledgers hold requests that no client sent.
     #[error(
         "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
     )]
-    Unasked { count: usize, example: String, explained: usize },
-    /// A sum of the frontend is not the sum of the answers.
+    WithoutClient { count: usize, example: String, explained: usize },
     #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
-    /// A worker's counter is not the sum of its ledger.
     #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of its ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    /// A worker wrote into a ledger, but its metrics are missing.
     #[error("worker {worker} is in the ledger but not in the metrics; add them, or set --lost-worker {worker} if it was killed")]
     NoMetrics { worker: String },
-    /// Lines of a ledger are known to be missing.
     #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },
-    /// The numbers of a worker's blocks do not add up.
     #[error("worker {worker}: {free} free + {cached} cached + {in_use} in use blocks are not its capacity of {capacity}")]
     Blocks { worker: String, free: f64, cached: f64, in_use: f64, capacity: f64 },
-    /// A resource is held although no request is running.
     #[error("{series} is {found} although no request should be running: a leak, or the cluster was not idle yet")]
     Held { series: String, found: f64 },
 }
@@ -97,9 +85,9 @@ impl Range {
     }
 
     fn over(values: impl Iterator<Item = u64>) -> Self {
-        let values: Vec<f64> = values.map(|value| value as f64).collect();
-        let (least, most) = (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(0.0, f64::max));
-        Self { min: least, max: most }
+        let values = values.map(|value| value as f64);
+        values
+            .fold(Self { min: f64::MAX, max: 0.0 }, |range, value| Self { min: range.min.min(value), max: range.max.max(value) })
     }
 
     fn holds(self, value: f64) -> bool {
@@ -187,9 +175,10 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
         }
     }
     check_workers(evidence, &mut findings);
+    let usages = || evidence.client.iter().filter_map(|line| line.usage.as_ref());
     let checked = Checked {
-        answers: evidence.client.iter().filter(|line| line.answer().is_some()).count(),
-        estimates: evidence.client.iter().filter_map(ClientLine::answer).filter(|usage| usage.source != Source::Worker).count(),
+        answers: usages().count(),
+        estimates: usages().filter(|usage| usage.source != Source::Worker).count(),
         attempts: prompts.values().map(BTreeMap::len).sum(),
         workers: evidence.metrics.values("tandem_worker_kv_capacity_blocks", "worker").len(),
         unverified,
@@ -281,7 +270,7 @@ struct Sums {
 
 impl Sums {
     /// Adds answers that no client received, but that the frontend may have finished.
-    fn may(&mut self, winners: &[Winner<'_>]) {
+    fn add_possible(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;
             self.prompt_tokens.max += winner.prompt().max;
@@ -303,8 +292,8 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             Some(request) => drop(known.insert(request.as_str())),
             None => disconnected += 1,
         }
-        let Some(usage) = line.answer() else {
-            sums.may(winners);
+        let Some(usage) = &line.usage else {
+            sums.add_possible(winners);
             continue;
         };
         let request = line.request_id.clone().unwrap_or_default();
@@ -342,11 +331,15 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
     }
-    let unasked = requests.iter().filter(|(request, winners)| !known.contains(**request) && !winners.is_empty());
-    let unasked: Vec<_> = unasked.collect();
-    unasked.iter().for_each(|(_, winners)| sums.may(winners));
-    if let Some((example, _)) = unasked.first().filter(|_| unasked.len() > disconnected) {
-        findings.push(Finding::Unasked { count: unasked.len(), example: (**example).to_owned(), explained: disconnected });
+    let without_client = requests.iter().filter(|(request, winners)| !known.contains(**request) && !winners.is_empty());
+    let without_client: Vec<_> = without_client.collect();
+    without_client.iter().for_each(|(_, winners)| sums.add_possible(winners));
+    if let Some((example, _)) = without_client.first().filter(|_| without_client.len() > disconnected) {
+        findings.push(Finding::WithoutClient {
+            count: without_client.len(),
+            example: (**example).to_owned(),
+            explained: disconnected,
+        });
     }
     let Sums { prompts, prompt_tokens, cached_tokens, by_workers } = sums;
     let sums =

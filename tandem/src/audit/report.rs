@@ -9,19 +9,8 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tandem_worker::LedgerLine;
 
-/// The format of the output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// Aligned columns
-    Table,
-    /// An array of objects
-    Json,
-    /// As RFC 4180, with a header line
-    Csv,
-}
-
 /// The key by which sums are grouped.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 struct Key {
     /// The day in UTC on which the prompt started; `-` if the line has no time.
     day: String,
@@ -30,7 +19,7 @@ struct Key {
     model: String,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 struct Sum {
     requests: u64,
     prompts: u64,
@@ -108,35 +97,35 @@ fn day(unix_seconds: u64) -> String {
     time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F").to_string())
 }
 
-/// One line of the output.
-#[derive(Serialize)]
-struct Line<'a> {
-    day: &'a str,
-    account: &'a str,
-    model: &'a str,
-    requests: u64,
-    prompts: u64,
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    computed_tokens: u64,
-}
-
 impl Report {
-    /// Formats the sums.
-    pub fn print(&self, format: Format) -> String {
-        let lines = self.sums.iter().map(|(Key { day, account, model }, sum)| {
-            let Sum { requests, prompts, prompt_tokens, cached_tokens, computed_tokens } = *sum;
-            Line { day, account, model, requests, prompts, prompt_tokens, cached_tokens, computed_tokens }
-        });
-        match format {
-            Format::Json => serde_json::to_string_pretty(&lines.collect::<Vec<_>>()).expect("sums are plain values") + "\n",
-            Format::Csv => csv_text(lines),
-            Format::Table => {
-                let csv = csv_text(lines);
-                let records = csv::ReaderBuilder::new().has_headers(false).from_reader(csv.as_bytes()).into_records();
-                text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
-            }
+    /// Returns an array of JSON objects.
+    pub fn json(&self) -> String {
+        #[derive(Serialize)]
+        struct Line<'a> {
+            #[serde(flatten)]
+            key: &'a Key,
+            #[serde(flatten)]
+            sum: &'a Sum,
         }
+        let lines: Vec<Line<'_>> = self.sums.iter().map(|(key, sum)| Line { key, sum }).collect();
+        serde_json::to_string_pretty(&lines).expect("sums are plain values") + "\n"
+    }
+
+    /// Returns CSV as RFC 4180 defines it, with a header line.
+    pub fn csv(&self) -> String {
+        const NAMES: [&str; 8] =
+            ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+        let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
+        let written = writer.write_record(NAMES).and_then(|()| self.sums.iter().try_for_each(|line| writer.serialize(line)));
+        written.expect("memory takes all");
+        String::from_utf8(writer.into_inner().expect("memory takes all")).expect("the fields are text")
+    }
+
+    /// Returns aligned columns.
+    pub fn table(&self) -> String {
+        let csv = self.csv();
+        let records = csv::ReaderBuilder::new().has_headers(false).from_reader(csv.as_bytes()).into_records();
+        text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
     /// Returns a remark on prompts that are in no sum.
@@ -144,15 +133,6 @@ impl Report {
         let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
-}
-
-fn csv_text<'a>(lines: impl Iterator<Item = Line<'a>>) -> String {
-    const NAMES: [&str; 8] =
-        ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
-    let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
-    let written = writer.write_record(NAMES).and_then(|()| lines.into_iter().try_for_each(|line| writer.serialize(line)));
-    written.expect("memory takes all");
-    String::from_utf8(writer.into_inner().expect("memory takes all")).expect("the fields are text")
 }
 
 #[cfg(test)]
@@ -210,18 +190,18 @@ mod tests {
     fn winning_attempts_are_summed_by_day_account_and_model() {
         let report = report(&ledger()).expect("nothing contradicts");
         assert_eq!(
-            report.print(Format::Csv),
+            report.csv(),
             "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens\n\
              -,-,\"m,1\",1,1,5,0,5\n\
              2026-02-28,-,\"m,1\",1,1,100,64,36\n\
              2026-02-28,acme,\"m,1\",1,2,150,48,102\n\
              2026-03-01,acme,\"m,1\",1,1,10,0,10\n"
         );
-        let json: serde_json::Value = serde_json::from_str(&report.print(Format::Json)).expect("JSON");
+        let json: serde_json::Value = serde_json::from_str(&report.json()).expect("JSON");
         let expected = serde_json::json!({ "day": "2026-02-28", "account": "acme", "model": "m,1", "requests": 1, "prompts": 2,
             "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102 });
         assert_eq!((&json[2], json.as_array().map(Vec::len)), (&expected, Some(4)));
-        let table = report.print(Format::Table);
+        let table = report.table();
         assert!(
             table.lines().nth(3).is_some_and(|line| line.split_whitespace().eq([
                 "2026-02-28",
@@ -242,7 +222,7 @@ mod tests {
         let killed = super::report(&killed).expect("a count is missing, and nothing contradicts");
         assert_eq!((&killed.sums, note(&killed).get(..1)), (&report.sums, Some("2")));
         let nothing = super::report(&[]).expect("nothing");
-        assert!(nothing.print(Format::Table).starts_with("day") && nothing.note().is_none());
+        assert!(nothing.table().starts_with("day") && nothing.note().is_none());
     }
 
     #[test]

@@ -10,16 +10,15 @@ pub use process::Process;
 
 use crate::{
     http,
-    serve::Served,
     settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
 };
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
-use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
+use tandem_node::{Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
-    channel::{self, Channel, Network},
+    channel::Channel,
     v1::{WorkersRequest, router_client::RouterClient, worker_info::Role},
 };
 use tokio::{
@@ -33,14 +32,27 @@ const READY_WAIT: Duration = Duration::from_secs(30);
 /// The pause between checks of the frontend's readiness.
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// A running cluster. Dropping it stops everything immediately; [`Cluster::drain`] lets running requests finish first.
+/// A serving process: the whole cluster, or one role of it.
+pub trait Served {
+    /// Returns text for the operator: which parts run at which addresses.
+    fn introduction(&self) -> String;
+    /// Resolves when a part has failed, so that the process cannot serve any more. Cancel-safe.
+    fn failed(&mut self) -> impl Future<Output = StartError>;
+    /// Refuses new work, lets running work finish for `grace`, then stops everything.
+    fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
+}
+
+/// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
 pub struct Cluster {
-    model_id: String,
-    kind: EngineKind,
-    frontend: SocketAddr,
-    router: SocketAddr,
-    workers: Vec<Worker>,
-    metrics: Metrics,
+    /// The id that clients send as `model`.
+    pub model_id: String,
+    /// The address of the OpenAI API.
+    pub frontend: SocketAddr,
+    /// The workers: first prefill workers, then decode workers.
+    pub workers: Vec<Worker>,
+    /// The address of the router's gRPC.
+    pub router: SocketAddr,
+    engine: EngineKind,
     /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.
     front: Shutdown,
     back: Shutdown,
@@ -74,19 +86,6 @@ impl Cluster {
     /// # Errors
     /// The settings do not work together, a socket cannot be bound, the model cannot be loaded, or a part fails.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
-        Self::start_with(settings, false).await
-    }
-
-    /// Starts a cluster whose workers do not report cached tokens, for tests of the router's estimates.
-    ///
-    /// # Errors
-    /// As [`Cluster::start`].
-    #[doc(hidden)]
-    pub async fn start_without_cached_tokens(settings: UpSettings) -> Result<Self, StartError> {
-        Self::start_with(settings, true).await
-    }
-
-    async fn start_with(settings: UpSettings, withhold_cached_tokens: bool) -> Result<Self, StartError> {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
@@ -94,53 +93,14 @@ impl Cluster {
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
         let loaded = config.clone().load().await?;
-        let mut cluster = Self::run(settings, &config, loaded, frontend, withhold_cached_tokens).await?;
+        let mut cluster = Self::run(settings, &config, loaded, frontend).await?;
         cluster.wait_until_ready().await?;
         Ok(cluster)
     }
 
-    /// Returns the address of the OpenAI API.
-    pub fn frontend(&self) -> SocketAddr {
-        self.frontend
-    }
-
-    /// Returns the address of the router's gRPC.
-    pub fn router(&self) -> SocketAddr {
-        self.router
-    }
-
-    /// Returns a connection to the router, authenticated with the cluster key. Must be called within a runtime.
+    /// Returns a connection to the router. Must be called within a runtime.
     pub fn to_router(&self) -> Channel {
-        let endpoint = channel::endpoint(&self.router.to_string()).expect("an address and a port are an endpoint");
-        Network::tcp(self.parts.key.clone()).connect_lazy(&endpoint)
-    }
-
-    /// Returns the workers: first prefill workers, then decode workers.
-    pub fn workers(&self) -> &[Worker] {
-        &self.workers
-    }
-
-    /// Returns the id that clients send as `model`.
-    pub fn model_id(&self) -> &str {
-        &self.model_id
-    }
-
-    /// Returns the metrics of all parts.
-    pub fn metrics(&self) -> &Metrics {
-        &self.metrics
-    }
-
-    /// Resolves when a part has ended without a shutdown: the cluster cannot serve any more. Cancel-safe.
-    pub async fn failed(&mut self) -> StartError {
-        self.parts.ended().await
-    }
-
-    /// Refuses new requests, lets running ones finish for `grace`, then stops everything.
-    pub async fn drain(&self, grace: Duration) {
-        let until = Instant::now() + grace;
-        self.front.run(grace).await;
-        self.back.run(until.saturating_duration_since(Instant::now())).await;
-        self.parts.flush().await;
+        self.parts.channel(self.router)
     }
 
     /// Stops immediately: running requests are cancelled.
@@ -148,18 +108,11 @@ impl Cluster {
         self.drain(Duration::ZERO).await;
     }
 
-    async fn run(
-        settings: UpSettings,
-        config: &EngineConfig,
-        loaded: Loaded,
-        frontend: TcpListener,
-        withhold_cached_tokens: bool,
-    ) -> Result<Self, StartError> {
-        let (metrics, front, back) = (Metrics::default(), Shutdown::default(), Shutdown::default());
-        // Every user of this machine can connect to its sockets: a key keeps them out.
+    async fn run(settings: UpSettings, config: &EngineConfig, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
+        let (front, back) = (Shutdown::default(), Shutdown::default());
+        // All users of this machine can connect to its sockets: a key keeps them out.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
-        let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common, &metrics)?;
-        parts.withhold_cached_tokens = withhold_cached_tokens;
+        let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         let mut workers = Vec::new();
         let engines = settings.prefill_workers + settings.decode_workers;
@@ -173,7 +126,7 @@ impl Cluster {
                 advertise: None,
                 engine: EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key)),
             };
-            parts.worker(&worker, listener, config, &loaded.served, &metrics, &back);
+            parts.worker(&worker, listener, config, &loaded.served, &back);
             workers.push(worker);
         }
         let router_listener = loopback().await?;
@@ -181,14 +134,13 @@ impl Cluster {
         let (model_id, address) = (loaded.served.id.clone(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
-        parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &metrics, &back);
+        parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &back);
         // The frontend refuses a prompt that does not fit on any worker.
         let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
         let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, sequences_max), &metrics, &front);
-        let kind = settings.model.engine;
-        Ok(Self { model_id, kind, frontend: address, router, workers, metrics, front, back, parts })
+        parts.frontend((frontend, None), routers, settings.frontend, (served, sequences_max), &front);
+        Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
     }
 
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
@@ -210,7 +162,7 @@ impl Cluster {
 impl Served for Cluster {
     fn introduction(&self) -> String {
         let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
-        let engine = match self.kind {
+        let engine = match self.engine {
             EngineKind::Cpu => "on the CPU",
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
@@ -228,11 +180,14 @@ impl Served for Cluster {
     }
 
     async fn failed(&mut self) -> StartError {
-        Self::failed(self).await
+        self.parts.ended().await
     }
 
     async fn drain(&self, grace: Duration) {
-        Self::drain(self, grace).await;
+        let until = Instant::now() + grace;
+        self.front.run(grace).await;
+        self.back.run(until.saturating_duration_since(Instant::now())).await;
+        self.parts.flush().await;
     }
 }
 
@@ -260,7 +215,7 @@ async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, 
         socket.bind(address)?;
         socket.listen(BACKLOG)
     };
-    bound().map_err(|cause| StartError::Listen { address, flag, cause })
+    bound().map_err(|source| StartError::Listen { address, flag, source })
 }
 
 fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {

@@ -1,8 +1,8 @@
 //! The parts of a cluster as tasks, and reports of those that ended.
 
-use super::{EngineConfig, StartError, Worker};
+use super::{EngineConfig, StartError, Worker, reachable};
 use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
-use std::{future::Future, time::Duration};
+use std::{future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{
@@ -15,7 +15,7 @@ use tandem_node::{
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    channel::Listener,
+    channel::{self, Channel, Listener, Network},
     v1::{Identity, worker_info::Role},
 };
 use tandem_router::RouterSettings;
@@ -32,7 +32,7 @@ const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 /// The time to send buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
-/// Starts parts and learns when they end: all parts of a cluster in `up`, one in a process of its own.
+/// Starts parts and reports when they end: all parts of a cluster in `up`, one in a process of a role.
 pub(super) struct Parts {
     cluster: String,
     /// The cluster key.
@@ -43,8 +43,7 @@ pub(super) struct Parts {
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; not in `up`.
     pub(super) broker: Option<Broker>,
-    /// Set by tests of a cluster whose workers do not report cached tokens.
-    pub(super) withhold_cached_tokens: bool,
+    pub(super) metrics: Metrics,
     ends: mpsc::Receiver<StartError>,
     reports: mpsc::Sender<StartError>,
     /// Background tasks of metrics and traces.
@@ -54,19 +53,14 @@ pub(super) struct Parts {
 /// Reports the end of a part on drop: its task returned, panicked or was dropped.
 struct Report {
     part: String,
-    cause: Option<Box<dyn std::error::Error + Send + Sync>>,
+    error: Option<Box<dyn std::error::Error + Send + Sync>>,
     reports: mpsc::Sender<StartError>,
 }
 
 impl Parts {
-    /// Prepares parts of the cluster of this name and key. They count in these metrics; traces name the process `service`.
-    pub(super) fn new(
-        service: &'static str,
-        cluster: &str,
-        key: ClusterKey,
-        settings: &CommonArgs,
-        metrics: &Metrics,
-    ) -> Result<Self, StartError> {
+    /// Prepares parts of the cluster of this name and key. Traces name the process `service`.
+    pub(super) fn new(service: &'static str, cluster: &str, key: ClusterKey, settings: &CommonArgs) -> Result<Self, StartError> {
+        let metrics = Metrics::default();
         // The first end stops the process; later ones are not needed.
         let (reports, ends) = mpsc::channel(1);
         let mut upkeep = JoinSet::new();
@@ -75,7 +69,7 @@ impl Parts {
         let tracer = match otlp_endpoint {
             Some(endpoint) => {
                 let instance = new_instance_id();
-                let (tracer, sending) = Tracer::new(TraceSettings { endpoint, sample_ratio, service, instance }, metrics)?;
+                let (tracer, sending) = Tracer::new(TraceSettings { endpoint, sample_ratio, service, instance }, &metrics)?;
                 upkeep.spawn(sending);
                 tracer
             }
@@ -88,7 +82,7 @@ impl Parts {
             ledger: Ledger::default(),
             tracer,
             broker: None,
-            withhold_cached_tokens: false,
+            metrics,
             ends,
             reports,
             _upkeep: upkeep,
@@ -98,7 +92,7 @@ impl Parts {
     /// Opens the ledger of the workers that start after this.
     pub(super) fn open_ledger(&mut self, settings: &WorkerArgs) -> Result<(), StartError> {
         if let Some(path) = &settings.ledger {
-            self.ledger = Ledger::open(path).map_err(|cause| StartError::Ledger { path: path.clone(), cause })?;
+            self.ledger = Ledger::open(path).map_err(|source| StartError::Ledger { path: path.clone(), source })?;
         }
         Ok(())
     }
@@ -113,6 +107,12 @@ impl Parts {
         self.ends.recv().await.expect("this value holds a sender")
     }
 
+    /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a runtime.
+    pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
+        let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
+        Network::tcp(self.key.clone()).connect_lazy(&endpoint)
+    }
+
     /// Wraps the socket so that its calls are checked with the cluster key.
     fn listener(&self, socket: TcpListener) -> Listener {
         Listener::tcp(socket, self.key.clone())
@@ -124,7 +124,6 @@ impl Parts {
         listener: TcpListener,
         config: &EngineConfig,
         model: &ServedModel,
-        metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let shared = WorkerSettings {
@@ -135,7 +134,7 @@ impl Parts {
             ledger: self.ledger.clone(),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),
-            withhold_cached_tokens: self.withhold_cached_tokens,
+            withhold_cached_tokens: config.worker.withhold_cached_tokens,
         };
         let engine = worker.engine.clone();
         let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
@@ -143,7 +142,7 @@ impl Parts {
             (KvTransfer::Auto, _) => TransferMode::Auto,
             (KvTransfer::Tcp, _) => TransferMode::Tcp,
         };
-        let (metrics, stop, listener) = (metrics.clone(), shutdown.clone(), self.listener(listener));
+        let (metrics, stop, listener) = (self.metrics.clone(), shutdown.clone(), self.listener(listener));
         match worker.role {
             Role::Prefill | Role::Unspecified => {
                 let settings = PrefillWorkerSettings { worker: shared, ticket_wait: TICKET_WAIT, transfer_mode };
@@ -169,7 +168,6 @@ impl Parts {
         (workers, peers): (MemberSource, MemberSource),
         model: Option<&str>,
         args: &RouterArgs,
-        metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let settings = RouterSettings {
@@ -187,7 +185,8 @@ impl Parts {
             prefill: args.prefill,
             ..Default::default()
         };
-        self.spawn("router", shutdown, tandem_router::run(self.listener(listener), settings, metrics.clone(), shutdown.clone()));
+        let listener = self.listener(listener);
+        self.spawn("router", shutdown, tandem_router::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }
 
     pub(super) fn frontend(
@@ -196,7 +195,6 @@ impl Parts {
         routers: MemberSource,
         args: FrontendArgs,
         (model, sequences_max): (ServedModel, u32),
-        metrics: &Metrics,
         shutdown: &Shutdown,
     ) {
         let FrontendArgs { limits, tenants, .. } = args;
@@ -223,11 +221,8 @@ impl Parts {
             expose_details: tenants.expose_details,
             ..FrontendSettings::new("", model)
         };
-        self.spawn(
-            "frontend",
-            shutdown,
-            tandem_frontend::run(self.listener(listener), settings, metrics.clone(), shutdown.clone()),
-        );
+        let listener = self.listener(listener);
+        self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }
 
     /// Starts a part that runs until the shutdown; if it ends before, the process ends.
@@ -235,7 +230,7 @@ impl Parts {
     where
         E: std::error::Error + Send + Sync + 'static,
     {
-        let report = Report { part: part.to_owned(), cause: None, reports: self.reports.clone() };
+        let report = Report { part: part.to_owned(), error: None, reports: self.reports.clone() };
         // Parts end by themselves after a stop, once their clients have been answered.
         shutdown.track(report.after(run));
     }
@@ -246,15 +241,15 @@ impl Report {
     where
         E: std::error::Error + Send + Sync + 'static,
     {
-        self.cause = run.await.err().map(Into::into);
+        self.error = run.await.err().map(Into::into);
     }
 }
 
 impl Drop for Report {
     fn drop(&mut self) {
         let part = std::mem::take(&mut self.part);
-        let end = match self.cause.take() {
-            Some(cause) => StartError::Part { part, cause },
+        let end = match self.error.take() {
+            Some(source) => StartError::Part { part, source },
             None => StartError::PartEnded(part),
         };
         // There is no receiver after the cluster was dropped: then all parts end.

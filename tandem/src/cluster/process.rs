@@ -1,20 +1,16 @@
-//! One role as a process of its own: the same part as in `up`, started the same way, and an admin endpoint.
+//! One role in a process: the same part as in `up`, started by the same functions, and an admin endpoint.
 
-use super::{EngineConfig, Parts, StartError, Worker, listen, local_address, reachable, weights::load_served};
-use crate::{
-    serve::Served,
-    settings::{CommonArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess},
-};
+use super::{EngineConfig, Parts, Served, StartError, Worker, listen, local_address, reachable, weights::load_served};
+use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
-    Metrics, Shutdown, admin,
+    Shutdown, admin,
     discovery::{self, EtcdSettings, MemberRecord, MemberSource},
     new_instance_id,
 };
 use tandem_proto::{
-    ClusterKey,
-    channel::{self, Channel, Network},
+    channel::Channel,
     v1::{
         DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient,
         worker_info::Role,
@@ -39,7 +35,6 @@ pub struct Process {
     /// Addresses and sizes for the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    metrics: Metrics,
     /// Ends before the service does, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
@@ -71,12 +66,9 @@ impl Process {
         if let Some(admin) = &admin {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
-        if let Some((etcd, address)) = settings.discovery.registration(address)? {
-            let card = card(discovery::Role::Frontend, address, &served.id, &settings.common);
-            process.register(etcd, std::future::ready(card));
-        }
+        process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let served = (served, settings.model.max_concurrent_requests);
-        process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.metrics, &process.service);
+        process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.service);
         Ok(process)
     }
 
@@ -90,12 +82,9 @@ impl Process {
         let (listener, address) = process.open(common.listen, &settings.process, can_place).await?;
         process.name = "router".to_owned();
         let model = common.served_model_name.as_deref();
-        if let Some((etcd, address)) = discovery.registration(address)? {
-            let card = card(discovery::Role::Router, address, model.unwrap_or_default(), common);
-            process.register(etcd, std::future::ready(card));
-        }
+        process.register_as(discovery::Role::Router, discovery, address, model.unwrap_or_default(), common)?;
         let members = (settings.workers(), settings.peers());
-        process.parts.router(listener, members, model, &settings.router, &process.metrics, &process.service);
+        process.parts.router(listener, members, model, &settings.router, &process.service);
         Ok(process)
     }
 
@@ -130,28 +119,47 @@ impl Process {
         let worker = Worker { id, role, address, advertise: registered.or_else(|| discovery.advertise.clone()), engine };
         process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id);
         process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
-        process.parts.worker(&worker, listener, &config, &loaded.served, &process.metrics, &process.service);
+        process.parts.worker(&worker, listener, &config, &loaded.served, &process.service);
         if let Some((etcd, advertised)) = registration {
-            let own = own_channel(address, &process.parts.key);
+            let own = process.parts.channel(address);
             process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
         }
         Ok(process)
     }
 
+    /// Registers a frontend or router that listens on `listens`, if etcd is set.
+    fn register_as(
+        &self,
+        role: discovery::Role,
+        discovery: &DiscoveryArgs,
+        listens: SocketAddr,
+        model: &str,
+        common: &CommonArgs,
+    ) -> Result<(), StartError> {
+        if let Some((etcd, address)) = discovery.registration(listens)? {
+            let (version, model) = (env!("CARGO_PKG_VERSION").to_owned(), model.to_owned());
+            let (instance_id, block_size) = (new_instance_id(), common.block_size);
+            let info = WorkerInfo { instance_id, version, model, block_size, ..Default::default() };
+            let record = MemberRecord { role, ..MemberRecord::of_worker(&info, address) };
+            self.register(etcd, std::future::ready(record));
+        }
+        Ok(())
+    }
+
     /// Registers the process in etcd until it drains.
-    fn register(&self, etcd: EtcdSettings, card: impl Future<Output = MemberRecord> + Send + 'static) {
+    fn register(&self, etcd: EtcdSettings, record: impl Future<Output = MemberRecord> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
-        let (metrics, shutdown) = (self.metrics.clone(), self.registration.clone());
+        let (metrics, shutdown) = (self.parts.metrics.clone(), self.registration.clone());
         self.registration.spawn(async move {
             tokio::select! {
                 () = shutdown.draining() => {}
-                card = card => discovery::register(etcd, card, &metrics, &shutdown).await,
+                record = record => discovery::register(etcd, record, &metrics, &shutdown).await,
             }
         });
     }
 
     fn new(service: &'static str, cluster: &str, settings: &CommonArgs) -> Result<Self, StartError> {
-        let (metrics, key) = (Metrics::default(), settings.key.read()?);
+        let key = settings.key.read()?;
         if !key.is_set() && !settings.listen.ip().is_loopback() {
             tracing::warn!(
                 listen = %settings.listen,
@@ -161,15 +169,14 @@ impl Process {
         Ok(Self {
             name: String::new(),
             places: Vec::new(),
-            parts: Parts::new(service, cluster, key, settings, &metrics)?,
-            metrics,
+            parts: Parts::new(service, cluster, key, settings)?,
             registration: Shutdown::default(),
             service: Shutdown::default(),
             admin: Shutdown::default(),
         })
     }
 
-    /// Connects to NATS, binds the socket for gRPC and starts the admin endpoint, which calls `probe` over that socket to find out whether the
+    /// Connects to NATS, binds the socket for gRPC and starts the admin endpoint, which calls `probe` over that socket to check whether the
     /// process is ready.
     async fn open<R>(
         &mut self,
@@ -180,13 +187,14 @@ impl Process {
     where
         R: Future<Output = Result<(), String>> + Send + 'static,
     {
-        self.parts.broker = settings.events.broker(&settings.discovery.cluster, self.parts.key.clone(), &self.metrics).await?;
+        let (cluster, key) = (&settings.discovery.cluster, self.parts.key.clone());
+        self.parts.broker = settings.events.broker(cluster, key, &self.parts.metrics).await?;
         let listener = listen(address, "--listen").await?;
         let admin = listen(settings.admin_listen, "--admin-listen").await?;
         let address = local_address(&listener)?;
         let url = format!("http://{}", reachable(local_address(&admin)?));
         self.places = vec![("gRPC", address.to_string()), ("admin", url)];
-        let (channel, service) = (own_channel(address, &self.parts.key), self.service.clone());
+        let (channel, service) = (self.parts.channel(address), self.service.clone());
         let ready = move || {
             let (draining, answer) = (service.is_draining(), probe(channel.clone()));
             async move {
@@ -196,7 +204,8 @@ impl Process {
                 timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("the process does not answer its own probe".to_owned()))
             }
         };
-        self.parts.spawn("admin endpoint", &self.admin, admin::run(admin, self.metrics.clone(), ready, self.admin.clone()));
+        let run = admin::run(admin, self.parts.metrics.clone(), ready, self.admin.clone());
+        self.parts.spawn("admin endpoint", &self.admin, run);
         Ok((listener, address))
     }
 }
@@ -227,25 +236,7 @@ impl Drop for Process {
     }
 }
 
-/// Connects to the process itself.
-fn own_channel(address: SocketAddr, key: &ClusterKey) -> Channel {
-    let endpoint = channel::endpoint(&reachable(address).to_string()).expect("an address and a port are an endpoint");
-    Network::tcp(key.clone()).connect_lazy(&endpoint)
-}
-
-/// The member record of a frontend or router.
-fn card(role: discovery::Role, address: String, model: &str, settings: &CommonArgs) -> MemberRecord {
-    let info = WorkerInfo {
-        instance_id: new_instance_id(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        model: model.to_owned(),
-        block_size: settings.block_size,
-        ..Default::default()
-    };
-    MemberRecord { role, ..MemberRecord::of_worker(&info, address) }
-}
-
-/// Reads the description of the process's own worker, trying until it succeeds.
+/// Reads the description of the process's worker; retries until it succeeds.
 async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {

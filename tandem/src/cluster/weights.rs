@@ -5,7 +5,7 @@ use crate::{
     model::{Store, StoredModel},
     settings::{CommonArgs, EngineKind, ModelArgs, WorkerArgs},
 };
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{error::Error, path::Path, sync::Arc, time::Duration};
 use tandem_engine::{
     Engine, EngineSettings,
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
@@ -17,7 +17,7 @@ use tandem_model::{Gguf, HfDirectory, ModelFile};
 use tandem_proto::ClusterKey;
 
 /// Events of a sequence that are buffered for a client before backpressure pauses the sequence. More than a second of tokens, so that a
-/// reader whose thread is merely late pauses nothing; a few hundred KiB with logprobs.
+/// short delay of the reader pauses nothing; a few hundred KiB with logprobs.
 const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
 /// The settings of the engines of a process.
@@ -64,7 +64,7 @@ impl EngineConfig {
             };
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
-                EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|cause| unservable(&stored.path, cause.into()))?),
+                EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
             };
@@ -142,7 +142,7 @@ impl Loaded {
             Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),
             Device::Cpu(weights) => {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());
-                Ok(Box::new(engine.map_err(|cause| StartError::Engine(cause.into()))?))
+                Ok(Box::new(engine.map_err(|error| StartError::Engine(error.into()))?))
             }
             Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time())),
         }
@@ -189,17 +189,17 @@ fn open(
     engine: EngineKind,
 ) -> Result<(Box<dyn ModelFile>, ServedModel), StartError> {
     let name = served_model_name.unwrap_or_else(|| model.id.clone());
-    let unservable = |cause| unservable(&model.path, cause);
+    let unservable = |error| unservable(&model.path, error);
     let (file, served): (Box<dyn ModelFile>, _) = if model.path.is_dir() {
-        let directory = HfDirectory::open(&model.path).map_err(|cause| unservable(cause.into()))?;
+        let directory = HfDirectory::open(&model.path).map_err(|error| unservable(error.into()))?;
         let served = ServedModel::from_directory(name, revision, &directory);
         (Box::new(directory), served)
     } else {
-        let file = Gguf::open(&model.path).map_err(|cause| unservable(cause.into()))?;
+        let file = Gguf::open(&model.path).map_err(|error| unservable(error.into()))?;
         let served = ServedModel::from_gguf(name, revision, &file);
         (Box::new(file), served)
     };
-    let mut served = served.map_err(|cause| unservable(cause.into()))?;
+    let mut served = served.map_err(|error| unservable(error.into()))?;
     // The KV of a GPU has another number format and layout than that of the CPU: their workers must not exchange blocks.
     if engine == EngineKind::Cuda {
         served.revision += "-cuda";
@@ -207,8 +207,8 @@ fn open(
     Ok((file, served))
 }
 
-fn unservable(path: &Path, cause: Box<dyn std::error::Error + Send + Sync>) -> StartError {
-    StartError::Unservable { path: path.to_owned(), cause }
+fn unservable(path: &Path, source: Box<dyn Error + Send + Sync>) -> StartError {
+    StartError::Unservable { path: path.to_owned(), source }
 }
 
 /// A model's tokens for the simulator: it answers with plain words if the model has any, and ends as the model does.

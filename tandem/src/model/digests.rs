@@ -5,10 +5,10 @@
 
 use super::ModelError;
 #[cfg(feature = "model")]
-use super::progress::Progress;
+use super::progress;
 use serde::{Deserialize, Serialize};
 use std::{
-    fs::{self, File, Metadata},
+    fs::{self, File},
     io::{self, Write},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -35,13 +35,6 @@ struct Stamp {
     changed: (i64, i64),
 }
 
-#[derive(Debug, Deserialize, Serialize)]
-struct Remembered {
-    #[serde(flatten)]
-    stamp: Stamp,
-    sha256: String,
-}
-
 impl Digests {
     pub(super) fn new(store: &Path) -> Self {
         Self { dir: store.join(".sha256") }
@@ -51,24 +44,23 @@ impl Digests {
     pub(super) fn of(&self, file: &Path) -> Result<String, ModelError> {
         let failed = || ModelError::io(file);
         let path = file.canonicalize().map_err(failed())?;
-        let stamp = || fs::metadata(&path).map(|metadata| Stamp::new(&path, &metadata)).map_err(failed());
-        let before = stamp()?;
-        let entry = self.dir.join(sha256(path.as_os_str().as_encoded_bytes(), |_| {}).map_err(failed())?);
-        if let Some(known) = remembered(&entry).filter(|known| known.stamp == before) {
-            return Ok(known.sha256);
+        let before = Stamp::of(&path).map_err(failed())?;
+        let entry = self.dir.join(sha256(path.as_os_str().as_encoded_bytes()).map_err(failed())?);
+        let cached = fs::read(&entry).ok().and_then(|json| serde_json::from_slice::<(Stamp, String)>(&json).ok());
+        if let Some((_, sha256)) = cached.filter(|(stamp, _)| *stamp == before) {
+            return Ok(sha256);
         }
         let sha256 = sha256_of(&path).map_err(failed())?;
-        if stamp()? == before {
-            let known = Remembered { stamp: before, sha256: sha256.clone() };
+        if Stamp::of(&path).map_err(failed())? == before {
             // A read-only store must not keep this process from serving.
-            if let Err(error) = self.remember(&entry, &known) {
+            if let Err(error) = self.remember(&entry, &(before, &sha256)) {
                 tracing::debug!(%error, dir = %self.dir.display(), "the model's hash cannot be cached; the next start computes it again");
             }
         }
         Ok(sha256)
     }
 
-    fn remember(&self, entry: &Path, known: &Remembered) -> io::Result<()> {
+    fn remember(&self, entry: &Path, known: &(Stamp, &String)) -> io::Result<()> {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
         file.write_all(&serde_json::to_vec(known)?)?;
@@ -79,34 +71,27 @@ impl Digests {
 }
 
 impl Stamp {
-    fn new(path: &Path, metadata: &Metadata) -> Self {
-        Self {
+    fn of(path: &Path) -> io::Result<Self> {
+        let metadata = fs::metadata(path)?;
+        Ok(Self {
             path: path.to_string_lossy().into_owned(),
             bytes: metadata.len(),
             inode: metadata.ino(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
             changed: (metadata.ctime(), metadata.ctime_nsec()),
-        }
+        })
     }
-}
-
-/// The cached entry; `None` if there is none or it cannot be read.
-fn remembered(entry: &Path) -> Option<Remembered> {
-    serde_json::from_slice(&fs::read(entry).ok()?).ok()
 }
 
 /// Reads the whole file, in chunks.
 pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
     let file = File::open(path)?;
     #[cfg(feature = "model")]
-    let progress = {
-        let (bytes, what) = (file.metadata()?.len(), || format!("reading {} for its SHA-256", path.display()));
-        (bytes >= SHOW_PROGRESS_FROM).then(|| Progress::start(&what(), Some(bytes)))
-    };
-    sha256(file, |_count| {
-        #[cfg(feature = "model")]
-        progress.iter().for_each(|progress| progress.advance(_count as u64));
-    })
+    if let Some(bytes) = Some(file.metadata()?.len()).filter(|bytes| *bytes >= SHOW_PROGRESS_FROM) {
+        let progress = progress::start(&format!("reading {} for its SHA-256", path.display()), Some(bytes));
+        return sha256(progress.wrap_read(file));
+    }
+    sha256(file)
 }
 
 #[cfg(test)]
@@ -121,7 +106,7 @@ mod tests {
         fs::write(&file, "one").expect("ours");
         let digests = Digests::new(&folder.path().join("store"));
         let original = digests.of(&file).expect("it is there");
-        assert_eq!(original, sha256(&b"one"[..], |_| {}).expect("memory"));
+        assert_eq!(original, sha256(&b"one"[..]).expect("memory"));
 
         // The stored digest is returned without reading the file again.
         let entry = fs::read_dir(&digests.dir).expect("made").next().expect("one entry").expect("readable").path();
@@ -134,10 +119,10 @@ mod tests {
         std::thread::sleep(Duration::from_millis(20)); // the file system's clock ticks every 10 ms at most
         fs::write(&file, "two").expect("ours");
         File::options().write(true).open(&file).and_then(|file| file.set_modified(modified)).expect("ours");
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..], |_| {}).expect("memory"));
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..]).expect("memory"));
 
         fs::write(&entry, "{").expect("ours");
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..], |_| {}).expect("memory"));
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..]).expect("memory"));
         assert!(modified < SystemTime::now());
     }
 
@@ -148,6 +133,6 @@ mod tests {
         fs::write(&file, "one").expect("ours");
         // A file in the place of the directory.
         let digests = Digests { dir: file.clone() };
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..], |_| {}).expect("memory"));
+        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..]).expect("memory"));
     }
 }

@@ -4,11 +4,10 @@
 //! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
 use super::{
-    ModelError, Source, StoreArgs,
+    Download, ModelError, Source, StoreArgs,
     digests::sha256_of,
-    progress::Progress,
+    progress::{self, HubProgress},
     source::is_path,
-    store::{Download, check_hash, check_size, several},
 };
 use hf_hub::{
     Cache, Repo, RepoType,
@@ -27,49 +26,32 @@ const RETRIES: usize = 3;
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// The files that a model must have in addition to its weights; `WELCOME` names those that it may have.
-const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
-const WELCOME: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+/// The files that a model must have in addition to its weights, and those that it may have.
+const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
+const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// The model that is requested from the hub.
-#[derive(Clone, Copy)]
-pub(super) struct Wanted<'a> {
-    /// The source as the user wrote it.
-    pub(super) source: &'a Source,
-    /// The repository's name, `ORG/NAME`.
-    pub(super) repository: &'a str,
-    /// A branch, a tag or a commit.
-    pub(super) revision: Option<&'a str>,
-    /// The repository's model when absent.
-    pub(super) file: Option<&'a str>,
-}
-
-/// Downloads a GGUF file, or a whole model in safetensors, into `partial`. The files end up below a folder named after the commit.
-pub(super) fn download(settings: &StoreArgs, wanted: Wanted<'_>, partial: &Path) -> Result<Download, ModelError> {
-    let Wanted { source, repository, revision, file } = wanted;
+/// Downloads a file of the repository `ORG/NAME`, or else its model, into `partial`. The files end up below a folder named after the commit.
+pub(super) fn download(
+    settings: &StoreArgs,
+    source: &Source,
+    (repository, revision): (&str, Option<&str>),
+    file: Option<&str>,
+    partial: &Path,
+) -> Result<Download, ModelError> {
     let api = api(settings, partial, source)?;
     let at = |revision: &str| api.repo(Repo::with_revision(repository.to_owned(), RepoType::Model, revision.to_owned()));
     let listing = listing(source, &at(revision.unwrap_or(MAIN)), revision)?;
     let commit = Commit { repo: at(&listing.sha), files: &listing.siblings, source };
-    let file = match file {
-        Some(file) => file.to_owned(),
-        None => match commit.contents()? {
-            Contents::Gguf(file) => file,
-            Contents::Safetensors => {
-                let name = repository.rsplit('/').next().unwrap_or(repository);
-                let place = Path::new(&listing.sha).join(name);
-                return Ok(Download { file: commit.directory(partial)?, place });
-            }
-        },
-    };
-    let place = Path::new(&listing.sha).join(&file);
-    Ok(Download { file: commit.fetch(&file)?, place })
+    let gguf = file.map_or_else(|| commit.only_gguf(), |file| Ok(Some(file.to_owned())))?;
+    let name = gguf.as_deref().or(repository.rsplit('/').next()).unwrap_or(repository);
+    let file = if gguf.is_some() { commit.fetch(name)? } else { commit.directory(partial)? };
+    Ok(Download { file, place: Path::new(&listing.sha).join(name) })
 }
 
-fn hub(source: &Source, cause: ApiError) -> ModelError {
-    ModelError::Hub { source_name: source.clone(), cause: Box::new(cause) }
+fn failed(source: &Source, error: ApiError) -> ModelError {
+    ModelError::Hub { model: source.clone(), source: Box::new(error) }
 }
 
 /// The hub's answer about a revision.
@@ -101,10 +83,10 @@ struct Lfs {
 fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Listing, ModelError> {
     let answer = repo.info_request().query("blobs", "true").call();
     let listing = answer.and_then(|mut answer| answer.body_mut().read_json::<Listing>());
-    let listing = listing.map_err(|cause| hub(source, Box::new(cause).into()))?;
+    let listing = listing.map_err(|error| failed(source, Box::new(error).into()))?;
     let is_commit = |text: &str| text.len() == 40 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if !is_commit(&listing.sha) || revision.is_some_and(|asked| is_commit(asked) && asked != listing.sha) {
-        return Err(ModelError::WrongCommit { source_name: source.clone(), got: listing.sha });
+    if !is_commit(&listing.sha) || revision.is_some_and(|requested| is_commit(requested) && requested != listing.sha) {
+        return Err(ModelError::WrongCommit { model: source.clone(), got: listing.sha });
     }
     Ok(listing)
 }
@@ -116,38 +98,31 @@ struct Commit<'a> {
     source: &'a Source,
 }
 
-enum Contents {
-    /// The only such file.
-    Gguf(String),
-    /// The safetensors files and the configuration of a model.
-    Safetensors,
-}
-
 impl Commit<'_> {
-    fn has(&self, wanted: &str) -> bool {
-        self.files.iter().any(|file| file.rfilename == wanted)
+    fn has(&self, name: &str) -> bool {
+        self.files.iter().any(|file| file.rfilename == name)
     }
 
-    fn contents(&self) -> Result<Contents, ModelError> {
+    /// The repository's only `.gguf` file; `None` if it has none, but safetensors and their configuration.
+    fn only_gguf(&self) -> Result<Option<String>, ModelError> {
         // Names that lead out of the folder (`../`) are skipped.
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
-            0 if NEEDED.into_iter().all(|name| self.has(name)) && (self.has(WHOLE) || self.has(INDEX)) => {
-                Ok(Contents::Safetensors)
-            }
+            0 if REQUIRED.into_iter().all(|name| self.has(name)) && (self.has(WHOLE) || self.has(INDEX)) => Ok(None),
             0 => Err(ModelError::NoModel(self.source.to_string())),
-            1 => Ok(Contents::Gguf(models.remove(0))),
-            _ => Err(several(self.source.to_string(), models)),
+            1 => Ok(models.pop()),
+            _ => Err(ModelError::several(self.source.to_string(), models)),
         }
     }
 
     /// Downloads one file completely, checks its size and hash, and returns the path that the client library gave it.
     fn fetch(&self, name: &str) -> Result<PathBuf, ModelError> {
-        let missing = || ModelError::NoSuchFile { source_name: self.source.clone(), name: name.to_owned() };
+        let missing = || ModelError::NoSuchFile { model: self.source.clone(), name: name.to_owned() };
         let listed = self.files.iter().find(|file| file.rfilename == name).ok_or_else(missing)?;
-        let progress = Progress::start(&format!("fetching {name} of {}", self.source), listed.size);
-        let pointer = self.repo.download_with_progress(name, &progress).map_err(|cause| hub(self.source, cause))?;
+        let progress = progress::start(&format!("fetching {name} of {}", self.source), listed.size);
+        let pointer = self.repo.download_with_progress(name, HubProgress(&progress));
+        let pointer = pointer.map_err(|error| failed(self.source, error))?;
         // The client library stores a link to the file, and checks neither its size nor its hash.
         let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
         self.verify(listed, &blob)?;
@@ -155,24 +130,25 @@ impl Commit<'_> {
         Ok(blob)
     }
 
-    /// Whether the file has the commit's size and hash.
+    /// Checks that the file has the commit's size and hash.
     fn verify(&self, listed: &Listed, blob: &Path) -> Result<(), ModelError> {
         let failed = || ModelError::io(blob);
         let len = fs::metadata(blob).map_err(failed())?.len();
+        let name = &listed.rfilename;
         if let Some(expected) = listed.size {
-            check_size(Path::new(&listed.rfilename), expected, len)?;
+            Download::check_size(name, expected, len)?;
         }
         match (&listed.lfs, &listed.blob) {
-            (Some(lfs), _) => check_hash(&listed.rfilename, &lfs.sha256, sha256_of(blob).map_err(failed())?),
-            (None, Some(name)) => {
+            (Some(lfs), _) => Download::check_hash(name, &lfs.sha256, sha256_of(blob).map_err(failed())?),
+            (None, Some(sha1)) => {
                 let got = File::open(blob).and_then(|file| git_blob_sha1(len, file)).map_err(failed())?;
-                check_hash(&listed.rfilename, name, got)
+                Download::check_hash(name, sha1, got)
             }
-            (None, None) => Err(ModelError::NoHash { source_name: self.source.clone(), name: listed.rfilename.clone() }),
+            (None, None) => Err(ModelError::NoHash { model: self.source.clone(), name: name.clone() }),
         }
     }
 
-    /// A model's files side by side in a directory.
+    /// Downloads a model's files into one directory.
     fn directory(&self, partial: &Path) -> Result<PathBuf, ModelError> {
         let directory = partial.join("model");
         fs::create_dir_all(&directory).map_err(ModelError::io(&directory))?;
@@ -180,15 +156,14 @@ impl Commit<'_> {
             let place = directory.join(name);
             fs::rename(self.fetch(name)?, &place).map_err(ModelError::io(&place)).map(|()| place)
         };
-        for name in NEEDED.into_iter().chain(WELCOME.into_iter().filter(|name| self.has(name))) {
+        for name in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(|name| self.has(name))) {
             fetch(name)?;
         }
         if self.has(INDEX) {
             let index = fetch(INDEX)?;
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;
-            let shards = shards_of_index(&bytes)
-                .map_err(|cause| ModelError::Index { source_name: self.source.clone(), cause: Box::new(cause) })?;
-            for name in &shards {
+            let unreadable = |error| ModelError::Index { model: self.source.clone(), source: Box::new(error) };
+            for name in &shards_of_index(&bytes).map_err(unreadable)? {
                 fetch(name)?;
             }
         } else {
@@ -211,5 +186,5 @@ fn api(settings: &StoreArgs, partial: &Path, source: &Source) -> Result<Api, Mod
         .with_token(token)
         .with_retries(RETRIES)
         .build()
-        .map_err(|cause| hub(source, cause))
+        .map_err(|error| failed(source, error))
 }

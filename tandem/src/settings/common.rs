@@ -3,7 +3,7 @@
 use super::{KeyArgs, TelemetryArgs};
 use clap::Args;
 use serde::{Serialize, Serializer};
-use std::{fmt::Display, net::SocketAddr, time::Duration};
+use std::{fmt::Display, net::SocketAddr};
 use tandem_proto::channel;
 
 /// The settings of `tandem up` and of every role.
@@ -38,13 +38,6 @@ pub struct CommonArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub telemetry: TelemetryArgs,
-}
-
-impl CommonArgs {
-    /// How long running requests may continue after the first signal.
-    pub fn grace(&self) -> Duration {
-        Duration::from_secs(self.grace_period)
-    }
 }
 
 /// Serializes a list as one string with commas between its items, as its flag is written; an empty list is left out.

@@ -1,10 +1,7 @@
 //! Settings of discovery: how processes find each other.
 
-use super::{
-    SettingsError,
-    common::{address, with_commas},
-    excludes, needs, secret_file,
-};
+use super::common::{address, with_commas};
+use crate::secrets::secret_file;
 use clap::Args;
 use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -83,21 +80,6 @@ pub enum DiscoveryArgsError {
 }
 
 impl DiscoveryArgs {
-    /// Checks that these settings work together, and with the lists of addresses that etcd replaces.
-    pub(super) fn check(&self, lists: &[(&'static str, bool)]) -> Result<(), SettingsError> {
-        let etcd = !self.etcd.is_empty();
-        lists.iter().try_for_each(|(flag, set)| excludes(flag, *set, "--etcd", etcd))?;
-        let (user, cert) = (self.etcd_user.is_some(), self.etcd_cert.is_some());
-        needs("--etcd-user", user, "--etcd", etcd)?;
-        needs("--etcd-user", user, "--etcd-password or --etcd-password-file", self.password().is_some())?;
-        needs("--etcd-password", self.password().is_some(), "--etcd-user", user)?;
-        excludes("--etcd-password", self.etcd_password.is_some(), "--etcd-password-file", self.etcd_password_file.is_some())?;
-        needs("--etcd-ca", self.etcd_ca.is_some(), "--etcd", etcd)?;
-        needs("--etcd-cert", cert, "--etcd-ca", self.etcd_ca.is_some())?;
-        needs("--etcd-cert", cert, "--etcd-key", self.etcd_key.is_some())?;
-        needs("--etcd-key", self.etcd_key.is_some(), "--etcd-cert", cert)
-    }
-
     /// The settings for etcd of a process that listens on `listens`, and the address that it registers; `None` without etcd.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Settings of NATS, which carries KV events in place of the workers' own streams.
 
-use super::{SettingsError, common::with_commas, excludes, needs, secret_file};
+use super::common::with_commas;
+use crate::secrets::secret_file;
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::path::PathBuf;
@@ -56,7 +57,7 @@ pub struct NatsArgs {
     #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE")]
     pub nats_nkey: Option<PathBuf>,
 
-    /// CA certificate (PEM) for verifying NATS; turns on TLS, even if the servers do not ask for it
+    /// CA certificate (PEM) for verifying NATS; turns on TLS, even if the servers do not require it
     #[arg(long, env = "TANDEM_NATS_CA", value_name = "FILE")]
     pub nats_ca: Option<PathBuf>,
 
@@ -70,28 +71,6 @@ pub struct NatsArgs {
 }
 
 impl NatsArgs {
-    /// Checks that these settings work together.
-    pub(super) fn check(&self) -> Result<(), SettingsError> {
-        let (nats, user, cert) = (!self.nats.is_empty(), self.nats_user.is_some(), self.nats_cert.is_some());
-        let ways = [
-            ("--nats-user", user),
-            ("--nats-token", self.nats_token.is_some()),
-            ("--nats-creds", self.nats_creds.is_some()),
-            ("--nats-nkey", self.nats_nkey.is_some()),
-        ];
-        for (at, (flag, set)) in ways.into_iter().enumerate() {
-            needs(flag, set, "--nats", nats)?;
-            ways[..at].iter().try_for_each(|(other, other_set)| excludes(flag, set, other, *other_set))?;
-        }
-        needs("--nats-user", user, "--nats-password or --nats-password-file", self.password().is_some())?;
-        needs("--nats-password", self.password().is_some(), "--nats-user", user)?;
-        excludes("--nats-password", self.nats_password.is_some(), "--nats-password-file", self.nats_password_file.is_some())?;
-        needs("--nats-ca", self.nats_ca.is_some(), "--nats", nats)?;
-        needs("--nats-cert", cert, "--nats", nats)?;
-        needs("--nats-cert", cert, "--nats-key", self.nats_key.is_some())?;
-        needs("--nats-key", self.nats_key.is_some(), "--nats-cert", cert)
-    }
-
     /// Opens the connection of a process of this cluster; `None` if no server is set. NATS need not be up yet.
     ///
     /// # Errors
@@ -129,23 +108,19 @@ impl NatsArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        nats: NatsArgs,
-    }
+    use crate::cli::{Cli, Command};
+    use std::ffi::OsString;
 
     fn read(args: &str) -> Result<NatsArgs, String> {
-        let args = ["tandem"].into_iter().chain(args.split_whitespace());
-        let command = Command::try_parse_from(args).map_err(|error| error.to_string())?;
-        command.nats.check().map_err(|error| error.to_string())?;
-        Ok(command.nats)
+        let args = ["tandem", "router"].into_iter().chain(args.split_whitespace()).map(OsString::from).collect();
+        match Cli::read(args, None).map_err(|error| error.to_string())?.command {
+            Command::Router(router) => Ok(router.role.process.events),
+            other => unreachable!("the command is router: {other:?}"),
+        }
     }
 
     #[test]
-    fn one_way_to_authenticate_is_accepted_and_secrets_are_not_shown() {
+    fn one_kind_of_authentication_is_accepted_and_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), "hidden\n").expect("ours");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());

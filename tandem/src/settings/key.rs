@@ -1,18 +1,12 @@
 //! The secret that all processes of a cluster share.
 
+use crate::secrets;
 use clap::Args;
 use serde::Serialize;
-use std::{
-    fs, io,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-};
-use tandem_proto::{ClusterKey, TooShort};
+use std::{error::Error, fs, os::unix::fs::PermissionsExt, path::PathBuf};
+use tandem_proto::ClusterKey;
 
-/// The longest key file, in bytes. No secret is longer; a wrong path, such as a model's, is refused instead of being read.
-const FILE_BYTES_MAX: u64 = 64 << 10;
-
-/// Permission bits that let the file's group or everyone read it.
+/// Permission bits that let the file's group or other users read it.
 const READABLE_BY_OTHERS: u32 = 0o044;
 
 /// The file with the cluster key.
@@ -28,33 +22,12 @@ pub struct KeyArgs {
     pub cluster_key_file: Option<PathBuf>,
 }
 
-/// Why the file of the cluster key cannot be used.
+/// The file of the cluster key cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum KeyFileError {
-    /// The file does not exist, or this process may not read it.
-    #[error("--cluster-key-file {} cannot be read; make one with: openssl rand -hex 32", .path.display())]
-    Read {
-        /// The path of the file.
-        path: PathBuf,
-        /// The error of the operating system.
-        #[source]
-        cause: io::Error,
-    },
-    /// The file is too long to be a secret.
-    #[error("--cluster-key-file {} has more than {FILE_BYTES_MAX} bytes: that is no cluster key", .path.display())]
-    TooLong {
-        /// The path of the file.
-        path: PathBuf,
-    },
-    /// The secret is too short.
-    #[error("--cluster-key-file {} cannot be used", .path.display())]
-    TooShort {
-        /// The path of the file.
-        path: PathBuf,
-        /// The secret's length.
-        #[source]
-        cause: TooShort,
-    },
+#[error("--cluster-key-file {} cannot be used; make one with: openssl rand -hex 32", path.display())]
+pub struct KeyFileError {
+    path: PathBuf,
+    source: Box<dyn Error + Send + Sync>,
 }
 
 impl KeyArgs {
@@ -64,28 +37,21 @@ impl KeyArgs {
     /// The file is missing, too short or too long.
     pub fn read(&self) -> Result<ClusterKey, KeyFileError> {
         let Some(path) = &self.cluster_key_file else { return Ok(ClusterKey::default()) };
-        let failed = |cause| KeyFileError::Read { path: path.clone(), cause };
-        let metadata = fs::metadata(path).map_err(failed)?;
-        if metadata.len() > FILE_BYTES_MAX {
-            return Err(KeyFileError::TooLong { path: path.clone() });
+        let unusable = |source| KeyFileError { path: path.clone(), source };
+        let content = secrets::read(path).map_err(|error| unusable(error.into()))?;
+        let mode = fs::metadata(path).map_err(|error| unusable(error.into()))?.permissions().mode();
+        if mode & READABLE_BY_OTHERS != 0 {
+            tracing::warn!(
+                path = %path.display(),
+                mode = format!("{:o}", mode & 0o777),
+                "users other than its owner can read the cluster key's file; run chmod 600 on it"
+            );
         }
-        warn_if_readable(path, metadata.permissions().mode());
-        let content = fs::read(path).map_err(failed)?;
-        ClusterKey::new(without_newline(&content)).map_err(|cause| KeyFileError::TooShort { path: path.clone(), cause })
+        ClusterKey::new(without_newline(&content)).map_err(|error| unusable(error.into()))
     }
 }
 
-fn warn_if_readable(path: &Path, mode: u32) {
-    if mode & READABLE_BY_OTHERS != 0 {
-        tracing::warn!(
-            path = %path.display(),
-            mode = format!("{:o}", mode & 0o777),
-            "users other than its owner can read the cluster key's file; run chmod 600 on it"
-        );
-    }
-}
-
-/// Editors and shells end a file with a newline that is not meant to be part of the secret.
+/// Removes the newline with which editors and shells end a file: it is not meant to be part of the secret.
 fn without_newline(content: &[u8]) -> &[u8] {
     let content = content.strip_suffix(b"\n").unwrap_or(content);
     content.strip_suffix(b"\r").unwrap_or(content)
@@ -122,7 +88,7 @@ mod tests {
             (None, "openssl rand -hex 32"),
             (Some(&b""[..]), "has 0 bytes"),
             (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, but needs at least 32"),
-            (Some(&[b'x'; 64 * 1024 + 1]), "that is no cluster key"),
+            (Some(&[b'x'; 64 * 1024 + 1]), "must hold the secret and nothing else"),
         ] {
             let error = read(content).expect_err("it is refused");
             assert!(error.contains(expected) && error.contains("--cluster-key-file"), "{error}");

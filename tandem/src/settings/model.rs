@@ -1,6 +1,5 @@
 //! Settings that frontends and workers share.
 
-use super::{SettingsError, excludes};
 use crate::model::{Source, StoreArgs};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -30,12 +29,6 @@ pub struct ModelArgs {
     /// unbounded queue only hides the overload
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Limits")]
     pub max_concurrent_requests: u32,
-}
-
-impl ModelArgs {
-    pub(super) fn check(&self) -> Result<(), SettingsError> {
-        excludes("--hf-token", self.store.hf_token.is_some(), "--hf-token-file", self.store.hf_token_file.is_some())
-    }
 }
 
 /// The device that computes.

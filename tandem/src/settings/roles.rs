@@ -1,7 +1,9 @@
 //! The roles: `tandem up` and each process of a cluster, composed of the groups of settings that it takes.
 
+#![expect(missing_docs, reason = "the groups of settings document themselves")]
+
 use super::{
-    CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RouterArgs, SettingsError, WorkerArgs,
+    CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RouterArgs, WorkerArgs,
     common::{address, with_commas},
     discovery::name,
 };
@@ -10,28 +12,13 @@ use serde::Serialize;
 use std::{net::SocketAddr, path::PathBuf};
 use tandem_node::discovery::{MemberSource, Role as Member};
 
-/// A subcommand that serves.
-pub trait Role: Args + Serialize {
-    /// The settings that every role has.
-    fn common(&self) -> &CommonArgs;
-
-    /// Checks that the settings work together.
-    ///
-    /// # Errors
-    /// A setting excludes another, or needs another that is missing.
-    fn check(&self) -> Result<(), SettingsError>;
-}
-
 /// The settings of `tandem up`: all parts of a cluster in one process.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UpSettings {
-    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
-
-    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -44,17 +31,12 @@ pub struct UpSettings {
     #[arg(long, env = "TANDEM_DECODE_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub decode_workers: u32,
 
-    /// The settings of workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: WorkerArgs,
-
-    /// The settings of routers.
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
-
-    /// The settings of frontends.
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
@@ -64,12 +46,9 @@ pub struct UpSettings {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontendProcess {
-    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
-
-    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -84,12 +63,9 @@ pub struct FrontendProcess {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS")]
     pub admin_listen: Option<SocketAddr>,
 
-    /// Discovery.
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,
-
-    /// The settings of frontends.
     #[command(flatten)]
     #[serde(flatten)]
     pub frontend: FrontendArgs,
@@ -99,12 +75,9 @@ pub struct FrontendProcess {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RouterProcess {
-    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
-
-    /// The settings of routers and workers as processes.
     #[command(flatten)]
     #[serde(flatten)]
     pub process: ProcessArgs,
@@ -125,7 +98,6 @@ pub struct RouterProcess {
     #[serde(serialize_with = "with_commas")]
     peers: Vec<String>,
 
-    /// The settings of routers.
     #[command(flatten)]
     #[serde(flatten)]
     pub router: RouterArgs,
@@ -135,17 +107,12 @@ pub struct RouterProcess {
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerProcess {
-    /// The settings of every role.
     #[command(flatten)]
     #[serde(flatten)]
     pub common: CommonArgs,
-
-    /// The settings of routers and workers as processes.
     #[command(flatten)]
     #[serde(flatten)]
     pub process: ProcessArgs,
-
-    /// The settings of frontends and workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelArgs,
@@ -154,7 +121,6 @@ pub struct WorkerProcess {
     #[arg(long, env = "TANDEM_WORKER_ID", help_heading = "Process", value_name = "NAME", value_parser = worker_name)]
     pub worker_id: Option<String>,
 
-    /// The settings of workers.
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: WorkerArgs,
@@ -169,74 +135,20 @@ pub struct ProcessArgs {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
     pub admin_listen: SocketAddr,
 
-    /// Discovery.
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,
-
-    /// KV events over NATS.
     #[command(flatten)]
     #[serde(flatten)]
     pub events: NatsArgs,
 }
 
 impl UpSettings {
-    /// Returns the defaults, whatever the environment says.
+    /// Returns the defaults; variables of the environment have no effect.
     pub fn defaults() -> Self {
         let command = Self::augment_args(clap::Command::new("up")).mut_args(|arg| arg.env(None::<&str>));
         let matches = command.try_get_matches_from(["up"]).expect("every setting has a default");
         <Self as clap::FromArgMatches>::from_arg_matches(&matches).expect("the defaults are valid")
-    }
-}
-
-impl Role for UpSettings {
-    fn common(&self) -> &CommonArgs {
-        &self.common
-    }
-
-    fn check(&self) -> Result<(), SettingsError> {
-        self.model.check()?;
-        self.frontend.tenants.check()
-    }
-}
-
-impl Role for FrontendProcess {
-    fn common(&self) -> &CommonArgs {
-        &self.common
-    }
-
-    fn check(&self) -> Result<(), SettingsError> {
-        self.model.check()?;
-        self.discovery.check(&[("--router", !self.router.is_empty())])?;
-        self.frontend.tenants.check()
-    }
-}
-
-impl Role for RouterProcess {
-    fn common(&self) -> &CommonArgs {
-        &self.common
-    }
-
-    fn check(&self) -> Result<(), SettingsError> {
-        let lists = [
-            ("--workers", !self.workers.is_empty()),
-            ("--workers-file", self.workers_file.is_some()),
-            ("--peers", !self.peers.is_empty()),
-        ];
-        self.process.discovery.check(&lists)?;
-        self.process.events.check()
-    }
-}
-
-impl Role for WorkerProcess {
-    fn common(&self) -> &CommonArgs {
-        &self.common
-    }
-
-    fn check(&self) -> Result<(), SettingsError> {
-        self.model.check()?;
-        self.process.discovery.check(&[])?;
-        self.process.events.check()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Settings for several tenants on one frontend: accounts, isolation of the prefix cache, and which peers are trusted.
 
-use super::{SettingsError, common::with_commas, needs};
+use super::common::with_commas;
 use clap::Args;
 use serde::Serialize;
 use std::net::IpAddr;
@@ -22,7 +22,7 @@ pub struct TenantArgs {
     pub cache_isolation: Option<CacheIsolation>,
 
     /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account header
-    /// and `traceparent`, and ask for details [default: programs on this machine while --listen is a loopback address, for requests without
+    /// and `traceparent`, and request details [default: programs on this machine while --listen is a loopback address, for requests without
     /// a forwarding header such as X-Forwarded-For; else none]
     #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
     #[serde(serialize_with = "with_commas")]
@@ -35,17 +35,6 @@ pub struct TenantArgs {
 }
 
 impl TenantArgs {
-    /// Checks that these settings work together. An account header needs a list of proxies on a loopback listener, too: a proxy on this
-    /// machine that adds no forwarding header cannot be told from a program, and would pass on the accounts that clients make up.
-    pub(super) fn check(&self) -> Result<(), SettingsError> {
-        let by_account = self.cache_isolation == Some(CacheIsolation::Account);
-        needs("--cache-isolation account", by_account, "--account-header <NAME>", self.account_header.is_some())?;
-        match self.account_header.clone().filter(|_| self.trusted_proxies.is_empty()) {
-            Some(header) => Err(SettingsError::UntrustedAccounts { header }),
-            None => Ok(()),
-        }
-    }
-
     /// Which requests share cached KV; applies the default if the flag is not set.
     pub fn isolation(&self) -> CacheIsolation {
         let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
@@ -65,7 +54,10 @@ fn network(text: &str) -> Result<IpNet, &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::{Cli, Command, UpSettings};
+    use crate::{
+        cli::{Cli, Command},
+        settings::UpSettings,
+    };
     use std::ffi::OsString;
 
     fn read(args: &[&str]) -> Result<UpSettings, String> {

@@ -56,6 +56,12 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
     pub ledger: Option<PathBuf>,
 
+    /// Workers do not report cached tokens. Set by tests of the router's estimates.
+    #[doc(hidden)]
+    #[arg(skip)]
+    #[serde(skip)]
+    pub withhold_cached_tokens: bool,
+
     /// The cost model of the simulated device.
     #[command(flatten)]
     #[serde(flatten)]

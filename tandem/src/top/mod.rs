@@ -53,21 +53,21 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
-/// The connection to the router.
-struct Source {
+/// A connection to a router.
+struct Router {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: String,
 }
 
-/// A view, and the time of the reply.
-struct Look {
+/// A router's view, and the time of the reply.
+struct View {
     at: Instant,
-    view: WorkersReply,
+    reply: WorkersReply,
 }
 
-impl Source {
-    fn new(address: &str, key: ClusterKey) -> Result<Self> {
+impl Router {
+    fn connect(address: &str, key: ClusterKey) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread can be started")?;
         let endpoint = channel::endpoint(address)?;
         let channel = {
@@ -77,14 +77,14 @@ impl Source {
         Ok(Self { runtime, client: RouterClient::new(channel), address: address.to_owned() })
     }
 
-    fn look(&mut self) -> Result<Look> {
-        let asked = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
+    fn view(&mut self) -> Result<View> {
+        let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
         let unreachable = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
-        let reply = asked.with_context(unreachable)?.map_err(|status| match status.code() {
+        let reply = reply.with_context(unreachable)?.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!("the router at {} refuses: {}", self.address, status.message()),
             _ => anyhow!("{}", status.message()).context(unreachable()),
         })?;
-        Ok(Look { at: Instant::now(), view: reply.into_inner() })
+        Ok(View { at: Instant::now(), reply: reply.into_inner() })
     }
 }
 
@@ -93,14 +93,14 @@ impl Source {
 /// # Errors
 /// The cluster key cannot be read, the router does not answer, or the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
-    let mut source = Source::new(&args.router, args.key.read()?)?;
+    let mut router = Router::connect(&args.router, args.key.read()?)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(args.sort, args.reverse);
-    let before = source.look()?;
+    let before = router.view()?;
     if args.once || !stdout().is_terminal() || !stdin().is_terminal() {
         std::thread::sleep(interval);
-        let now = source.look()?;
-        return Ok(Some(screen.sorted(Table::new(&now.view, &before.view, now.at - before.at)).plain()));
+        let now = router.view()?;
+        return Ok(Some(screen.sorted(Table::new(&now.reply, &before.reply, now.at - before.at)).plain()));
     }
     let mut terminal = ratatui::try_init().context("the terminal cannot be drawn on; --once prints a plain table")?;
     let shown = (|| -> Result<()> {
@@ -108,7 +108,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
         let mut problem = None;
         loop {
             let earlier = before.as_ref().unwrap_or(&now);
-            let table = screen.sorted(Table::new(&now.view, &earlier.view, now.at - earlier.at));
+            let table = screen.sorted(Table::new(&now.reply, &earlier.reply, now.at - earlier.at));
             terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
             let due = Instant::now() + interval;
             loop {
@@ -127,9 +127,9 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                 let table = screen.sorted(table.clone());
                 terminal.draw(|frame| screen.draw(frame, &table, problem.as_deref()))?;
             }
-            match source.look() {
-                Ok(look) => {
-                    before = Some(std::mem::replace(&mut now, look));
+            match router.view() {
+                Ok(view) => {
+                    before = Some(std::mem::replace(&mut now, view));
                     problem = None;
                 }
                 // The last view stays on the screen.

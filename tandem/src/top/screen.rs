@@ -5,7 +5,7 @@ use ratatui::{
     Frame,
     crossterm::event::{KeyCode, KeyEvent, KeyModifiers},
     layout::{Constraint, Layout},
-    style::{Modifier, Style, Stylize},
+    style::{Style, Stylize},
     text::{Line, Text},
     widgets::{Paragraph, Row, Table as Grid},
 };
@@ -66,24 +66,21 @@ impl Screen {
                 Cell::Text(health) if health == "healthy" => Style::new(),
                 _ => Style::new().red(),
             };
-            Row::new(row.iter().zip(Column::ALL).map(|(cell, column)| aligned(cell.to_string(), column))).style(style)
+            Row::new(row.iter().zip(Column::all()).map(|(cell, column)| aligned(cell.to_string(), *column))).style(style)
         });
-        let heads = Column::ALL.map(|column| {
-            let arrow = if column != self.sort {
-                ""
-            } else if self.reverse {
-                "▼"
-            } else {
-                "▲"
+        let heads = Column::all().iter().map(|&column| {
+            let (arrow, style) = match (column == self.sort, self.reverse) {
+                (false, _) => ("", Style::new()),
+                (true, true) => ("▼", Style::new().bold()),
+                (true, false) => ("▲", Style::new().bold()),
             };
-            let style = if column == self.sort { Style::new().add_modifier(Modifier::BOLD) } else { Style::new() };
             aligned(format!("{}{arrow}", column.head()), column).style(style)
         });
-        let widths = Column::ALL.map(|column| {
+        let widths = Column::all().iter().map(|&column| {
             let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
             Constraint::Length(u16::try_from(longest.max(column.head().len() + 1)).unwrap_or(u16::MAX))
         });
-        let header = Row::new(heads).style(Style::new().add_modifier(Modifier::REVERSED));
+        let header = Row::new(heads).style(Style::new().reversed());
         frame.render_widget(Grid::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
         frame.render_widget(Paragraph::new(KEYS.dim()), keys);

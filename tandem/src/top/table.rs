@@ -1,11 +1,12 @@
 //! A router's view of its workers as a table. Pure.
 
 use crate::text_table::text_table;
+use clap::ValueEnum;
 use std::{cmp::Ordering, collections::HashMap, fmt::Write as _, time::Duration};
 use tandem_proto::v1::{StepTotals, WorkerView, WorkersReply};
 
 /// The columns, from left to right: texts first, which are aligned to the left, then numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Column {
     /// Worker id
     #[default]
@@ -39,40 +40,14 @@ pub(super) enum Column {
 }
 
 impl Column {
-    pub(super) const ALL: [Self; 14] = [
-        Self::Worker,
-        Self::Role,
-        Self::Health,
-        Self::Requests,
-        Self::Batch,
-        Self::Queue,
-        Self::Hits,
-        Self::Predicted,
-        Self::Real,
-        Self::Free,
-        Self::Cached,
-        Self::InUse,
-        Self::Prefill,
-        Self::Decode,
-    ];
+    pub(super) fn all() -> &'static [Self] {
+        Self::value_variants()
+    }
 
     pub(super) fn head(self) -> &'static str {
-        match self {
-            Self::Worker => "worker",
-            Self::Role => "role",
-            Self::Health => "health",
-            Self::Requests => "requests",
-            Self::Batch => "batch",
-            Self::Queue => "queue",
-            Self::Hits => "hit rate",
-            Self::Predicted => "predicted",
-            Self::Real => "real",
-            Self::Free => "free",
-            Self::Cached => "cached",
-            Self::InUse => "in use",
-            Self::Prefill => "prefill/s",
-            Self::Decode => "decode/s",
-        }
+        const HEADS: &str =
+            "worker|role|health|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
+        HEADS.split('|').nth(self as usize).expect("each column has a head")
     }
 
     /// Whether the column holds text.
@@ -80,10 +55,10 @@ impl Column {
         matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
-    /// The column `steps` to the right, around the ends.
+    /// The column `steps` to the right; after the last column follows the first.
     pub(super) fn step(self, steps: isize) -> Self {
-        let at = (self as usize).wrapping_add_signed(steps + Self::ALL.len() as isize);
-        Self::ALL[at % Self::ALL.len()]
+        let at = (self as usize).wrapping_add_signed(steps + Self::all().len() as isize);
+        Self::all()[at % Self::all().len()]
     }
 }
 
@@ -147,7 +122,7 @@ impl Table {
             row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64())
         });
         let absent = now.unavailable.iter().map(|absent| {
-            let mut row = vec![Cell::Nothing; Column::ALL.len()];
+            let mut row = vec![Cell::Nothing; Column::all().len()];
             row[Column::Worker as usize] = Cell::Text(absent.address.clone());
             row[Column::Role as usize] = Cell::Text("?".to_owned());
             row[Column::Health as usize] =
@@ -177,10 +152,10 @@ impl Table {
 
     /// Formats the table as text, for scripts and reports.
     pub(super) fn plain(&self) -> String {
-        let heads = Column::ALL.iter().map(|column| column.head().to_owned()).collect();
+        let heads = Column::all().iter().map(|column| column.head().to_owned()).collect();
         let rows = self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect());
         let notes: String = self.notes.iter().map(|note| format!("\n{note}\n")).collect();
-        let left = Column::ALL.iter().filter(|column| column.is_text()).count();
+        let left = Column::all().iter().filter(|column| column.is_text()).count();
         format!("{}\n\n{}{notes}", self.title, text_table(std::iter::once(heads).chain(rows), left))
     }
 }
@@ -200,8 +175,8 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         }
         _ => (Cell::Nothing, Cell::Nothing, Cell::Nothing),
     };
-    Column::ALL
-        .into_iter()
+    Column::all()
+        .iter()
         .map(|column| match column {
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
@@ -309,8 +284,8 @@ pub(super) mod tests {
         assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
         assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
         assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
-        let all = Column::ALL.into_iter().fold(Column::Worker, |column, _| column.step(1));
+        let all = Column::all().iter().copied().fold(Column::Worker, |column, _| column.step(1));
         assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
-        assert!(Column::ALL.into_iter().enumerate().all(|(at, column)| column as usize == at));
+        assert!(Column::all().iter().copied().enumerate().all(|(at, column)| column as usize == at));
     }
 }

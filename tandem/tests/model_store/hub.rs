@@ -13,6 +13,7 @@ use std::{
 };
 use tandem::model::{ModelError, Store, StoreArgs};
 use tandem_model::revision;
+use tandem_node::retry::error_chain;
 
 /// The commits of the hub's branch `main` and its tag `v1`.
 const COMMITS: [(&str, &str); 2] =
@@ -69,7 +70,7 @@ impl Hub {
         listed["blobId"] = blob.expect("reading from memory does not fail").into();
         if large {
             listed["lfs"] =
-                serde_json::json!({ "sha256": revision::sha256(content, |_| {}).expect("reading from memory does not fail") });
+                serde_json::json!({ "sha256": revision::sha256(content).expect("reading from memory does not fail") });
         }
         listed
     }
@@ -206,7 +207,7 @@ fn file_that_the_hub_lacks_is_reported() {
         ("hf:org/name@v2/a.gguf", "404"),
         ("hf:org/other", "404"),
     ] {
-        let error = machine.bare_store().get(&source(name)).expect_err(name).to_string();
+        let error = error_chain(&machine.bare_store().get(&source(name)).expect_err(name));
         assert!(error.contains(expected), "{error}");
     }
     let (machine, _hub) = Hub::start(&["model.safetensors"], Vec::new(), 0);

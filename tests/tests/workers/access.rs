@@ -112,11 +112,12 @@ async fn ticket_with_unsigned_address_gives_no_access() {
     let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
     let receiver = AcceptingReceiver::start().await;
     let unsigned = ticket_requesting_access(&receiver.address, 1);
-    let signed = unsigned.clone().vouched(&info.instance_id, &key);
+    let signed = unsigned.clone().with_signed_address(&info.instance_id, &key);
     // No signature, one for another prefill worker, and one that was made for another address.
-    let elsewhere = v1::Ticket { address: "127.0.0.1:1".to_owned(), ..unsigned.clone() }.vouched(&info.instance_id, &key);
+    let elsewhere =
+        v1::Ticket { address: "127.0.0.1:1".to_owned(), ..unsigned.clone() }.with_signed_address(&info.instance_id, &key);
     let elsewhere = v1::Ticket { address: unsigned.address.clone(), ..elsewhere };
-    for ticket in [unsigned.clone(), unsigned.vouched("another", &key), elsewhere] {
+    for ticket in [unsigned.clone(), unsigned.with_signed_address("another", &key), elsewhere] {
         let last = last_prefill_message(&channel, &info.instance_id, ticket).await;
         assert_eq!(last.expect_err("the ticket is refused").code(), Code::InvalidArgument);
     }

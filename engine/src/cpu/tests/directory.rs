@@ -3,7 +3,7 @@
 use super::{goldens, *};
 use safetensors::{Dtype, tensor::TensorView};
 use std::path::Path;
-use tandem_model::{HfDirectory, ModelConfig};
+use tandem_model::{HfDirectory, ModelConfig, ModelFile};
 
 fn hf_name(name: &str) -> String {
     [
@@ -107,7 +107,7 @@ fn directories_give_the_logits_of_the_reference() {
 }
 
 #[test]
-fn error_names_what_a_directory_lacks() {
+fn directory_error_names_the_missing_or_unsupported_entry() {
     let folder = tempfile::tempdir().unwrap();
     save(&model("qwen3-bf16"), "null", 1, folder.path());
     let weights = folder.path().join("model.safetensors");

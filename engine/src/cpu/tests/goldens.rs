@@ -78,7 +78,7 @@ pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
 }
 
 fn sha256(file: &[u8]) -> String {
-    tandem_model::revision::sha256(file, |_| {}).unwrap()
+    tandem_model::revision::sha256(file).unwrap()
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn small_models_give_the_logits_of_the_reference() {
 /// Writes the models for `make_small.py`, which documents the procedure.
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
-fn write_small_models() {
+fn small_models_are_written_for_the_reference() {
     let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS names a folder");
     for (name, writer) in models() {
         let file = writer.finish();

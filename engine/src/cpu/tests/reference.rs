@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::cpu::weights::Matrix;
+use tandem_model::ModelFile;
 
 /// The error is within what 8-bit activations may cause.
 #[test]

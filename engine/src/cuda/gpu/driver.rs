@@ -14,8 +14,10 @@ const CAPABILITY_MIN: i32 = 8;
 pub(in crate::cuda) struct Driver {
     pub(super) device: sys::CUdevice,
     capability: (i32, i32),
-    version: i32,
-    shared_max: usize,
+    /// The CUDA version that the driver supports, such as 13000 for 13.0.
+    pub version: i32,
+    /// Bytes of shared memory that a thread block may use.
+    pub shared_max: usize,
 }
 
 impl Driver {
@@ -70,18 +72,8 @@ impl Driver {
         Ok(found)
     }
 
-    /// The architecture as the compiler names it, such as `sm_90`.
+    /// Returns the architecture as the compiler names it, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
-    }
-
-    /// Bytes of shared memory that a thread block may use.
-    pub fn shared_max(&self) -> usize {
-        self.shared_max
-    }
-
-    /// The CUDA version that the driver supports, such as 13000 for 13.0.
-    pub fn version(&self) -> i32 {
-        self.version
     }
 }

@@ -27,22 +27,21 @@ use std::{
 
 /// Size that NVIDIA recommends for Hopper; less than a hundredth of such a GPU's memory.
 const WORKSPACE_BYTES: usize = 32 << 20;
-
 /// Bound of cached plans: all batch sizes of decode, and some numbers of prompt tokens. Making one takes tens of microseconds.
 const PLANS_MAX: usize = 4_096;
-/// Algorithms that are timed: the first that cuBLASLt's heuristic proposes, which orders them by expected speed.
+/// Algorithms that are timed: the first ones that cuBLASLt's heuristic returns, in the order of their expected speed.
 const CANDIDATES: usize = 8;
 /// `CUBLAS_OP_T`, which cudarc's bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
 
 /// The algorithms chosen so far. All streams of a model's GPU share them, so that they compute the same results bit for bit.
-pub(super) type ChosenAlgorithms = Arc<Mutex<HashMap<(Half, Gemm), sys::cublasLtMatmulAlgo_t>>>;
+pub(super) type ChosenAlgorithms = Arc<Mutex<HashMap<Gemm, sys::cublasLtMatmulAlgo_t>>>;
 
 /// The GEMM plans of one stream, with a workspace that its GEMMs use one after the other.
 pub(super) struct GemmPlans {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
-    plans: HashMap<(Half, Gemm), Plan>,
+    plans: HashMap<Gemm, Plan>,
     chosen: ChosenAlgorithms,
 }
 
@@ -88,32 +87,32 @@ impl GemmPlans {
     }
 
     /// Enqueues a GEMM.
-    pub fn run(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
+    pub fn run(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
-        let plan = self.prepare(half, gemm, operands, stream)?;
+        let plan = self.prepare(gemm, operands, stream)?;
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
     /// Returns the GEMM's plan. Creates it at the first call, and times its algorithms when due (`timed_at`). Does not write the outputs.
-    pub fn prepare(&mut self, half: Half, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
+    pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // Running GEMMs do not need their plans: cuBLASLt has read them.
             self.plans.clear();
         }
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
-        let plan = match self.plans.entry((half, gemm)) {
+        let plan = match self.plans.entry(gemm) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(place) => place.insert(Plan::new(self.handle, half, gemm)?),
+            Entry::Vacant(place) => place.insert(Plan::new(self.handle, gemm)?),
         };
         plan.uses = plan.uses.saturating_add(1);
         if plan.algorithms.len() > 1 {
             // The lock is held while timing: two streams that timed the same GEMM would disturb each other, and might choose differently.
             let mut chosen = self.chosen.lock().expect("timing does not panic");
-            if let Some(algorithm) = chosen.get(&(half, gemm)) {
+            if let Some(algorithm) = chosen.get(&gemm) {
                 plan.algorithms = vec![*algorithm];
             } else if timed_at(gemm.rows).is_some_and(|uses| plan.uses >= uses) && !is_capturing(stream)? {
                 let algorithm = plan.algorithms[fastest(&plan.times(target, gemm, operands)?)];
-                chosen.insert((half, gemm), algorithm);
+                chosen.insert(gemm, algorithm);
                 plan.algorithms = vec![algorithm];
             }
         }
@@ -121,7 +120,7 @@ impl GemmPlans {
     }
 }
 
-/// Whether the stream is being captured, when nothing can be timed.
+/// Returns whether the stream is being captured. Nothing can be timed then.
 fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
     // SAFETY: the stream belongs to the caller and is alive.
     let status = unsafe { driver::stream::is_capturing(stream) };
@@ -144,9 +143,9 @@ impl Drop for GemmPlans {
 
 impl Plan {
     /// Plans a GEMM. cuBLASLt's matrices are column-major: it computes outputsᵀ = weights × inputsᵀ, whose columns are our rows.
-    fn new(handle: sys::cublasLtHandle_t, half: Half, gemm: Gemm) -> Result<Self, CudaError> {
+    fn new(handle: sys::cublasLtHandle_t, gemm: Gemm) -> Result<Self, CudaError> {
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
-        let Gemm { rows, inputs, outputs, epilogue } = gemm;
+        let Gemm { half, rows, inputs, outputs, epilogue } = gemm;
         let halves = match half {
             Half::Float16 => CUDA_R_16F,
             Half::BFloat16 => CUDA_R_16BF,
@@ -164,9 +163,8 @@ impl Plan {
         // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results as are
         // requested, and cuBLASLt reports how many of them it has written.
         let found = unsafe {
-            let transposed = TRANSPOSED;
             let which = cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-            let transposed = std::ptr::from_ref(&transposed).cast();
+            let transposed = std::ptr::from_ref(&TRANSPOSED).cast();
             result::set_matmul_desc_attribute(operation, which, transposed, size_of_val(&TRANSPOSED)).map_err(failed)?;
             let workspace = std::ptr::from_ref(&WORKSPACE_BYTES).cast();
             let which = cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
@@ -228,7 +226,7 @@ impl Plan {
     fn times(&self, target: Target, gemm: Gemm, operands: Operands) -> Result<Vec<Option<f32>>, CudaError> {
         let bytes = gemm.rows * gemm.outputs * if gemm.epilogue == Epilogue::StoreHalf { 2 } else { 4 };
         let Some(mut clock) = Clock::new(target.stream, bytes)? else { return Ok(Vec::new()) };
-        let operands = Operands { outputs: clock.scratch(), ..operands };
+        let operands = Operands { outputs: clock.scratch, ..operands };
         // An algorithm that fails has no time and so is not chosen.
         self.algorithms.iter().map(|algorithm| clock.best(|| self.run(target, algorithm, operands).is_ok())).collect()
     }

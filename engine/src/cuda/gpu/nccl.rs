@@ -1,11 +1,13 @@
 //! NCCL: sends memory from one GPU to another, and sums over several.
 //!
-//! - Every wait for another rank has a time limit. NCCL is polled; at the limit, or when it reports an error, the communicator is aborted and cannot be
-//!   used any more. The GPU still can.
-//! - The library is opened when the first communicator is created; all else works without it.
+//! Every wait for another rank has a time limit. NCCL is polled; at the limit, or when it reports an error, the communicator is aborted and cannot be
+//! used any more; the GPU can. The library is opened when the first communicator is created.
 
 use super::{Context, DRIVER_LOCK, driver_lock};
-use crate::cuda::CudaError;
+use crate::cuda::{
+    CudaError,
+    device::{CommunicatorId, PeerCommunicator, Region},
+};
 use cudarc::driver::{
     result::{self, DriverError, stream::StreamKind},
     sys::{self, CUresult, CUstream},
@@ -26,7 +28,7 @@ use tokio::time::Instant;
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// Interval between polls.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Time limit for the other rank to finalise as well before a communicator is dropped without it, and for obtaining the driver lock then.
+/// Time limit of a dropped communicator: for the other rank to finalise as well, and then for the driver lock.
 const FINALIZE_MAX: Duration = Duration::from_secs(2);
 
 // Constants of nccl.h.
@@ -36,18 +38,13 @@ const UINT8: c_int = 1;
 const FLOAT32: c_int = 7;
 const SUM: c_int = 0;
 
-/// Identifies a communicator to its ranks (`ncclUniqueId`).
-pub(in crate::cuda) type Id = [u8; 128];
-
 type Handle = *mut c_void;
-/// A region of device memory: address and bytes.
-type Region = (u64, usize);
 /// The type of `ncclSend` and `ncclRecv`: address, count, type, peer, communicator, stream.
 type TransferFn = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int;
 
 /// `ncclUniqueId`, which is passed by value.
 #[repr(C)]
-struct UniqueId(Id);
+struct UniqueId(CommunicatorId);
 
 /// `ncclConfig_t` of version 2.14. A later library derives from size and version which fields are missing, and uses their defaults.
 #[repr(C)]
@@ -67,12 +64,10 @@ impl Config {
     }
 }
 
-/// The library's functions.
-///
-/// cudarc's loader is not used: it looks for other file names and panics if there is none, and its result type is an enum of one version, which must
-/// not hold a code of a later version.
+/// The library's functions. cudarc's loader is not used: it searches for other file names and panics if it finds none, and its result type is an enum
+/// of one version, which must not hold a code of a later version.
 pub(in crate::cuda) struct Nccl {
-    get_unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
+    get_unique_id: unsafe extern "C" fn(*mut CommunicatorId) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
     async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     finalize: unsafe extern "C" fn(Handle) -> c_int,
@@ -106,9 +101,8 @@ fn failed(doing: &'static str) -> impl Fn(NcclError) -> CudaError {
 }
 
 impl Nccl {
-    /// Returns the library, which is searched for once per process: a process-wide cache, because a shared library is loaded once per process.
-    ///
-    /// Fails if it is not found, or older than 2.14.
+    /// Returns the library. It is searched for once per process, because a process loads a shared library once. Fails if it is not found, or older
+    /// than 2.14.
     pub fn load() -> Result<Arc<Self>, CudaError> {
         static LOADED: OnceLock<Option<Arc<Nccl>>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| NAMES.into_iter().find_map(Self::open).map(Arc::new));
@@ -139,7 +133,7 @@ impl Nccl {
     }
 
     /// Returns a new id, which all ranks of one communicator must use.
-    pub fn unique_id(&self) -> Result<Id, CudaError> {
+    pub fn unique_id(&self) -> Result<CommunicatorId, CudaError> {
         let mut id = [0; 128];
         // SAFETY: the function writes 128 bytes.
         let code = unsafe { (self.get_unique_id)(&mut id) };
@@ -166,7 +160,7 @@ impl Nccl {
         called.and(ended)
     }
 
-    /// Whether all calls on a communicator have been started on the device.
+    /// Returns whether all calls on a communicator have been started on the device.
     fn ready(&self, handle: Handle) -> Result<bool, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: the caller guarantees that the communicator is alive; the function writes one 32-bit state.
@@ -187,8 +181,8 @@ fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<
     Ok(())
 }
 
-/// Takes the driver lock for ending a communicator, which frees memory. Continues without it after a time limit: a holder that keeps it for longer waits
-/// for the very communicator that is to be ended.
+/// Takes the driver lock for ending a communicator, which frees memory. Continues without it after a time limit: a holder that keeps it for longer may
+/// be waiting for the communicator that is to be ended.
 fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     let mut locked = None;
     let _ = poll_until(Instant::now(), FINALIZE_MAX, || {
@@ -235,14 +229,19 @@ fn high_priority_stream() -> Result<CUstream, DriverError> {
 
 impl Communicator {
     /// Joins the communicator with this id. Returns when all ranks have joined; fails after `limit`.
-    pub fn new(nccl: &Arc<Nccl>, context: &Arc<Context>, id: Id, rank: Rank, limit: Duration) -> Result<Self, CudaError> {
-        let communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
-        Ok(communicators.into_iter().next().expect("one context is one rank"))
+    pub fn new(
+        nccl: &Arc<Nccl>,
+        context: &Arc<Context>,
+        id: CommunicatorId,
+        rank: Rank,
+        limit: Duration,
+    ) -> Result<Self, CudaError> {
+        let mut communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
+        Ok(communicators.pop().expect("one context is one rank"))
     }
 
-    /// Creates a communicator whose ranks are GPUs of this process.
-    ///
-    /// Its calls block until the work has been enqueued; in non-blocking mode NCCL would start a thread for every call. No other process can delay them.
+    /// Creates a communicator whose ranks are GPUs of this process. Its calls block until the work has been enqueued, which no other process can
+    /// delay; in non-blocking mode NCCL would start a thread for every call.
     pub fn all(nccl: &Arc<Nccl>, contexts: &[Arc<Context>]) -> Result<Vec<Self>, CudaError> {
         Self::join(nccl, contexts, nccl.unique_id()?, Rank { rank: 0, ranks: contexts.len() as u32 }, Duration::ZERO)
     }
@@ -251,7 +250,7 @@ impl Communicator {
     fn join(
         nccl: &Arc<Nccl>,
         contexts: &[Arc<Context>],
-        id: Id,
+        id: CommunicatorId,
         Rank { rank: first, ranks }: Rank,
         limit: Duration,
     ) -> Result<Vec<Self>, CudaError> {
@@ -294,20 +293,7 @@ impl Communicator {
         Ok(communicators)
     }
 
-    /// Sends regions to the one other rank, which must receive regions of the same lengths in the same order. Does not wait for work on other streams,
-    /// so the regions must be complete. Returns when they have been sent; fails after `limit`.
-    pub fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
-        let peer = 1 - self.rank as c_int;
-        self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
-    }
-
-    /// Receives regions from the one other rank. Their former contents are lost even if it fails.
-    pub fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
-        let peer = 1 - self.rank as c_int;
-        self.exchange(&[(self.nccl.receive, peer, regions)], limit).map_err(failed("receiving from another GPU"))
-    }
-
-    /// Sends regions to other regions of the same GPU: all of the two above that a machine with one GPU can exercise.
+    /// Sends regions to other regions of the same GPU: what a machine with one GPU can test of `send` and `receive`.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
@@ -320,21 +306,18 @@ impl Communicator {
         let exchanged = self.with_handle(|handle| {
             let began = Instant::now();
             nccl.group(|| {
-                let all =
-                    transfers.iter().flat_map(|(one, peer, regions)| regions.iter().map(move |region| (one, *peer, region)));
-                all.into_iter().try_for_each(|(one, peer, (address, bytes))| {
+                let all = transfers
+                    .iter()
+                    .flat_map(|(function, peer, regions)| regions.iter().map(move |region| (function, *peer, region)));
+                all.into_iter().try_for_each(|(function, peer, (address, bytes))| {
                     // SAFETY: communicator and stream are alive; the caller keeps the memory until this returns.
-                    nccl.check(unsafe { one(*address as *mut c_void, *bytes, UINT8, peer, handle, self.stream) })
+                    nccl.check(unsafe { function(*address as *mut c_void, *bytes, UINT8, peer, handle, self.stream) })
                 })
             })?;
             poll_until(began, limit, || nccl.ready(handle))?;
-            poll_until(began, limit, || {
-                // SAFETY: the stream is destroyed in `drop` only.
-                let state = unsafe { sys::cuStreamQuery(self.stream) };
-                match state {
-                    CUresult::CUDA_ERROR_NOT_READY => nccl.ready(handle).map(|_| false),
-                    other => Ok(other.result().map(|()| true)?),
-                }
+            poll_until(began, limit, || match self.state() {
+                CUresult::CUDA_ERROR_NOT_READY => nccl.ready(handle).map(|_| false),
+                other => Ok(other.result().map(|()| true)?),
             })
         });
         if exchanged.is_err() {
@@ -347,15 +330,15 @@ impl Communicator {
     /// Returns when the stream is idle, however long that takes: an abort may return before running transfers have ended, and the caller may reuse the
     /// memory, which no transfer may write to then.
     fn wait_until_idle(&self) {
-        let running = || {
-            // SAFETY: the stream is destroyed in `drop` only.
-            let state = unsafe { sys::cuStreamQuery(self.stream) };
-            state == CUresult::CUDA_ERROR_NOT_READY
-        };
         // A failed device executes nothing.
-        while self.context.enter().is_ok() && running() {
+        while self.context.enter().is_ok() && self.state() == CUresult::CUDA_ERROR_NOT_READY {
             std::thread::sleep(POLL_INTERVAL);
         }
+    }
+
+    fn state(&self) -> CUresult {
+        // SAFETY: the stream is destroyed in `drop` only.
+        unsafe { sys::cuStreamQuery(self.stream) }
     }
 
     /// Makes calls with exclusive use of the communicator, in its GPU's context. Fails if it has been aborted.
@@ -378,14 +361,27 @@ impl Communicator {
     }
 }
 
+impl PeerCommunicator for Communicator {
+    /// Does not wait for work on other streams, so the regions must be complete.
+    fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
+        let peer = 1 - self.rank as c_int;
+        self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
+    }
+
+    fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
+        let peer = 1 - self.rank as c_int;
+        self.exchange(&[(self.nccl.receive, peer, regions)], limit).map_err(failed("receiving from another GPU"))
+    }
+}
+
 impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = *self.handle.get_mut().expect("no call panics");
         if self.context.enter().is_err() {
             return;
         }
-        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are dropped one after the other, and a collective
-        // that still runs (because one GPU was lost) must not be waited for, so those are aborted.
+        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are aborted instead: they are dropped one
+        // after the other, and a collective that still runs because a GPU was lost never ends.
         let ended = || {
             // SAFETY: the communicator is alive, and no further calls follow.
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
@@ -393,8 +389,7 @@ impl Drop for Communicator {
         };
         let ends_itself = !handle.is_null() && !self.in_process && ended().is_ok();
         let _locked = driver_lock_within_limit();
-        // SAFETY: communicator and stream are alive, no further calls follow, and each is released once. Errors are ignored: nothing could be done about
-        // them.
+        // SAFETY: communicator and stream are alive, no further calls follow, and each is released once. Errors cannot be handled here.
         unsafe {
             if !handle.is_null() {
                 let _ = if ends_itself { (self.nccl.destroy)(handle) } else { (self.nccl.abort)(handle) };
@@ -426,11 +421,9 @@ pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result
     let locked = driver_lock();
     let summed = nccl.group(|| buffers.iter().try_for_each(put));
     drop(locked);
-    summed
-        .and_then(|()| {
-            buffers.iter().try_for_each(|buffer| buffer.communicator.with_handle(|handle| nccl.ready(handle)).map(drop))
-        })
-        .inspect_err(|_| buffers.iter().for_each(|buffer| buffer.communicator.abort_now()))
+    let ready = |buffer: &RankBuffer<'_>| buffer.communicator.with_handle(|handle| nccl.ready(handle)).map(drop);
+    let done = summed.and_then(|()| buffers.iter().try_for_each(ready));
+    done.inspect_err(|_| buffers.iter().for_each(|buffer| buffer.communicator.abort_now()))
 }
 
 #[cfg(test)]

@@ -17,21 +17,18 @@ const PROMPT_USES: usize = 64;
 const RUNS: usize = 4;
 /// Time limit for all runs of one GEMM, without first runs. Algorithms not timed by then are not chosen. Only long prompts on slow GPUs reach it.
 const ALL_MAX_MS: f32 = 100.0;
-/// Time limit for the work that was enqueued before, longer than any step takes. If it is exceeded, that work waits for a lost GPU.
+/// Time limit for earlier work of the stream, longer than any step takes. Work that exceeds it waits for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// Relative advantage that an algorithm needs over one that cuBLASLt ranks higher: smaller differences are noise.
 const MARGIN: f32 = 0.02;
 /// Bytes overwritten before each run to evict the weights from the GPU's L2 cache: in a step, all weights come from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Returns at which of its uses a GEMM of this many rows is timed; `None`: never. Timing takes as long as some thirty uses, so only frequent shapes
-/// are timed. Numbers of rows that decode steps are padded to are timed at the first use, before a graph is captured with them.
+/// Returns the number of the use at which a GEMM of this many rows is timed; `None`: never. Timing takes as long as some thirty uses, so only
+/// frequent shapes are timed. The numbers of rows of padded decode steps are timed at the first use, before a graph is captured with them.
 pub(super) fn timed_at(rows: usize) -> Option<usize> {
-    if rows <= PROMPT_ROWS && padded_rows(rows) == rows {
-        Some(1)
-    } else {
-        rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES)
-    }
+    let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
+    if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
 }
 
 /// Returns the index of the algorithm to use, given milliseconds: the first one with a known time unless another is clearly faster.
@@ -48,7 +45,8 @@ fn failed(source: DriverError) -> CudaError {
 /// Times work on a stream by CUDA events; provides scratch memory for its output.
 pub(super) struct Clock {
     stream: CUstream,
-    scratch: u64,
+    /// Address of the scratch memory.
+    pub scratch: u64,
     bytes: usize,
     started: CUevent,
     ended: CUevent,
@@ -71,11 +69,6 @@ impl Clock {
         // If creating an event fails, the device is lost, and the memory with it.
         let (started, ended) = (event()?, event()?);
         Ok(Some(Self { stream, scratch, bytes, started, ended, spent_ms: 0.0, late: false }))
-    }
-
-    /// Address of the scratch memory.
-    pub fn scratch(&self) -> u64 {
-        self.scratch
     }
 
     /// Returns the milliseconds of the fastest of several runs; `None` if the time limit was reached before, or if `enqueue` returns false.
@@ -121,7 +114,7 @@ impl Clock {
 impl Drop for Clock {
     fn drop(&mut self) {
         if self.late {
-            // Freeing would wait for ever. The engine ends then, and little is leaked.
+            // Freeing would never return. The engine ends then, and little memory is leaked.
             return;
         }
         // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.

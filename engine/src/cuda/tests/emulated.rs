@@ -2,10 +2,7 @@
 #![expect(unsafe_code, reason = "the emulation is a C++ library, which computes on memory by address")]
 
 use super::*;
-use crate::cuda::{
-    device::{CommunicatorId, Epilogue, Gemm, Operands, PeerCommunicator},
-    pool::HANDLE_BYTES,
-};
+use crate::cuda::device::{CommunicatorId, Epilogue, Gemm, IpcHandle, Operands, PeerCommunicator, Region};
 use half::{bf16, f16};
 use libloading::Library;
 use std::{
@@ -49,7 +46,7 @@ pub(super) struct Emulated {
 pub(super) enum Captured {
     Copy { from: u64, to: u64, bytes: usize },
     Launch(Launch, Vec<u64>),
-    Gemm(Half, Gemm, Operands),
+    Gemm(Gemm, Operands),
 }
 
 /// Returns the kernels for a shape, built once per process.
@@ -331,12 +328,12 @@ impl Device for Emulated {
         Ok(())
     }
 
-    fn gemm(&self, half: Half, gemm: Gemm, operands: Operands) -> Result<(), CudaError> {
-        if self.defer(|| Captured::Gemm(half, gemm, operands)) {
+    fn gemm(&self, (gemm, operands): (Gemm, Operands)) -> Result<(), CudaError> {
+        if self.defer(|| Captured::Gemm(gemm, operands)) {
             assert!(self.prepared.lock().unwrap().contains(&gemm), "{gemm:?} was not prepared");
             return Ok(());
         }
-        let Gemm { rows, inputs, outputs, epilogue } = gemm;
+        let Gemm { half, rows, inputs, outputs, epilogue } = gemm;
         let weights = widened(half, &self.read_all(operands.weights, outputs * inputs * 2));
         let all = widened(half, &self.read_all(operands.inputs, rows * inputs * 2));
         let bytes = if epilogue == Epilogue::StoreHalf { 2 } else { 4 };
@@ -359,7 +356,7 @@ impl Device for Emulated {
     }
 
     /// Only checks and remembers the GEMMs.
-    fn prepare(&self, _half: Half, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             self.check(operands.weights, outputs * inputs * 2);
             self.check(operands.inputs, rows * inputs * 2);
@@ -387,19 +384,19 @@ impl Device for Emulated {
         graph.iter().try_for_each(|recorded| match recorded {
             Captured::Copy { from, to, bytes } => self.copy(*from, *to, *bytes),
             Captured::Launch(launch, arguments) => self.launch(*launch, &mut arguments.clone()),
-            Captured::Gemm(half, gemm, operands) => self.gemm(*half, *gemm, *operands),
+            Captured::Gemm(gemm, operands) => self.gemm((*gemm, *operands)),
         })
     }
 
-    fn export(&self, address: u64) -> Result<[u8; HANDLE_BYTES], CudaError> {
+    fn export(&self, address: u64) -> Result<IpcHandle, CudaError> {
         let bytes = self.allocated.lock().unwrap()[&address] as u64;
-        let mut exported = [0; HANDLE_BYTES];
+        let mut exported: IpcHandle = [0; 64];
         exported[..8].copy_from_slice(&address.to_le_bytes());
         exported[8..16].copy_from_slice(&bytes.to_le_bytes());
         Ok(exported)
     }
 
-    fn import(&self, exported: &[u8; HANDLE_BYTES]) -> Result<(u64, usize), CudaError> {
+    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
         let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
         assert!(known.is_none(), "it is this device's own memory");
@@ -456,13 +453,13 @@ pub(super) struct Pipe {
 }
 
 impl PeerCommunicator for Pipe {
-    fn send(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+    fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let PipeEnd::Sends(sender) = &*self.end.lock().unwrap() else { panic!("this rank receives") };
         let bytes = regions.iter().map(|(address, bytes)| self.device.read_all(*address, *bytes)).collect();
         sender.send(bytes).map_err(|_| late(limit))
     }
 
-    fn receive(&self, regions: &[(u64, usize)], limit: Duration) -> Result<(), CudaError> {
+    fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let PipeEnd::Receives(receiver) = &*self.end.lock().unwrap() else { panic!("this rank sends") };
         let received = receiver.recv_timeout(limit).map_err(|_| late(limit))?;
         assert_eq!(received.len(), regions.len(), "both ranks have the same number of regions");

@@ -199,8 +199,8 @@ fn unsupported_models_and_steps_are_refused_with_a_reason() {
     let chunk = |tokens, start| Chunk { tokens, start, blocks: &blocks, logits: Logits::None };
     assert!(error(&mut engine, &[chunk(&[48], 0)]).contains("beyond the vocabulary of 48"));
     assert!(error(&mut engine, &[chunk(&[], 0)]).contains("is empty"));
-    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("limits of 96 tokens and 8 single ones"));
-    assert!(error(&mut engine, &[chunk(&[1], 0); 9]).contains("9 of them single"));
+    assert!(error(&mut engine, &[chunk(&[1; 60], 0), chunk(&[1; 60], 0)]).contains("limits are 96 and 8"));
+    assert!(error(&mut engine, &[chunk(&[1], 0); 9]).contains("9 sequences that advance by one token"));
     let too_much = Runner::new(model, CudaLimits { capacity_blocks: Some(1 << 20), ..LIMITS });
     assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));
 }

@@ -18,7 +18,7 @@ async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn three_requests_of_128_samples_delay_a_question_by_steps_not_by_answers() {
+async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
     let engine = start_with(SimEngine::new(SimSettings::default()), WORKER);
     let quiet = first_token(&engine, question(0, "")).await;
     let mut hostile = tokio::task::JoinSet::new();

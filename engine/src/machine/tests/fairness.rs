@@ -90,7 +90,7 @@ fn requests_of_one_account_leave_places_to_other_accounts() {
 }
 
 #[test]
-fn request_with_many_samples_is_preempted_for_one_with_none() {
+fn request_with_many_samples_is_preempted_for_one_that_has_no_place() {
     let mut jobs: Vec<(JobId, Generate)> = (0..2).map(|id| (id, samples(["takes", "all"][id as usize], 40, 8, 60))).collect();
     let mut world = World::new(44, SETTINGS);
     for (id, job) in &jobs {

@@ -4,7 +4,7 @@ use super::{receiving::Writing, *};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
-enum Deed {
+enum Operation {
     Generate {
         family: usize,
         len: usize,
@@ -25,11 +25,11 @@ enum Deed {
     Cancel(usize),
     Pause(usize, bool),
     SendAll(usize),
-    Land {
+    Write {
         index: usize,
         blocks: usize,
     },
-    /// Like `Land`, but concurrently with the steps.
+    /// Like `Write`, but concurrently with the steps.
     Begin {
         index: usize,
         blocks: usize,
@@ -42,23 +42,23 @@ enum Deed {
     Refused(usize),
 }
 
-fn deeds() -> impl Strategy<Value = Vec<Deed>> {
-    let deed = prop_oneof![
+fn operations() -> impl Strategy<Value = Vec<Operation>> {
+    let operation = prop_oneof![
         4 => (0..3usize, 1..90usize, 0..40u32, 1..4u32, 0..4u64)
-            .prop_map(|(family, len, max_tokens, samples, seed)| Deed::Generate { family, len, max_tokens, samples, seed }),
-        2 => (0..3usize, 1..90usize).prop_map(|(family, len)| Deed::Prefill { family, len }),
-        2 => (0..3usize, 1..90usize, 1..20u32).prop_map(|(family, len, max_tokens)| Deed::Remote { family, len, max_tokens }),
-        4 => (1..12usize).prop_map(Deed::Steps),
-        1 => any::<prop::sample::Index>().prop_map(|index| Deed::Cancel(index.index(64))),
-        3 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(index, behind)| Deed::Pause(index.index(64), behind)),
-        4 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Deed::Land { index: index.index(64), blocks }),
-        3 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Deed::Begin { index: index.index(64), blocks }),
+            .prop_map(|(family, len, max_tokens, samples, seed)| Operation::Generate { family, len, max_tokens, samples, seed }),
+        2 => (0..3usize, 1..90usize).prop_map(|(family, len)| Operation::Prefill { family, len }),
+        2 => (0..3usize, 1..90usize, 1..20u32).prop_map(|(family, len, max_tokens)| Operation::Remote { family, len, max_tokens }),
+        4 => (1..12usize).prop_map(Operation::Steps),
+        1 => any::<prop::sample::Index>().prop_map(|index| Operation::Cancel(index.index(64))),
+        3 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(index, behind)| Operation::Pause(index.index(64), behind)),
+        4 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Operation::Write { index: index.index(64), blocks }),
+        3 => (any::<prop::sample::Index>(), 1..8usize).prop_map(|(index, blocks)| Operation::Begin { index: index.index(64), blocks }),
         3 => (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
-            .prop_map(|(index, whole)| Deed::End { index: index.index(64), whole }),
-        2 => any::<prop::sample::Index>().prop_map(|index| Deed::SendAll(index.index(64))),
-        1 => any::<prop::sample::Index>().prop_map(|index| Deed::Refused(index.index(64))),
+            .prop_map(|(index, whole)| Operation::End { index: index.index(64), whole }),
+        2 => any::<prop::sample::Index>().prop_map(|index| Operation::SendAll(index.index(64))),
+        1 => any::<prop::sample::Index>().prop_map(|index| Operation::Refused(index.index(64))),
     ];
-    prop::collection::vec(deed, 1..40)
+    prop::collection::vec(operation, 1..40)
 }
 
 proptest! {
@@ -67,7 +67,7 @@ proptest! {
     /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it runs
     /// alone, counts are bounded, and at the end no block is held.
     #[test]
-    fn any_history_keeps_the_texts_and_the_books(deeds in deeds(), capacity in 12..40u32, budget in 1..100u32) {
+    fn any_history_gives_the_texts_of_running_alone_and_frees_all_blocks(operations in operations(), capacity in 12..40u32, budget in 1..100u32) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
@@ -75,9 +75,9 @@ proptest! {
         let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
         let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
-        for (id, deed) in (0..).zip(deeds) {
-            match deed {
-                Deed::Generate { family, len, max_tokens, samples, seed } => {
+        for (id, operation) in (0..).zip(operations) {
+            match operation {
+                Operation::Generate { family, len, max_tokens, samples, seed } => {
                     let mut job = generate(text(family, len), max_tokens);
                     job.samples = samples;
                     job.sampling.seed = seed;
@@ -85,23 +85,23 @@ proptest! {
                         generated.insert(id, job);
                     }
                 }
-                Deed::Prefill { family, len } => {
+                Operation::Prefill { family, len } => {
                     if world.machine.prefill(id, prefill(text(family, len)), world.now).is_ok() {
                         prefilled.insert(id, len);
                     }
                 }
-                Deed::Remote { family, len, max_tokens } => {
+                Operation::Remote { family, len, max_tokens } => {
                     let job = Generate { kv: KvSource::Remote, ..generate(text(family, len), max_tokens) };
                     if world.machine.generate(id, job.clone(), world.now).is_ok() {
                         remote.insert(id, (job, 0));
                     }
                 }
-                Deed::Steps(steps) => {
+                Operation::Steps(steps) => {
                     for _ in 0..steps {
                         world.step();
                     }
                 }
-                Deed::Cancel(index) => {
+                Operation::Cancel(index) => {
                     let job = index as u64 % (id + 1);
                     world.machine.cancel(job);
                     generated.remove(&job);
@@ -109,8 +109,8 @@ proptest! {
                     prefilled.remove(&job);
                     world.machine.check_invariants().unwrap();
                 }
-                Deed::Pause(index, behind) => world.machine.set_paused(index as u64 % (id + 1), behind),
-                Deed::Land { index, blocks } => {
+                Operation::Pause(index, behind) => world.machine.set_paused(index as u64 % (id + 1), behind),
+                Operation::Write { index, blocks } => {
                     let job = index as u64 % (id + 1);
                     let (Some((generate, written)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
                         continue;
@@ -122,12 +122,12 @@ proptest! {
                     }
                     world.confirm(ticket);
                 }
-                Deed::Refused(index) => {
+                Operation::Refused(index) => {
                     if let Some((ticket, _)) = world.reserved(index as u64 % (id + 1)) {
                         assert!(world.write(ticket, u32::MAX, &[]).is_err());
                     }
                 }
-                Deed::Begin { index, blocks } => {
+                Operation::Begin { index, blocks } => {
                     let job = index as u64 % (id + 1);
                     let (Some((generate, written)), Some((ticket, missing))) = (remote.get_mut(&job), world.reserved(job)) else {
                         continue;
@@ -138,16 +138,16 @@ proptest! {
                         writing.push((begun, generate.prompt.clone()));
                     }
                 }
-                Deed::End { index, whole } => {
+                Operation::End { index, whole } => {
                     if !writing.is_empty() {
                         let (begun, prompt) = writing.swap_remove(index % writing.len());
                         let ticket = begun.ticket();
-                        // A failed write leaves garbage, whatever its blocks are used for now.
+                        // A failed write leaves garbage in its blocks, even if they belong to another sequence by then.
                         world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
                         world.confirm(ticket);
                     }
                 }
-                Deed::SendAll(index) => {
+                Operation::SendAll(index) => {
                     world.machine.send_blocks(index as u64 % (id + 1), (0..100).collect(), BlockAccess::Copied);
                     world.act();
                 }

@@ -99,7 +99,7 @@ proptest! {
 
     /// However a job is interrupted, and however small the cache is: each sample's text is the one of running alone.
     #[test]
-    fn a_cut_anywhere_is_not_seen_in_the_text(
+    fn resumption_at_any_token_gives_the_same_text(
         len in 1..70usize,
         max_tokens in 1..50u32,
         seed in 0..8u64,

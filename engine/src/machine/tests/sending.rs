@@ -51,7 +51,7 @@ fn blocks_are_reported_before_later_chunks_are_computed() {
 }
 
 #[test]
-fn blocks_are_reported_in_place_when_asked_for() {
+fn blocks_are_reported_in_place_when_requested() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();

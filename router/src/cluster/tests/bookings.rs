@@ -91,8 +91,8 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     scenario.stored("p0", &hashes(1, 0, 6));
     let (first, _) = scenario.place_hashes(100, hashes(1, 0, 6));
-    let gone = scenario.member("p0");
-    scenario.state.leave(gone);
+    let left = scenario.member("p0");
+    scenario.state.leave(left);
     assert!(!scenario.recorder.render().contains(r#"worker="p0""#), "its metric series are removed");
     let request = scenario.request(100, hashes(1, 0, 6));
     let refused = scenario.state.place(&request, &Excluded::default(), 1).expect_err("there is no prefill worker");
@@ -107,11 +107,11 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     assert_eq!(scenario.booked("p0"), (99, 1, 1), "releasing the old instance's booking does not affect the new one");
     // Late messages of the old instance are ignored.
     scenario.state.apply(
-        gone,
+        left,
         KvBatch { included_request_ids: vec!["r3".to_owned()], ..Default::default() },
         ReportedStats::default(),
     );
-    scenario.state.members.replace(gone, &Snapshot { at_event_id: 1, stored: Vec::new() });
+    scenario.state.members.replace(left, &Snapshot { at_event_id: 1, stored: Vec::new() });
     assert_eq!(scenario.booked("p0"), (99, 1, 1));
     scenario.state.release(second);
     scenario.assert_idle();

@@ -1,6 +1,7 @@
 //! Membership: which workers join, and how their events and measurements are taken over.
 
 use super::*;
+use std::time::Duration;
 
 #[test]
 fn worker_that_differs_from_the_first_member_cannot_join() {
@@ -34,7 +35,7 @@ fn worker_that_differs_from_the_first_member_cannot_join() {
 async fn requests_are_placed_between_slices_of_many_events() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (id, request) = (scenario.member("d0"), scenario.request(100, hashes(1, 0, 6)));
-    let cluster = Cluster { state: Mutex::new(scenario.state), member_left: Notify::new(), peer_left: Notify::new() };
+    let cluster = Cluster { state: Mutex::new(scenario.state), ..Cluster::new(RouterSettings::default(), Metrics::default()) };
     let long = |from: u64| (from..from + 2_000).map(SequenceHash).collect::<Vec<_>>();
     let chain = |sequence_hashes: Vec<SequenceHash>| Change::Stored(StoredChain { parent: None, sequence_hashes });
     let pairs: Vec<Change> = (0..1_000).flat_map(|_| [chain(long(0)[..1].to_vec()), Change::Cleared]).collect();
@@ -123,16 +124,19 @@ fn short_prefills_do_not_refresh_an_old_rate() {
 #[test]
 fn starting_router_waits_for_each_listed_worker_once() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
-    let list =
-        |scenario: &mut Scenario| ["host:1", "host:2", "host:3"].iter().for_each(|worker| scenario.state.expect_worker(worker));
+    let list = |scenario: &mut Scenario| {
+        ["host:1", "host:2", "host:3"]
+            .iter()
+            .for_each(|worker| scenario.state.update_unavailable(|workers| workers.expect(worker)))
+    };
     list(&mut scenario);
     let reason = |scenario: &Scenario| scenario.state.unavailable_reason().unwrap_or_default();
     assert!(reason(&scenario).contains("0 of 3"), "{}", reason(&scenario));
     scenario.join(info(worker_info::Role::Decode, "d0")).expect("it agrees");
-    scenario.state.set_unavailable("host:2", "cannot be reached".to_owned(), false);
-    assert!(scenario.state.is_starting() && reason(&scenario).contains("1 of 3"), "{}", reason(&scenario));
-    scenario.state.set_unavailable("host:3", "another model".to_owned(), true);
-    assert_eq!((scenario.state.is_starting(), scenario.state.unavailable_reason()), (false, None));
+    scenario.state.update_unavailable(|workers| workers.insert("host:2", "cannot be reached".to_owned(), false));
+    assert!(scenario.state.unavailable.is_starting() && reason(&scenario).contains("1 of 3"), "{}", reason(&scenario));
+    scenario.state.update_unavailable(|workers| workers.insert("host:3", "another model".to_owned(), true));
+    assert_eq!((scenario.state.unavailable.is_starting(), scenario.state.unavailable_reason()), (false, None));
     assert!(
         scenario.recorder.render().contains("tandem_router_index_complete_ratio 0.3333333333333333"),
         "{}",
@@ -143,7 +147,7 @@ fn starting_router_waits_for_each_listed_worker_once() {
     assert_eq!(scenario.state.unavailable_reason(), None);
     let mut impatient = Scenario::with(settings(PrefillPlace::Auto), 0, 1);
     list(&mut impatient);
-    assert!(impatient.state.is_starting());
-    impatient.state.stop_expecting_workers();
+    assert!(impatient.state.unavailable.is_starting());
+    impatient.state.update_unavailable(UnavailableWorkers::stop_expecting);
     assert_eq!(impatient.state.unavailable_reason(), None);
 }

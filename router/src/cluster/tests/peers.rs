@@ -2,10 +2,14 @@
 //! bookings.
 
 use super::*;
-use crate::replication::{self, PeerReceiver, ReplicationError, encode};
+use crate::replication::{PeerReceiver, ReplicationError};
 use proptest::{collection, prelude::*};
 use std::collections::{HashSet, VecDeque};
-use tandem_proto::v1::{BookingsReply, bookings_reply::Message};
+use tandem_proto::v1::{BookingChange, BookingState, BookingsReply, bookings_reply::Message};
+
+fn reply(router: &str, message: Message) -> BookingsReply {
+    BookingsReply { router_instance_id: router.to_owned(), message: Some(message) }
+}
 
 /// The replication stream from one router to another.
 struct Replica {
@@ -28,7 +32,7 @@ impl Replica {
     fn send(&mut self, from: &State) {
         let (messages, last) = from.bookings.messages(self.known, &from.members);
         self.known = Some(last);
-        self.sent.extend(messages.into_iter().map(|message| encode(&from.instance_id(), message)));
+        self.sent.extend(messages.into_iter().map(|message| reply(&from.instance_id, message)));
     }
 
     /// Delivers the next message; after a gap the full state is requested again.
@@ -169,7 +173,7 @@ proptest! {
                     let hashes = hashes(prompt, 1, blocks);
                     let request = PlacementRequest { samples, request_id: format!("{requests}").into(), ..scenario.request(blocks as u32 * BLOCK + 2, hashes.clone()) };
                     let (id, placement) = scenario.place(&request);
-                    let load = scenario.state.members.unreported(scenario.state.bookings.get(id).expect("it is booked"));
+                    let load = scenario.state.members.unreported(scenario.state.bookings.by_id.get(&id).expect("it is booked"));
                     made[side].push(ModelBooking { id, request_id: requests.to_string(), placement, load, hashes, prefilling: true });
                 }
                 Act::FirstToken(at) => if let Some(at) = pick(at, &made[side]) {
@@ -257,8 +261,8 @@ fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
     let predicted =
         |scenario: &Scenario| scenario.state.members.get(scenario.member("p0")).bookings.predicted_blocks(&hashes(1, 0, 9), 0);
     assert_eq!(predicted(&other), 6);
-    let gone = other.member("p0");
-    other.state.leave(gone);
+    let left = other.member("p0");
+    other.state.leave(left);
     one.state.release(booking);
     replica.settle(&one.state, &mut other.state);
     other.assert_idle();
@@ -314,7 +318,8 @@ fn bookings_beyond_a_peers_limit_are_ignored() {
     bookings.into_iter().for_each(|booking| one.state.release(booking));
     replica.settle(&one.state, &mut other.state);
     other.assert_idle();
-    let refused = PeerReceiver::new(1)
-        .take(encode("r", replication::Message::State { at: 0, bookings: vec![(1, None), (2, None)], last: true }));
+    let bookings = [1, 2].map(|booking_id| BookingChange { booking_id, request: None }).into();
+    let state = reply("r", Message::State(BookingState { at_change_id: 0, bookings, last: true }));
+    let refused = PeerReceiver::new(1).take(state);
     assert_eq!(refused, Err(ReplicationError::TooManyBookings { max: 1 }));
 }

@@ -100,7 +100,7 @@ fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
         let (booking, placement) = scenario.state.place(&request, &excluded, attempt).expect("a prefill worker is eligible");
         let failed = name(&placement.prefill);
         used.push(failed.clone());
-        excluded.failed.insert(format!("{failed}-1"));
+        excluded.failed.insert(format!("{failed}-1").into());
         scenario.state.release(booking);
     }
     used.sort();
@@ -109,12 +109,12 @@ fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
     assert_eq!((name(&placement.decode), placement.prefill), ("d0".to_owned(), None));
     scenario.state.release(booking);
     assert_eq!(scenario.state.place(&request, &Excluded::default(), 4), Err(PlacementError::TooManyAttempts));
-    excluded.failed.insert("d0-1".to_owned());
+    excluded.failed.insert("d0-1".into());
     let (booking, placement) =
         scenario.state.place(&request, &excluded, 3).expect("a worker that was only at capacity is tried again");
     assert_eq!(name(&placement.decode), "d0");
     scenario.state.release(booking);
-    excluded.suspect.insert("d0-1".to_owned());
+    excluded.suspect.insert("d0-1".into());
     assert_eq!(scenario.state.place(&request, &excluded, 3), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::AllFailed)));
     scenario.assert_idle();
     assert!(scenario.recorder.render().contains("tandem_router_refused_total 2"));

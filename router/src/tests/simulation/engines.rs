@@ -198,7 +198,7 @@ impl Simulation<'_> {
         self.turns += 1;
         let chosen = self.world.rule.choose(&query, &candidates, self.turns);
         let all = chosen.into_iter().flat_map(|chosen| (0..candidates.len()).filter(move |at| *at != chosen));
-        Excluded { failed: all.map(|at| at.to_string()).collect(), ..Default::default() }
+        Excluded { failed: all.map(|at| at.to_string().into()).collect(), ..Default::default() }
     }
 
     fn start(&mut self, now: Micros, number: usize) {

@@ -1,6 +1,6 @@
 //! The recorded conversations on eight workers with modelled engines: with long answers, small caches, a slow worker, mixed roles.
-//! The rules of other routers get the same input; with ours requests must not wait longer than with the best of them. Run with
-//! `--nocapture` to see the figures.
+//! The rules of other routers get the same input; with this router's policy, requests must not wait longer than with the best of them. Run
+//! with `--nocapture` to see the figures.
 
 use super::{
     Prompt,
@@ -54,10 +54,10 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
     ours
 }
 
-/// Earlier versions charged every new token once for each sequence, and nothing for pinned blocks: one worker after the other got no
-/// more prompts, while the queues of the others grew.
+/// If every new token were charged once for each sequence, and pinned blocks not at all, one worker after the other would receive no more
+/// prompts, while the queues of the others grow.
 #[test]
-fn with_long_answers_no_other_rule_waits_less() {
+fn cost_policy_waits_least_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     assert_no_rule_is_better("answers x 8", world(), &prompts);
     let Some(prompts) = conversations(2.0, 8) else { return skipped() };
@@ -70,7 +70,7 @@ fn with_long_answers_no_other_rule_waits_less() {
 }
 
 #[test]
-fn with_small_caches_or_recorded_answers_no_other_rule_waits_less() {
+fn cost_policy_waits_least_with_small_caches_or_recorded_answers() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };
@@ -78,7 +78,7 @@ fn with_small_caches_or_recorded_answers_no_other_rule_waits_less() {
 }
 
 #[test]
-fn with_one_slow_worker_no_other_rule_waits_less() {
+fn cost_policy_waits_least_with_one_slow_worker() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[0].1 = 4.0;
@@ -87,7 +87,7 @@ fn with_one_slow_worker_no_other_rule_waits_less() {
 
 /// Two workers prefill for the other six, where that is estimated to be faster.
 #[test]
-fn with_mixed_roles_interference_of_a_tenth_waits_less_than_of_one() {
+fn interference_of_a_tenth_waits_less_than_of_one_with_mixed_roles() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[..2].fill((Role::Prefill, 1.0));

@@ -1,19 +1,23 @@
 //! Reads secrets from files: flags are visible in the list of processes; variables in `docker inspect` and to child processes.
 
-use std::fs;
+use std::{fs, io, path::Path};
 use tandem_node::Secret;
 
-/// The longest secret, in bytes: a token of any service is shorter, and a wrong path must not fill the memory.
+/// The longest secret, in bytes: a token of any service is shorter, and a wrong path, such as a model's, must not fill the memory.
 const LEN_MAX: u64 = 64 << 10;
+
+/// Reads a file that holds one secret.
+pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+    match fs::metadata(path)?.len() {
+        ..=LEN_MAX => fs::read(path),
+        len => Err(io::Error::other(format!("it has {len} bytes; the file must hold the secret and nothing else"))),
+    }
+}
 
 /// Reads the secret in the file at `path`, without its line ending.
 pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
-    let len = fs::metadata(path).map_err(|error| format!("it cannot be read: {error}"))?.len();
-    if len > LEN_MAX {
-        return Err(format!("it has {len} bytes; the file must hold the secret and nothing else"));
-    }
-    let text = fs::read_to_string(path).map_err(|error| format!("it cannot be read: {error}"))?;
-    match text.trim_end_matches(['\r', '\n']) {
+    let text = read(path.as_ref()).and_then(|content| String::from_utf8(content).map_err(io::Error::other));
+    match text.map_err(|error| format!("it cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {
         "" => Err("it is empty; write the secret into it".to_owned()),
         secret => Ok(secret.to_owned().into()),
     }

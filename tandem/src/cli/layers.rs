@@ -1,7 +1,7 @@
 //! The layers of settings. clap knows flags, environment and defaults; a key of the file replaces the default of the flag of that name, so
 //! one parser reads and checks all of them.
 
-use super::{Cli, Command, Role};
+use super::{Cli, rules};
 use clap::{
     ArgMatches, CommandFactory, FromArgMatches,
     error::{ContextKind, ContextValue, ErrorKind},
@@ -38,14 +38,9 @@ impl Cli {
             matches = command.clone().try_get_matches_from(&args)?;
         }
         let cli = Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
-        let checked = match &cli.command {
-            Command::Up(up) => up.role.check(),
-            Command::Router(router) => router.role.check(),
-            Command::PrefillWorker(worker) | Command::DecodeWorker(worker) => worker.role.check(),
-            Command::Frontend(frontend) => frontend.role.check(),
-            _ => Ok(()),
-        };
-        checked.map_err(|error| clap::Error::raw(ErrorKind::ArgumentConflict, format!("{error}\n")))?;
+        if let Some((_, given)) = matches.subcommand() {
+            rules::check(given).map_err(|problem| clap::Error::raw(ErrorKind::ArgumentConflict, problem + "\n"))?;
+        }
         Ok(cli)
     }
 }
@@ -60,7 +55,7 @@ fn config(role: &ArgMatches) -> Option<PathBuf> {
     role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
 }
 
-/// Parses the command line; says of a flag that is unknown to its role which roles take it.
+/// Parses the command line. For a flag that the role does not have, the error names the roles that have it.
 fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap::Error> {
     command.clone().try_get_matches_from(args).map_err(|error| {
         let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return error };
@@ -93,19 +88,15 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
             if command.get_subcommands().filter(|role| serves(role)).any(|role| arg_of(role).is_some()) {
                 return Ok(command);
             }
-            return Err(refused(
-                file,
-                format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role"),
-            ));
+            let problem = format!("unknown key `{key}`; `tandem {role} --print-config` prints the keys of this role");
+            return Err(refused(file, problem));
         };
         let value = match value {
             toml::Value::String(text) => text,
             toml::Value::Integer(_) | toml::Value::Float(_) | toml::Value::Boolean(_) => value.to_string(),
             _ => {
-                return Err(refused(
-                    file,
-                    format!("`{key}` is not a plain value; write a list as one string with commas, such as \"a:1,b:2\""),
-                ));
+                let problem = "is not a plain value; write a list as one string with commas, such as \"a:1,b:2\"";
+                return Err(refused(file, format!("`{key}` {problem}")));
             }
         };
         Ok(command.mut_subcommand(role, |role| role.mut_arg(arg, |arg| arg.default_value(value))))
@@ -115,14 +106,8 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
 /// The message of `error` without clap's hints, which are about the command line.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
-    text.trim_start_matches("error: ")
-        .split("\n\n")
-        .next()
-        .unwrap_or_default()
-        .lines()
-        .map(str::trim)
-        .collect::<Vec<_>>()
-        .join(" ")
+    let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
+    message.lines().map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
 /// The message of a TOML error in one line, with the line of `text` in which it is.

@@ -12,13 +12,13 @@ use crate::{
 
 impl WorkerRef {
     /// Returns this reference with a signature for a worker of this role.
-    pub fn vouched(mut self, role: Role, key: &ClusterKey) -> Self {
+    pub fn with_signed_address(mut self, role: Role, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Address, &self.signed_as(role));
         self
     }
 
     /// Returns whether a process with the cluster key has signed the address. Always true if the cluster has no key.
-    pub fn is_vouched(&self, role: Role, key: &ClusterKey) -> bool {
+    pub fn has_signed_address(&self, role: Role, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_as(role), &self.signature)
     }
 
@@ -29,10 +29,10 @@ impl WorkerRef {
 
 impl Placement {
     /// Returns this placement with signed addresses of its workers.
-    pub fn vouched(mut self, key: &ClusterKey) -> Self {
+    pub fn with_signed_addresses(mut self, key: &ClusterKey) -> Self {
         for (candidate, role) in [(&mut self.decode, Role::Decode), (&mut self.prefill, Role::Prefill)] {
             if let Some(candidate) = candidate {
-                candidate.worker = candidate.worker.take().map(|worker| worker.vouched(role, key));
+                candidate.worker = candidate.worker.take().map(|worker| worker.with_signed_address(role, key));
             }
         }
         self
@@ -41,14 +41,14 @@ impl Placement {
 
 impl Ticket {
     /// Returns this ticket with its address signed for one prefill worker's instance.
-    pub fn vouched(mut self, prefill_instance_id: &str, key: &ClusterKey) -> Self {
+    pub fn with_signed_address(mut self, prefill_instance_id: &str, key: &ClusterKey) -> Self {
         self.address_signature = key.sign(Purpose::Address, &self.signed_for(prefill_instance_id));
         self
     }
 
     /// Returns whether a process with the cluster key has signed the address for this prefill worker's instance. Always true if the cluster
     /// has no key.
-    pub fn is_vouched(&self, prefill_instance_id: &str, key: &ClusterKey) -> bool {
+    pub fn has_signed_address(&self, prefill_instance_id: &str, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_for(prefill_instance_id), &self.address_signature)
     }
 
@@ -69,38 +69,40 @@ mod tests {
     #[test]
     fn signature_is_valid_for_one_role_instance_and_address_only() {
         let (key, other) = (ClusterKey::random(), ClusterKey::random());
-        let signed = worker().vouched(Role::Prefill, &key);
-        assert!(signed.is_vouched(Role::Prefill, &key));
-        assert!(!signed.is_vouched(Role::Decode, &key) && !signed.is_vouched(Role::Prefill, &other));
-        assert!(!worker().is_vouched(Role::Prefill, &key), "nothing is signed");
+        let signed = worker().with_signed_address(Role::Prefill, &key);
+        assert!(signed.has_signed_address(Role::Prefill, &key));
+        assert!(!signed.has_signed_address(Role::Decode, &key) && !signed.has_signed_address(Role::Prefill, &other));
+        assert!(!worker().has_signed_address(Role::Prefill, &key), "nothing is signed");
         for changed in [
             WorkerRef { address: "b:1".to_owned(), ..signed.clone() },
             WorkerRef { instance_id: "j".to_owned(), ..signed.clone() },
             WorkerRef { instance_id: "ia".to_owned(), address: ":1".to_owned(), ..signed.clone() },
         ] {
-            assert!(!changed.is_vouched(Role::Prefill, &key), "{changed:?}");
+            assert!(!changed.has_signed_address(Role::Prefill, &key), "{changed:?}");
         }
         let none = ClusterKey::default();
-        assert!(worker().vouched(Role::Prefill, &none) == worker() && worker().is_vouched(Role::Prefill, &none));
+        assert!(
+            worker().with_signed_address(Role::Prefill, &none) == worker() && worker().has_signed_address(Role::Prefill, &none)
+        );
     }
 
     #[test]
     fn each_worker_of_a_placement_is_signed_in_its_role() {
         let key = ClusterKey::random();
         let candidate = || Some(Candidate { worker: Some(worker()), ..Default::default() });
-        let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.vouched(&key);
+        let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.with_signed_addresses(&key);
         for (candidate, role) in [(placement.decode, Role::Decode), (placement.prefill, Role::Prefill)] {
-            assert!(candidate.and_then(|candidate| candidate.worker).is_some_and(|worker| worker.is_vouched(role, &key)));
+            assert!(candidate.and_then(|candidate| candidate.worker).is_some_and(|worker| worker.has_signed_address(role, &key)));
         }
     }
 
     #[test]
     fn signed_ticket_address_is_valid_for_one_prefill_worker_only() {
         let key = ClusterKey::random();
-        let ticket = Ticket { address: "a:1".to_owned(), ..Default::default() }.vouched("i", &key);
-        assert!(ticket.is_vouched("i", &key) && !ticket.is_vouched("j", &key));
-        assert!(!Ticket { address: "b:1".to_owned(), ..ticket.clone() }.is_vouched("i", &key));
+        let ticket = Ticket { address: "a:1".to_owned(), ..Default::default() }.with_signed_address("i", &key);
+        assert!(ticket.has_signed_address("i", &key) && !ticket.has_signed_address("j", &key));
+        assert!(!Ticket { address: "b:1".to_owned(), ..ticket.clone() }.has_signed_address("i", &key));
         let worker = WorkerRef { signature: ticket.address_signature, ..worker() };
-        assert!(!worker.is_vouched(Role::Prefill, &key) && !worker.is_vouched(Role::Decode, &key));
+        assert!(!worker.has_signed_address(Role::Prefill, &key) && !worker.has_signed_address(Role::Decode, &key));
     }
 }

@@ -1,6 +1,7 @@
 //! How settings are layered, printed and refused.
 
 use super::*;
+use crate::settings::PolicyKind;
 use clap::CommandFactory;
 use std::{ffi::OsString, io::Write};
 use tandem_node::discovery::{MemberSource, Role as Member};
@@ -31,7 +32,7 @@ fn file(text: &str) -> tempfile::NamedTempFile {
     file
 }
 
-fn toml_of(role: &impl Role) -> String {
+fn toml_of(role: &impl Serialize) -> String {
     toml::to_string(role).expect("plain values")
 }
 
@@ -181,6 +182,7 @@ fn mistakes_on_the_command_line_are_explained() {
         (&["up", "--etcd", "h:1"], "--etcd"),
         (&["router", "--etcd", "h:1", "--workers", "h:1"], "cannot be used with"),
         (&["router", "--workers-file", "x", "--etcd", "h:1"], "cannot be used with"),
+        (&["router", "--workers", "h:1", "--workers-file", "x"], "--workers cannot be used with --workers-file; set only one"),
         (&["frontend", "--router", "h:1", "--etcd", "h:1"], "cannot be used with"),
         (&["router", "--peers", "h:1", "--etcd", "h:1"], "cannot be used with"),
         (&["router", "--etcd", "h:1,h"], "write host:port"),

@@ -1,0 +1,86 @@
+//! An engine's buffers on one device, and the GEMMs that read and write them.
+
+use super::{
+    CudaError,
+    device::{Device, Epilogue, Gemm, Memory, Operands},
+    memory::Sizes,
+    model::{Layer, Model},
+    sampling::ROW_BYTES,
+    shape::Shape,
+};
+use std::sync::Arc;
+
+/// Buffers that every step of an engine on one device reuses; [`Sizes`] describes them.
+pub(super) struct Buffers<D: Device> {
+    pub residual: Memory<D>,
+    pub normed: Memory<D>,
+    pub qkv: Memory<D>,
+    pub attended: Memory<D>,
+    pub gates: Memory<D>,
+    pub inner: Memory<D>,
+    pub rope: Memory<D>,
+    pub partial_outputs: Memory<D>,
+    pub partial_sums: Memory<D>,
+    pub logits: Memory<D>,
+    pub scratch: Memory<D>,
+    /// Sampled tokens and their logprobs.
+    pub sampled: Memory<D>,
+}
+
+/// The GEMMs of one layer.
+pub(super) struct Gemms {
+    pub qkv: (Gemm, Operands),
+    pub attention_out: (Gemm, Operands),
+    pub gates: (Gemm, Operands),
+    pub down: (Gemm, Operands),
+}
+
+impl<D: Device> Buffers<D> {
+    /// Allocates all buffers; those of the output head only if the device `has_head`.
+    pub fn new(device: &Arc<D>, sizes: &Sizes, has_head: bool) -> Result<Self, CudaError> {
+        let memory = |bytes| Memory::new(device, bytes);
+        let of_head = |bytes| memory(if has_head { bytes } else { 0 });
+        Ok(Self {
+            residual: memory(sizes.residual)?,
+            normed: memory(sizes.normed)?,
+            qkv: memory(sizes.qkv)?,
+            attended: memory(sizes.attended)?,
+            gates: memory(sizes.gates)?,
+            inner: memory(sizes.inner)?,
+            rope: memory(sizes.rope)?,
+            partial_outputs: memory(sizes.partial_outputs)?,
+            partial_sums: memory(sizes.partial_sums)?,
+            logits: of_head(sizes.logits)?,
+            scratch: of_head(sizes.scratch)?,
+            sampled: of_head(sizes.head_rows_max * ROW_BYTES)?,
+        })
+    }
+
+    /// Returns the GEMMs of a layer in a step with this many rows.
+    pub fn gemms(&self, model: &Model<D>, layer: &Layer<D>, rows: usize) -> Gemms {
+        let shape @ &Shape { half, width, ffn, .. } = &model.shape;
+        let gemm = |weights, (inputs, from), (outputs, to), epilogue| {
+            (Gemm { half, rows, inputs, outputs, epilogue }, operands(weights, from, to))
+        };
+        // The first rank adds to its residual stream, the others overwrite theirs: the all-reduce then gives the updated stream on every rank.
+        let to_residual = if model.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
+        let (normed, residual) = ((width, &self.normed), (width, &self.residual));
+        Gemms {
+            qkv: gemm(&layer.qkv, normed, (shape.qkv_dim(), &self.qkv), Epilogue::StoreHalf),
+            attention_out: gemm(&layer.attention_out, (shape.query_dim(), &self.attended), residual, to_residual),
+            gates: gemm(&layer.gates, normed, (2 * ffn, &self.gates), Epilogue::StoreHalf),
+            down: gemm(&layer.down, (ffn, &self.inner), residual, to_residual),
+        }
+    }
+
+    /// Returns the GEMM that computes this many rows of logits.
+    pub fn head_gemm(&self, model: &Model<D>, rows: usize) -> (Gemm, Operands) {
+        let Shape { half, width: inputs, vocab_size: outputs, .. } = model.shape;
+        let gemm = Gemm { half, rows, inputs, outputs, epilogue: Epilogue::StoreSingle };
+        (gemm, operands(model.head(), &self.normed, &self.logits))
+    }
+}
+
+fn operands<D: Device>(weights: &Memory<D>, inputs: &Memory<D>, outputs: &Memory<D>) -> Operands {
+    Operands { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() }
+}

@@ -1,0 +1,86 @@
+//! The loop that keeps a connection to one worker or peer router: it connects, and connects again when the connection is lost.
+
+use crate::{
+    cluster::{Cluster, JoinError},
+    replication::ReplicationError,
+    subscription::SubscriptionError,
+};
+use std::{convert::Infallible, sync::Arc, time::Duration};
+use tandem_node::{Backoff, retry::error_chain};
+use tandem_proto::channel::{Channel, Network};
+use tokio::time::{sleep, timeout};
+use tonic::{Status, transport::Endpoint};
+
+/// The first pause between attempts: short enough for a process that starts together with the router.
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+
+/// The longest pause between attempts: a process that returns is found within it, and one that is down costs almost nothing.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Pause after an address turned out to be this router's own. Another router may have that address some day.
+const ITSELF_PAUSE: Duration = Duration::from_secs(30);
+
+/// Why a connection has ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Lost {
+    #[error("it cannot be reached")]
+    Unreachable(#[from] tonic::transport::Error),
+    #[error("it answered with an error")]
+    Failed(#[from] Status),
+    #[error("it did not answer within {0:?}")]
+    Silent(Duration),
+    #[error("it closed the stream")]
+    Closed,
+    #[error("it cannot join")]
+    Incompatible(#[from] JoinError),
+    #[error("it sent an invalid message")]
+    InvalidEvents(#[from] SubscriptionError),
+    #[error("it sent an invalid message")]
+    InvalidBookings(#[from] ReplicationError),
+    #[error("it is this router itself")]
+    Itself,
+}
+
+/// A worker or peer router to connect to.
+pub(crate) struct Remote {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) network: Network,
+    pub(crate) address: String,
+    pub(crate) endpoint: Endpoint,
+}
+
+impl Remote {
+    pub(crate) async fn connect(&self) -> Result<Channel, Lost> {
+        Ok(self.network.connect(&self.endpoint).await?)
+    }
+
+    /// Waits for an answer no longer than the settings allow.
+    pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
+        let silence_max = self.cluster.settings.silence_max;
+        timeout(silence_max, answer).await.map_err(|_| Lost::Silent(silence_max))
+    }
+}
+
+/// Watches one worker or peer router.
+pub(crate) trait Watch {
+    /// Receives messages until the connection is lost, and resets `backoff` when it works.
+    async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
+
+    /// Reports why the connection was lost. `is_new`: the reason has not been reported since the connection worked.
+    fn on_lost(&self, lost: &Lost, reason: String, is_new: bool);
+
+    /// Connects again and again; never returns. Cancel-safe: dropping the future removes what was known of the process.
+    async fn run(self) -> Infallible
+    where
+        Self: Sized,
+    {
+        let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
+        loop {
+            let Err(lost) = self.receive(&mut backoff).await;
+            let reason = error_chain(&lost);
+            let is_new = backoff.is_new_error(&reason);
+            self.on_lost(&lost, reason, is_new);
+            sleep(if matches!(lost, Lost::Itself) { ITSELF_PAUSE } else { backoff.next_delay() }).await;
+        }
+    }
+}

