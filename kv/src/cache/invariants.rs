@@ -95,3 +95,26 @@ impl PrefixCache {
         ensure(is_hash, format_args!("{id:?} has the hash of other tokens"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::cache::{
+        PrefixCache,
+        tests::{SETTINGS, run_and_release},
+    };
+
+    #[test]
+    fn repeated_partial_checks_find_a_wrong_hash_in_any_block() {
+        for damaged in 0..6 {
+            let mut cache = PrefixCache::new(SETTINGS);
+            run_and_release(&mut cache, &[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]);
+            assert_eq!([2; 6].map(|count| cache.check_next(count)), [const { Ok(()) }; 6]);
+            cache.blocks[damaged].content.as_mut().expect("all blocks are cached").tokens = [9, 9].into();
+            for round in 0..2 {
+                let failed = [2; 3].map(|count| cache.check_next(count).is_err());
+                assert_eq!(failed, [0, 1, 2].map(|part| part == damaged / 2), "block {damaged} in round {round}");
+            }
+            assert!(cache.check_invariants().is_err());
+        }
+    }
+}
