@@ -58,7 +58,7 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
-    /// The last chunk's.
+    /// Set in the last chunk only.
     pub usage: Option<Usage>,
 }
 

@@ -32,7 +32,7 @@ pub(crate) enum HttpError {
     #[error("the request was not answered")]
     Request(#[from] hyper_util::client::legacy::Error),
     /// The connection broke within the answer.
-    #[error("the answer broke off")]
+    #[error("the connection broke within the answer")]
     Body(#[from] hyper::Error),
     /// The server took too long.
     #[error("no answer within {0:?}")]

@@ -29,7 +29,7 @@ async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() 
 
 #[tokio::test]
 async fn other_namespaces_share_nothing() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let other = Generate { namespace: Namespace::new("fake", "", "", "other"), ..generate(&prompt, 1) };
@@ -39,7 +39,7 @@ async fn other_namespaces_share_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let mut job = adapter.generate(generate(&prompt(1, 40), 3)).await?;
     let mut counted = false;
     while let Some(event) = next(&mut *job).await? {
@@ -67,7 +67,7 @@ async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
 
 #[tokio::test]
 async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(3, 50);
     let whole = continuation(&prompt, 9, None);
     let generated = vec![Generated { sample: 1, tokens: whole[..4].to_vec() }, Generated { sample: 2, tokens: whole.clone() }];
@@ -80,7 +80,7 @@ async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
 
 #[tokio::test]
 async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(4, 20);
     let whole = continuation(&prompt, 3, None);
     let mut request = generate(&prompt, 50);
@@ -92,7 +92,7 @@ async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
 
 #[tokio::test]
 async fn logprobs_come_with_their_tokens() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(5, 20);
     let mut request = Generate { prompt_logprobs: Some(1), ..generate(&prompt, 2) };
     request.sampling.logprobs = Some(2);
@@ -119,7 +119,7 @@ async fn logprobs_come_with_their_tokens() -> Result<()> {
 #[tokio::test]
 async fn unreported_count_stays_unreported() -> Result<()> {
     let fake = FakeSettings { reports_cached_tokens: false, ..FakeSettings::default() };
-    let External { adapter, .. } = external(fake, |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(fake, |_| {}).await?;
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.cached, Some(None));
     Ok(())
 }
@@ -180,7 +180,7 @@ fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
 
 #[tokio::test]
 async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
-    let External { adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
     let mut watch = adapter.watch().await.context("the engine runs")?;
     assert!(watch.snapshot.stored.is_empty());
     // An engine's block of 32 tokens is two blocks of the cluster; the answer's token does not fill another.
@@ -202,7 +202,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
 #[tokio::test]
 async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
     let fake = FakeSettings { events: false, ..FakeSettings::default() };
-    let External { adapter, .. } = external(fake, |_| {}).await?;
+    let External { adapter, fake: _fake, .. } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
