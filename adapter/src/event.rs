@@ -61,7 +61,7 @@ pub struct BlocksRemoved {
 /// What else than the tokens is part of a block's hash.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ExtraKeys {
-    /// Nothing.
+    /// There is nothing else.
     #[default]
     None,
     /// One text: a cache salt, or the name of a LoRA adapter.

@@ -19,6 +19,7 @@ use tandem_node::retry::error_chain;
 use tandem_worker::Job;
 use tokio::{
     sync::{mpsc, oneshot},
+    task::JoinSet,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -31,6 +32,7 @@ pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
     cancelled: CancellationToken,
+    _task: JoinSet<()>,
 }
 
 #[tonic::async_trait]
@@ -90,7 +92,8 @@ where
     let (sender, handle) = oneshot::channel();
     let cancelled = CancellationToken::new();
     let task = Task { api: Arc::clone(api), shared: Arc::clone(shared), events: events.clone(), cancelled: cancelled.clone() };
-    tokio::spawn(async move {
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
         let Waiting { mut queued, work } = waiting;
         let slot = tokio::select! {
             biased;
@@ -116,7 +119,7 @@ where
             }
         }
     });
-    AdapterJob { events: receiver, handle: Some(sender), cancelled }
+    AdapterJob { events: receiver, handle: Some(sender), cancelled, _task: tasks }
 }
 
 /// A request in the queue.

@@ -11,6 +11,7 @@ mod convert;
 mod failure;
 mod finishing;
 mod forward;
+mod handles;
 mod memory;
 mod prefill;
 mod pull;
@@ -19,8 +20,8 @@ mod service;
 mod worker;
 
 use finishing::Finishing;
+use handles::Handles;
 use memory::EngineMemory;
-use pull::Handles;
 use service::Service;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};

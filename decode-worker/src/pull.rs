@@ -8,63 +8,16 @@ use crate::{
     convert::{self, Request},
     failure::Ended,
     forward::forward,
+    handles::Handles,
     prefill::{Prefill, Reply},
-    remote::RemotePrompt,
-    worker::{Worker, in_time},
+    worker::{RemotePrompt, Worker, in_time},
 };
 use futures::FutureExt;
-use parking_lot::Mutex;
-use std::{
-    collections::{HashSet, VecDeque},
-    hash::{BuildHasher, RandomState},
-    time::Duration,
-};
-use tandem_engine::{Event, Generate, KvHandle, KvSource};
-use tandem_kv::{HashKey, prompt_digest};
+use tandem_engine::{Event, Generate, KvSource};
+use tandem_kv::prompt_digest;
 use tandem_proto::v1::{self, PrefillDone, generate_reply::Message};
 use tandem_worker::Job;
 use tokio::time::{Instant, timeout_at};
-
-/// The time for which used handles are remembered: longer than any lease.
-const REMEMBERED: Duration = Duration::from_secs(600);
-
-/// What is needed to check handles.
-pub(crate) struct Handles {
-    hash_key: HashKey,
-    hasher: RandomState,
-    used: Mutex<Used>,
-}
-
-/// Hashes of the handles that were used, the oldest first.
-#[derive(Default)]
-struct Used {
-    hashes: HashSet<u64>,
-    by_age: VecDeque<(Instant, u64)>,
-}
-
-impl Handles {
-    pub(crate) fn new(hash_key: HashKey) -> Self {
-        Self { hash_key, hasher: RandomState::new(), used: Mutex::default() }
-    }
-
-    /// Takes a handle for use: once, and for this prompt only.
-    fn take(&self, handle: v1::KvHandle, digest: u64) -> Option<KvHandle> {
-        let v1::KvHandle { handle: bytes, prompt_digest, valid_ms } = handle;
-        if prompt_digest != digest || valid_ms == 0 {
-            return None;
-        }
-        let (mut used, now, hash) = (self.used.lock(), Instant::now(), self.hasher.hash_one(&bytes));
-        while let Some((_, oldest)) = used.by_age.front().copied().filter(|(at, _)| now.duration_since(*at) >= REMEMBERED) {
-            used.by_age.pop_front();
-            used.hashes.remove(&oldest);
-        }
-        let is_new = used.hashes.insert(hash);
-        if is_new {
-            used.by_age.push_back((now, hash));
-        }
-        is_new.then_some(KvHandle { bytes, valid_for: Duration::from_millis(valid_ms.into()), chunks: Vec::new() })
-    }
-}
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt<'_>, client: &Client) -> Result<(), Ended> {

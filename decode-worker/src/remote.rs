@@ -10,7 +10,7 @@ use crate::{
     forward::forward,
     prefill::{Prefill, Reply},
     pull,
-    worker::{Receiving, Worker, in_time},
+    worker::{Receiving, RemotePrompt, Worker, in_time},
 };
 use tandem_engine::{Event, Started};
 use tandem_proto::v1::{
@@ -18,7 +18,7 @@ use tandem_proto::v1::{
 };
 use tandem_transfer::{Negotiated, ReceivePaths};
 use tandem_worker::{Direction, Job};
-use tokio::{sync::SemaphorePermit, time::Instant};
+use tokio::time::Instant;
 
 /// Runs one attempt. Dropping the future ends it on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
@@ -44,15 +44,6 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         Receiving::Handles(handles) => pull::run(worker, handles, remote, client).await,
         Receiving::None => Err(Ended::NoKvExchange),
     }
-}
-
-/// A prompt whose prefill is to be requested.
-pub(crate) struct RemotePrompt<'a> {
-    pub(crate) request: Request,
-    pub(crate) start: PrefillStart,
-    pub(crate) prefill: WorkerRef,
-    /// Its place among the requests that wait for a prefill.
-    pub(crate) waiting: SemaphorePermit<'a>,
 }
 
 /// Receives the KV in blocks over a transfer path.

@@ -1,10 +1,13 @@
 //! The state of a decode worker.
 
-use crate::{failure::Ended, finishing::Finishing, pull::Handles};
+use crate::{convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
 use std::time::Duration;
-use tandem_proto::channel::Channels;
+use tandem_proto::{
+    channel::Channels,
+    v1::{PrefillStart, WorkerRef},
+};
 use tandem_transfer::ReceivePaths;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// The state that all requests share.
 pub(crate) struct Worker {
@@ -27,6 +30,15 @@ pub(crate) enum Receiving {
     Handles(Handles),
     /// Not at all.
     None,
+}
+
+/// A prompt whose prefill is to be requested.
+pub(crate) struct RemotePrompt<'a> {
+    pub(crate) request: Request,
+    pub(crate) start: PrefillStart,
+    pub(crate) prefill: WorkerRef,
+    /// Its place among the requests that wait for a prefill.
+    pub(crate) waiting: SemaphorePermit<'a>,
 }
 
 /// Waits until a prefill has begun. After the limit the attempt fails because of the instance `culprit`.

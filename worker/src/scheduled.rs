@@ -8,6 +8,7 @@ use std::{
 };
 use tandem_engine::{CachedTokens, Event, KvHandle};
 use tandem_kv::BlockAccess;
+use tandem_node::Shutdown;
 use tokio::time::timeout;
 
 /// The time that an external engine has to report the count of a cancelled request.
@@ -22,6 +23,7 @@ pub struct CountedJob {
     job: Option<Box<dyn Job>>,
     count: Option<Count>,
     submitted: bool,
+    shutdown: Shutdown,
 }
 
 struct Count {
@@ -39,7 +41,7 @@ impl CountedJob {
         let ScheduledPrompt { request_id, attempt, account, prompt, cached: _ } = prompt;
         let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());
         let count = Count { metrics, ledger, request_id: request_id.to_owned(), attempt, account: account.to_owned(), prompt };
-        Self { job: Some(job), count: Some(count), submitted: false }
+        Self { job: Some(job), count: Some(count), submitted: false, shutdown: worker.shutdown.clone() }
     }
 
     /// The next event; `None` after the last. Cancel-safe.
@@ -94,6 +96,7 @@ impl Job for CountedJob {
 impl Drop for CountedJob {
     fn drop(&mut self) {
         let (Some(mut job), Some(count)) = (self.job.take(), self.count.take().filter(|_| self.submitted)) else { return };
+        let shutdown = self.shutdown.clone();
         job.cancel();
         let reading = async move {
             let reported = async {
@@ -107,9 +110,6 @@ impl Drop for CountedJob {
             };
             count.record(timeout(LATE_REPORT_MAX, reported).await.ok().flatten());
         };
-        // Without a runtime the process is ending.
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(reading);
-        }
+        shutdown.spawn(reading);
     }
 }

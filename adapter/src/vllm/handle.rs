@@ -3,8 +3,11 @@
 use crate::api::EngineFailure;
 use serde_json::Value;
 
+/// The name of a parameter, and whether a value is valid.
+type Field = (&'static str, fn(&Value) -> bool);
+
 /// What NIXL's connector needs to pull KV, each with a check of its type.
-const FIELDS: [(&str, fn(&Value) -> bool); 8] = [
+const FIELDS: [Field; 8] = [
     ("do_remote_prefill", |value| value == &Value::Bool(true)),
     ("do_remote_decode", |value| value == &Value::Bool(false)),
     ("remote_block_ids", Value::is_array),

@@ -14,7 +14,7 @@ pub(super) struct Answer {
     pub choices: Vec<Choice>,
     pub usage: Option<AnswerUsage>,
     #[serde(default)]
-    pub prompt_logprobs: Option<Vec<Option<HashMap<TokenId, Ranked>>>>,
+    pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
     /// In place of everything else.
@@ -48,6 +48,9 @@ struct Alternative {
     logprob: f32,
     rank: u32,
 }
+
+/// The alternatives of one position, by token.
+type RankedTokens = HashMap<TokenId, Ranked>;
 
 #[derive(Deserialize)]
 pub(super) struct Ranked {
@@ -166,7 +169,7 @@ impl Sampled {
 pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
     let missing = || EngineFailure::Protocol("the prompt's logprobs are missing".to_owned());
     let logprobs = answer.prompt_logprobs.filter(|logprobs| logprobs.len() == prompt.len()).ok_or_else(missing)?;
-    let of_token = |(at, (token, ranked)): (usize, (&TokenId, Option<HashMap<TokenId, Ranked>>))| {
+    let of_token = |(at, token, ranked): (usize, &TokenId, Option<RankedTokens>)| {
         let Some(ranked) = ranked.filter(|_| at > 0) else { return if at == 0 { Ok(None) } else { Err(missing()) } };
         let logprob = ranked.get(token).ok_or_else(missing)?.logprob;
         let mut ranked: Vec<_> = ranked.into_iter().collect();
@@ -177,7 +180,7 @@ pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> R
             top: top.map(|(token, Ranked { logprob, .. })| TokenLogprob { token, logprob }).collect(),
         }))
     };
-    prompt.iter().zip(logprobs).enumerate().map(of_token).collect()
+    prompt.iter().zip(logprobs).enumerate().map(|(at, (token, ranked))| of_token((at, token, ranked))).collect()
 }
 
 #[cfg(test)]

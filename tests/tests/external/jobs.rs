@@ -10,7 +10,7 @@ fn on_device(tokens: u32) -> Option<Option<CachedTokens>> {
 
 #[tokio::test]
 async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() -> Result<()> {
-    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(1, 100);
     for cached in [0, 96] {
         let report = run(&adapter, generate(&prompt, 5)).await?;
@@ -29,7 +29,7 @@ async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() 
 
 #[tokio::test]
 async fn other_namespaces_share_nothing() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let other = Generate { namespace: Namespace::new("fake", "", "", "other"), ..generate(&prompt, 1) };
@@ -39,7 +39,7 @@ async fn other_namespaces_share_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let mut job = adapter.generate(generate(&prompt(1, 40), 3)).await?;
     let mut counted = false;
     while let Some(event) = next(&mut *job).await? {
@@ -52,7 +52,7 @@ async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
 
 #[tokio::test]
 async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
-    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(2, 70);
     let sampling = Sampling { max_tokens: Some(4), temperature: 1.0, seed: 7, ..Sampling::default() };
     let report = run(&adapter, Generate { samples: 3, sampling, ..generate(&prompt, 4) }).await?;
@@ -67,7 +67,7 @@ async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
 
 #[tokio::test]
 async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(3, 50);
     let whole = continuation(&prompt, 9, None);
     let generated = vec![Generated { sample: 1, tokens: whole[..4].to_vec() }, Generated { sample: 2, tokens: whole.clone() }];
@@ -80,7 +80,7 @@ async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
 
 #[tokio::test]
 async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(4, 20);
     let whole = continuation(&prompt, 3, None);
     let mut request = generate(&prompt, 50);
@@ -92,7 +92,7 @@ async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
 
 #[tokio::test]
 async fn logprobs_come_with_their_tokens() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(5, 20);
     let mut request = Generate { prompt_logprobs: Some(1), ..generate(&prompt, 2) };
     request.sampling.logprobs = Some(2);
@@ -119,7 +119,7 @@ async fn logprobs_come_with_their_tokens() -> Result<()> {
 #[tokio::test]
 async fn unreported_count_stays_unreported() -> Result<()> {
     let fake = FakeSettings { reports_cached_tokens: false, ..FakeSettings::default() };
-    let External { adapter, fake: _fake, .. } = external(fake, |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.cached, Some(None));
     Ok(())
 }
@@ -127,7 +127,7 @@ async fn unreported_count_stays_unreported() -> Result<()> {
 #[tokio::test]
 async fn cancelled_job_ends_with_its_count_and_a_dropped_one_leaves_nothing() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
-    let External { fake, adapter, .. } = external(fake, |_| {}).await?;
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for cancels in [true, false] {
         let mut job = adapter.generate(generate(&prompt(1, 100), 3_000)).await?;
         while !matches!(next(&mut *job).await?, Some(Event::Token { .. })) {}
@@ -146,7 +146,8 @@ async fn cancelled_job_ends_with_its_count_and_a_dropped_one_leaves_nothing() ->
 #[tokio::test]
 async fn request_is_submitted_when_the_engine_has_a_place() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
-    let External { fake, adapter, .. } = external(fake, |settings| (settings.running_max, settings.waiting_max) = (1, 1)).await?;
+    let External { fake, adapter, follower: _follower } =
+        external(fake, |settings| (settings.running_max, settings.waiting_max) = (1, 1)).await?;
     let mut first = adapter.generate(generate(&prompt(1, 40), 3_000)).await?;
     assert!(matches!(next(&mut *first).await?, Some(Event::Submitted)));
     let mut second = adapter.generate(generate(&prompt(2, 40), 1)).await?;
@@ -161,7 +162,7 @@ async fn request_is_submitted_when_the_engine_has_a_place() -> Result<()> {
 
 #[tokio::test]
 async fn engine_errors_have_their_reasons() -> Result<()> {
-    let External { fake, adapter, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.fail(true);
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.other, ["Failed"]);
     fake.fail(false);
@@ -180,7 +181,7 @@ fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
 
 #[tokio::test]
 async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
-    let External { adapter, fake: _fake, .. } = external(FakeSettings::default(), |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let mut watch = adapter.watch().await.context("the engine runs")?;
     assert!(watch.snapshot.stored.is_empty());
     // An engine's block of 32 tokens is two blocks of the cluster; the answer's token does not fill another.
@@ -202,7 +203,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
 #[tokio::test]
 async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
     let fake = FakeSettings { events: false, ..FakeSettings::default() };
-    let External { adapter, fake: _fake, .. } = external(fake, |_| {}).await?;
+    let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
@@ -213,9 +214,10 @@ async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
 
 #[tokio::test]
 async fn restarted_engine_ends_the_instance() -> Result<()> {
-    let External { fake, adapter, follower } = external(FakeSettings::default(), |_| {}).await?;
+    let External { fake, adapter, mut follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.pretend_restart();
-    assert!(matches!(timeout(LIMIT, follower).await??, EngineEnded::Restarted));
+    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower runs")??;
+    assert!(matches!(ended, EngineEnded::Restarted));
     assert!(adapter.watch().await.is_none());
     Ok(())
 }

@@ -13,7 +13,7 @@ use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampl
 use tandem_kv::{HashKey, Namespace, TokenId};
 use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token};
 use tandem_worker::{Backend, Job};
-use tokio::{task::JoinHandle, time::timeout};
+use tokio::{task::JoinSet, time::timeout};
 
 /// Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -22,7 +22,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 struct External {
     fake: FakeVllm,
     adapter: Adapter,
-    follower: JoinHandle<EngineEnded>,
+    follower: JoinSet<EngineEnded>,
 }
 
 fn settings(fake: &FakeVllm) -> VllmSettings {
@@ -46,7 +46,9 @@ async fn external(fake: FakeSettings, change: impl FnOnce(&mut VllmSettings)) ->
     let mut settings = settings(&fake);
     change(&mut settings);
     let (adapter, follower) = connect(settings).await?.into_parts();
-    Ok(External { fake, adapter, follower: tokio::spawn(follower) })
+    let mut following = JoinSet::new();
+    following.spawn(follower);
+    Ok(External { fake, adapter, follower: following })
 }
 
 fn namespace() -> Namespace {
