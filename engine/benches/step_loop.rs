@@ -2,8 +2,7 @@
 //!
 //! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
 //! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
-//! every job, publishing load and cache events, planning. Each of seven rounds gives the median over its steps; prints the median of the
-//! rounds.
+//! every job, publishing load and cache events, planning. Prints the median over seven rounds of a round's median over its steps.
 //!
 //! The overhead is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a
 //! vocabulary of SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.

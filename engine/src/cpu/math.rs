@@ -4,8 +4,7 @@
 use super::isa::kernel;
 use tandem_model::{Pairs, Rope};
 
-/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from the first to the
-/// last.
+/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from first to last.
 const LANES: usize = 16;
 /// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
 const ROUNDING: f32 = 12_582_912.0;

@@ -199,7 +199,7 @@ impl Step<'_> {
             }
             buffer.truncate(kept.len() * width);
         }
-        // No later layer reads keys, values and rotations, so their rows are not moved.
+        // No later layer reads keys, values or rotations, so their rows are not moved.
         let row_len = self.layout.row_len();
         keys.truncate(kept.len() * row_len);
         values.truncate(kept.len() * row_len);

@@ -25,7 +25,7 @@ pub(super) struct Threads {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Signals a new job, or `stop`.
+    /// Signals that there is a new job, or that `stop` is set.
     job_added: Condvar,
     /// Signals that the last helper has left the job.
     helpers_left: Condvar,

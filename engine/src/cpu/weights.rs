@@ -35,7 +35,7 @@ pub(super) enum Tiles {
     F32(Vec<F32Tile>),
 }
 
-/// Evaluates an expression for tiles of any type.
+/// Evaluates an expression in which `$name` stands for the tiles of a matrix, whatever their type.
 macro_rules! each_type {
     ($tiles:expr, $name:ident => $ask:expr) => {
         match $tiles {
@@ -157,7 +157,7 @@ fn is_finite(half: u16) -> bool {
 
 const NO_WORDS: [Words; GROUP / 4] = [[0; PANEL * 4]; GROUP / 4];
 
-/// Returns where the words of a tile have the quant of this output and input: the indices of the row and of the byte in it.
+/// Returns where a tile's words hold the quant of this column and input: the index of the row, and of the byte in the row.
 fn place(column: usize, input: usize) -> (usize, usize) {
     (input / 4, column * 4 + input % 4)
 }

@@ -31,10 +31,10 @@ use tokio::time::Instant;
 /// Bytes of pinned host memory per stream, through which copies between host and device are staged.
 const STAGING_BYTES: usize = 8 << 20;
 
-/// Held while an all-reduce is launched on all its GPUs, and during driver calls that allocate, free or load. Such a call may wait for all
-/// work of a GPU, and blocks the calls of other threads meanwhile. Without the lock, it could wait for an all-reduce that has started on
-/// one GPU but whose launch on the next GPU it blocks. A thread that holds the lock may take only a communicator's own lock, which is held
-/// for a bounded time.
+/// Held while an all-reduce is launched on all its GPUs, and during driver calls that allocate or free memory or load kernels. Such a call
+/// may wait for all work of a GPU, and blocks the calls of other threads meanwhile. Without the lock, it could wait for an all-reduce that
+/// has started on one GPU but whose launch on the next GPU it blocks. A thread that holds the lock may take only a communicator's own lock,
+/// which is held for a bounded time.
 ///
 /// The lock is process-wide because a process has one primary context per GPU, which all engines share.
 static DRIVER_LOCK: Mutex<()> = Mutex::new(());
@@ -165,7 +165,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // Fails only if the device has failed; then no work is left to wait for.
+            // This fails only if the device has failed; then no work is left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
@@ -263,7 +263,7 @@ impl Device for Gpu {
 
     fn free(&self, address: u64) {
         if self.context.enter().is_ok() {
-            // Fails only if the device has failed; then its memory is lost anyway.
+            // This fails only if the device has failed; then its memory is lost anyway.
             let _ = self.idle();
             let _locked = driver_lock();
             // SAFETY: the caller frees each allocation once, and no running work uses it.
@@ -374,7 +374,7 @@ impl Device for Gpu {
 
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         self.context.enter()?;
-        // Relaxed: other threads may allocate or wait meanwhile, which the other modes forbid.
+        // In relaxed mode, other threads may allocate or wait meanwhile, which the other modes forbid.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is destroyed in `drop` only.
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;

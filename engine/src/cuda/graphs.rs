@@ -33,8 +33,7 @@ pub(super) struct Graphs<D: Device> {
 }
 
 struct Entry<D: Device> {
-    /// `None` after the bucket's first step, which is launched directly so that all first-use initialisation is done. The next step is
-    /// captured.
+    /// `None` after the bucket's first step, which is launched directly for all first-use initialisation. The next step is captured.
     graph: Option<D::Graph>,
     /// The step in which this entry was last used.
     used: u64,

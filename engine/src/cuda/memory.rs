@@ -51,8 +51,8 @@ pub(super) struct DeviceBudget {
 }
 
 impl Sizes {
-    /// Returns the sizes for these limits. If the limits do not set the number of KV blocks, it is as large as fits. Fails if the buffers
-    /// do not fit.
+    /// Returns the sizes for these limits. If they set no number of KV blocks, it is the largest that fits. Fails if the buffers do not
+    /// fit.
     pub fn new(shape: &Shape, limits: &CudaLimits, budget: DeviceBudget) -> Result<Self, CudaError> {
         let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;

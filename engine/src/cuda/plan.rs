@@ -20,8 +20,7 @@ pub(super) struct Batch {
     pub slots: Vec<u32>,
     /// The chunks' block tables, concatenated.
     pub tables: Vec<u32>,
-    /// Tiles of prompts: first row, number of tokens, position of the first token, offset in `tables`. Tiles that read the most KV come
-    /// first.
+    /// Tiles of prompts: first row, tokens, position of the first token, offset in `tables`. Tiles that read the most KV come first.
     pub tiles: Vec<[u32; 4]>,
     /// Partitions of the KV that single tokens read: row, first position, position after the last, offset in `tables`.
     pub partitions: Vec<[u32; 4]>,
@@ -80,8 +79,7 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Pads a batch of single tokens with empty partitions, and with rows that attend to nothing, store no KV and are sampled like the
-    /// others.
+    /// Pads a batch of single tokens with empty partitions, and with rows that attend to nothing, store no KV and are sampled as usual.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {

@@ -80,8 +80,7 @@ impl SampleInputs {
         (row * SETTINGS_BYTES) as u64
     }
 
-    /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` for each row, then `top_max` alternatives for each
-    /// row.
+    /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` per row, then `top_max` alternatives per row.
     pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);

@@ -86,8 +86,7 @@ impl Simd for Avx2 {
         ints(sums: __m256i) -> __m256i = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
 
         no_signed_sums(_x_total: i32) -> __m256i = _mm256_setzero_si256();
-        /// Moves the weights' signs to `x`, as the instruction needs an unsigned factor. The sum of two products, 2 × 128 × 127, fits in 16
-        /// bits.
+        /// Moves the weights' signs to `x`, since one factor must be unsigned. A sum of two products, 2 × 128 × 127, fits in 16 bits.
         add_signed_products(sums: __m256i, weights: __m256i, x: __m256i) -> __m256i = {
             let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
             _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))

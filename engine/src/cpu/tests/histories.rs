@@ -1,5 +1,4 @@
-//! Tests the scheduler on this back end: a request's tokens and probabilities have the same bits, whatever other requests the worker
-//! computes.
+//! Tests the scheduler on this back end: a request's tokens and probabilities have the same bits, whatever else the worker computes.
 
 use super::*;
 use crate::{

@@ -130,11 +130,11 @@ fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
 }
 
 impl Drop for GemmPlans {
-    /// Must be called when the stream is idle.
+    /// The value must be dropped when the stream is idle.
     fn drop(&mut self) {
         self.plans.clear();
         let _locked = driver_lock();
-        // SAFETY: both were created in `new` and are released once.
+        // SAFETY: workspace and handle were created in `new` and are released once.
         unsafe {
             let _ = driver::free_sync(self.workspace);
             let _ = result::destroy_handle(self.handle);
@@ -236,7 +236,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: all were created in `new` and are destroyed once.
+        // SAFETY: all handles were created in `new` and are destroyed once.
         unsafe {
             let _ = result::destroy_matmul_desc(self.operation);
             for layout in [self.weights, self.inputs, self.outputs] {

@@ -111,7 +111,8 @@ impl Nccl {
 
     /// Opens the library of this file name. Returns `None` if it is not found, or if it lacks one of the functions.
     fn open(name: &str) -> Option<Self> {
-        // SAFETY: opening it runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32 bits.
+        // SAFETY: opening a library runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32
+        // bits.
         unsafe {
             let library = Library::new(name).ok()?;
             Some(Self {
@@ -293,7 +294,7 @@ impl Communicator {
         Ok(communicators)
     }
 
-    /// Sends regions to other regions of the same GPU: what a machine with one GPU can test of `send` and `receive`.
+    /// Sends regions to other regions of the same GPU. A machine with one GPU can test no more of `send` and `receive`.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
@@ -330,7 +331,7 @@ impl Communicator {
     /// Returns when the stream is idle, however long that takes. An abort may return before running transfers have ended, but no transfer
     /// may write to the memory once the caller reuses it.
     fn wait_until_idle(&self) {
-        // A failed device executes nothing.
+        // A failed device executes nothing, so nothing is left to wait for.
         while self.context.enter().is_ok() && self.state() == CUresult::CUDA_ERROR_NOT_READY {
             std::thread::sleep(POLL_INTERVAL);
         }

@@ -33,8 +33,7 @@ pub(super) fn timed_at(rows: usize) -> Option<usize> {
     if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
 }
 
-/// Returns the index of the algorithm to use, given the milliseconds of each: the first one with a known time unless another is clearly
-/// faster.
+/// Returns the index of the algorithm to use, given each one's milliseconds: the first with a known time, unless another is clearly faster.
 pub(super) fn fastest(times: &[Option<f32>]) -> usize {
     let known = times.iter().enumerate().filter_map(|(index, time)| Some((index, (*time)?)));
     let better = |best: (usize, f32), other: (usize, f32)| if other.1 < best.1 * (1.0 - MARGIN) { other } else { best };
