@@ -1,7 +1,7 @@
 //! Measures the CPU back end in tokens a second: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf`
 //! (or `TANDEM_MODEL`). Prints medians of seven rounds of each workload.
 //!
-//! With `--stdin` each line of the input names a workload, of which one round is run; the answer is its seconds. The first line of the
+//! With `--stdin`, each line of the input names a workload: one round of it is run, and its seconds are printed. The first line of the
 //! output names the instruction set. `bench/cpu.sh` uses this to alternate between this engine and llama.cpp.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
@@ -107,7 +107,7 @@ impl Bench {
         Self { engine, sequences, computed: [0; BATCH_MAX as usize] }
     }
 
-    /// Runs one round and returns its seconds. The KV of earlier tokens is computed before and not measured.
+    /// Runs one round and returns its seconds. The KV of earlier tokens is computed before the measurement.
     fn seconds(&mut self, workload: Workload) -> Result<f64, EngineError> {
         if let Workload::Decode { after, batch } = workload {
             for sequence in 0..batch {

@@ -8,7 +8,7 @@
 //! - `cuda exercise MODEL`: a short run of every feature (chunks, all kinds of sampling, moved blocks), for compute-sanitizer.
 //! - `cuda transports MODEL TOKENS`: another process computes a prompt of TOKENS tokens, whose blocks are copied from its memory; prints a line of JSON
 //!   with the median seconds of these copies and of the same copies within this process's memory, and whether decode from both gives equal logits.
-//! - `cuda source MODEL TOKENS`: that other process. It prints the handle of its memory, and ends when its input ends.
+//! - `cuda source MODEL TOKENS`: the other process of `cuda transports`. It prints the handle of its memory, and ends when its input ends.
 //! - `cuda nccl MODEL`: sends memory from the GPU to itself over NCCL (which refuses two ranks on one GPU); prints "equal" and the time.
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through host memory, and compares the bytes and the decoded tokens.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
@@ -37,7 +37,7 @@ const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
 /// Decode steps per measurement.
 const STEPS: usize = 64;
-/// Concurrent sequences: a number that the kernels pad, to six rows.
+/// Number of concurrent sequences, which the kernels pad to six rows.
 const BATCH: usize = 5;
 /// Logits that differ by less than this many standard deviations of their row are a tie, as in bench/gpu.py.
 const TIE: f64 = 5e-2;
@@ -158,7 +158,7 @@ fn replayed(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let mut plain = engine(&model, 1_024)?;
     let handle = EngineHandle::start(engine(&model, BATCH * 1_024)?, settings());
-    // Several lengths, one of them with several attention partitions.
+    // The prompts have several lengths, one of them with several attention partitions.
     let prompts: Vec<Vec<TokenId>> =
         (0..BATCH).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
     let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };
@@ -204,7 +204,8 @@ fn replayed(model: &str) -> Outcome<()> {
     Ok(())
 }
 
-/// Returns the median seconds of a decode step of the engine's loop, with `batch` sequences of about `context` tokens, sampled on the device.
+/// Returns the median seconds of a decode step in the engine's loop, for `batch` sequences of about `context` tokens whose tokens are
+/// sampled on the device.
 fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
     let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings());
     let prompt =
@@ -277,7 +278,7 @@ fn prompt(tokens: &str) -> Outcome<Vec<TokenId>> {
     Ok((0..tokens.parse()?).map(|token| token % 1_000).collect())
 }
 
-/// Returns an engine that has computed all of a prompt but its last token in its first blocks, with capacity for two copies of them.
+/// Returns an engine whose first blocks have the KV of all tokens of a prompt but the last, with capacity for two more copies of them.
 fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
     let mut engine = engine(model, 3 * tokens.len().next_multiple_of(BLOCK))?;
     prefill(&mut *engine, &tokens[..tokens.len() - 1], &blocks(0, tokens.len()))?;

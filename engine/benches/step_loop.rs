@@ -1,11 +1,11 @@
 //! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-engine --bench step_loop`.
 //!
-//! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker. The
-//! overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to every
-//! job, publishing load and cache events, planning. Prints medians over all steps of a round, and over seven rounds.
+//! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
+//! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
+//! every job, publishing load and cache events, planning. Prints the median over seven rounds of a round's median over its steps.
 //!
-//! It is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a vocabulary of
-//! SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
+//! The overhead is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a
+//! vocabulary of SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{

@@ -1,8 +1,8 @@
 //! Causal attention that reads a sequence's KV directly from its blocks (paged attention).
 //!
-//! The order of the sums of a query depends only on its position: scores are summed over the dimensions of a head, exponentials over 16
-//! interleaved lanes of positions, values over the positions, each from the first to the last. Queries that are computed together share only
-//! loads.
+//! The order in which a query's numbers are summed depends only on its position: scores are summed over the dimensions of a head,
+//! exponentials over 16 interleaved lanes of positions, values over the positions, each from the first to the last. Queries that are
+//! computed together share only loads.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{isa::kernel, math::exp, simd::Simd};
@@ -25,15 +25,15 @@ pub(super) struct KvLayout {
 }
 
 impl KvLayout {
-    /// Numbers after the last block, so that whole vectors can be loaded at the end of a head or block. They are not used.
+    /// The count of unused numbers after the last block, so that whole vectors can be loaded at the end of a head or block.
     pub const PADDING: usize = STRIP;
 
-    /// Returns the numbers in the keys (or values) of one token in one layer.
+    /// Returns how many numbers the keys (or values) of one token have in one layer.
     pub fn row_len(&self) -> usize {
         self.kv_heads * self.head_dim
     }
 
-    /// Returns the numbers in a block.
+    /// Returns how many numbers a block has.
     pub fn block_len(&self) -> usize {
         self.layers * 2 * self.block_size * self.row_len()
     }
@@ -85,7 +85,7 @@ kernel! {
     }
 }
 
-/// Rounds to half precision. Larger numbers are clamped: infinities would make attention NaN.
+/// Rounds to half precision. Numbers beyond its range are clamped, as infinities would make attention NaN.
 #[inline(always)]
 fn narrow(number: f32) -> u16 {
     f16::from_f32_const(number.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const())).to_bits()
@@ -94,15 +94,15 @@ fn narrow(number: f32) -> u16 {
 /// Reusable buffers of a task.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// `[dimension][row]`
+    /// The queries, `[dimension][row]`.
     queries: Vec<f32>,
-    /// `[row][position]`
+    /// The scores, `[row][position]`.
     scores: Vec<f32>,
 }
 
 kernel! {
-    /// Replaces each query with its attention output. `rows` has the queries of some key heads, `[token][query head][dimension]`, rotated and
-    /// scaled. The tokens' own keys and values must be in `kv`.
+    /// Replaces each query with its attention output. `rows` has the queries of the key heads `kv_heads`, `[token][query head][dimension]`,
+    /// rotated and scaled. The tokens' own keys and values must be in `kv`.
     pub(super) fn attend(
         simd,
         layout: &KvLayout,
@@ -119,7 +119,7 @@ kernel! {
             let column = (kv_head - first_head) * layout.group() * layout.head_dim;
             let mut queries = Queries { layout, kv, place, kv_head, token_len, column, first: 0 };
             while queries.first < end {
-                // As many queries as the registers hold: keys and values are converted once for them.
+                // Computes as many queries together as the registers hold, so that keys and values are converted once for them.
                 queries.first += match end - queries.first {
                     8.. => queries.attend::<S, 8, 1>(simd, rows, scratch),
                     4.. => queries.attend::<S, 4, 2>(simd, rows, scratch),
@@ -138,7 +138,7 @@ struct Queries<'a> {
     kv: &'a [u16],
     place: Place<'a>,
     kv_head: usize,
-    /// The numbers of one token in the rows.
+    /// How many numbers each token has in the rows.
     token_len: usize,
     /// The offset of the group's queries in a token's numbers.
     column: usize,
@@ -163,7 +163,7 @@ impl Queries<'_> {
             }
         }
         let (fewest, most) = (seen[0], seen[R - 1]);
-        // Up to one strip may be written after the last block's end.
+        // Up to one strip of scores may be written after the last block's end.
         let stride = most.next_multiple_of(self.layout.block_size).next_multiple_of(STRIP) + STRIP;
         if scratch.scores.len() < stride * R {
             scratch.scores.resize(stride * R, 0.0);
@@ -198,7 +198,7 @@ impl Queries<'_> {
         R
     }
 
-    /// Computes every query's dot products with the keys of the positions below `most`. Scores after them are undefined.
+    /// Computes every query's dot products with the keys of the positions below `most`. The scores of later positions are undefined.
     #[inline(always)]
     fn scores<S: Simd, const R: usize>(&self, simd: S, queries: &[f32], most: usize, scores: &mut [f32], stride: usize) {
         let size = self.layout.block_size;
@@ -219,7 +219,7 @@ impl Queries<'_> {
         }
     }
 
-    /// Adds the values of these positions, weighted with the scores, for the head's dimensions from `column`.
+    /// Adds the values of these positions, weighted with the scores, for the head's dimensions from `column` on.
     #[inline(always)]
     fn add_values<S: Simd, const R: usize, const V: usize>(
         &self,
@@ -243,7 +243,7 @@ impl Queries<'_> {
             let values = &self.kv[self.layout.values(block, self.place.layer, self.kv_head) + slot * dim + column..];
             for i in 0..len {
                 for v in 0..V {
-                    // After the head, less than a vector may remain before the memory ends; its content is not used.
+                    // A vector that starts after the head is not used. It is skipped, because the memory may end within it.
                     if v > 0 && column + v * S::LANES >= dim {
                         continue;
                     }

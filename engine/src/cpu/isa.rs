@@ -1,4 +1,4 @@
-//! Instruction sets: each kernel is compiled for all of them, and the compilation to run is selected at run time.
+//! Instruction sets: each kernel is compiled for all of them, and one of its versions is selected at run time.
 
 use super::simd::Plain;
 #[cfg(target_arch = "x86_64")]
@@ -49,9 +49,9 @@ impl fmt::Display for Isa {
     }
 }
 
-/// Compiles a function for the build target, AVX2 and AVX-512, and selects one by its [`Isa`] argument; the function's first argument is the
-/// instruction set's [`Simd`](super::simd::Simd). Kernels must not have closures: a closure that is not inlined is compiled for the build target only.
-/// Rust neither fuses nor reorders floating-point operations, so all compilations give the same bits.
+/// Compiles a function for the build target, for AVX2 and for AVX-512. The caller's [`Isa`] argument selects one of them, whose first
+/// argument is the instruction set's [`Simd`](super::simd::Simd). Kernels must not have closures: a closure that is not inlined is compiled
+/// for the build target only. Rust neither fuses nor reorders floating-point operations, so all versions give the same bits.
 macro_rules! kernel {
     (
         $(#[$meta:meta])*

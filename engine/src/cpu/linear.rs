@@ -15,7 +15,8 @@ use super::{
 };
 use std::ops::Range;
 
-/// With up to this many rows, the outputs of a matrix are split between threads, so each reads its own part; with more, the rows are.
+/// With up to this many rows, the outputs of a matrix are split between threads, so that each thread reads only its share of the weights.
+/// With more rows, the rows are split.
 pub(super) const SHARED_ROWS: usize = 16;
 /// The least number of weights in a task if a thread gets several tasks of one matrix: a few microseconds of work.
 const TASK_WEIGHTS: usize = 1 << 17;
@@ -32,7 +33,7 @@ pub(super) struct Quantised {
 struct Group {
     /// Quantised values from −127 to 127, in words of four.
     quants: [[i8; 4]; GROUP / 4],
-    /// The sums of the quants of each half.
+    /// For each half of the group, the sum of its quants.
     totals: [i32; 2],
     step: f32,
     /// `step` × the sum of the quants, for formats with a minimum.
@@ -51,7 +52,7 @@ impl Quantised {
 }
 
 kernel! {
-    /// Quantises `x`, `[rows][inputs]`.
+    /// Quantises `x`, which is `[rows][inputs]`.
     pub(super) fn quantise(_simd, x: &[f32], inputs: usize, into: &mut Quantised) {
         into.row_groups = inputs.div_ceil(GROUP);
         into.groups.resize(x.len() / inputs * into.row_groups, Group::ZERO);
@@ -74,7 +75,7 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
             largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
         }
     }
-    // Pairwise maxima: the result does not depend on the order.
+    // The maximum is found pairwise, as it does not depend on the order.
     let mut lanes = GROUP / 4;
     while lanes > 0 {
         for l in 0..lanes {
@@ -103,8 +104,8 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
     group.sum = step * (totals[0] + totals[1]) as f32;
 }
 
-/// Computes `out = x × matrixᵀ` for each of the matrices: `x` is `[rows][inputs]`, `out` is `[rows][outputs]`. `quantised` is the same `x`,
-/// quantised.
+/// Computes `out = x × matrixᵀ` for each of the matrices: `x` is `[rows][inputs]`, `out` is `[rows][outputs]`. `quantised` has the
+/// quantised numbers of `x`.
 pub(super) fn linear<const N: usize>(
     threads: &Threads,
     isa: Isa,
@@ -130,7 +131,7 @@ pub(super) fn linear<const N: usize>(
 }
 
 kernel! {
-    /// Computes the outputs of some panels; `out` has a slice of them for each row.
+    /// Computes the outputs of some panels. For each row, `out` has the slice of these outputs.
     fn multiply(simd, matrix: &Matrix, panels: Range<usize>, x: &[f32], quantised: &Quantised, out: &mut [&mut [f32]]) {
         match &matrix.tiles {
             Tiles::Q4_1(tiles) => integer(simd, tiles, panels, quantised, out),
@@ -144,7 +145,7 @@ kernel! {
     }
 }
 
-/// A tile whose dot products with quantised rows are integers. `column` is the first output of a vector of outputs.
+/// A tile whose dot products with quantised rows are integers. `column` is the first of the outputs that a vector holds.
 trait IntegerTile {
     const HAS_MINS: bool = false;
     /// Unpacked weights, reused for several rows.
@@ -260,10 +261,10 @@ impl IntegerTile for Q6_KTile {
     fn dot<S: Simd>(simd: S, (words, factors): &Self::Weights<S>, x: &Group) -> S::Ints {
         let mut dot = simd.splat_int(0);
         for half in 0..2 {
-            // Stored quants are greater by 32.
+            // The stored quants are 32 greater than those of the format's formula.
             let mut sum = simd.splat_int(-32 * x.totals[half]);
             for pair in (half * 4..half * 4 + 4).step_by(2) {
-                // 2 × 2 × 63 × 127 = 32,004
+                // The sums of pairs are at most 2 × 2 × 63 × 127 = 32,004 < 2^15.
                 let sums = simd.add_products(simd.no_sums(), words[pair], simd.splat_bytes(&x.quants[pair]));
                 let sums = simd.add_products(sums, words[pair + 1], simd.splat_bytes(&x.quants[pair + 1]));
                 sum = simd.add_ints(sum, simd.ints(sums));
@@ -318,7 +319,7 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
         let at = (panel - first_panel) * PANEL;
         let mut row = 0;
         while row < out.len() {
-            // As many rows as the registers hold: weights are unpacked once for them.
+            // Computes as many rows together as the registers hold, so that weights are unpacked once for them.
             let left = out.len() - row;
             row += match left {
                 8.. if S::LANES == 16 => store(&integer_rows::<S, T, 8, 1>(simd, tiles, x, row), at, &mut out[row..]),

@@ -4,7 +4,7 @@
 use super::isa::kernel;
 use tandem_model::{Pairs, Rope};
 
-/// Partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from the first to the last.
+/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from first to last.
 const LANES: usize = 16;
 /// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
 const ROUNDING: f32 = 12_582_912.0;
@@ -50,7 +50,7 @@ kernel! {
 }
 
 kernel! {
-    /// Computes [`rms_norm`] in place; `x` is `[rows][weight.len()]`, such as the heads of all rows.
+    /// Computes the same as [`rms_norm`], in place; `x` is `[rows][weight.len()]`, such as the heads of all rows.
     pub(super) fn rms_norm_in_place(_simd, x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let factor = inverse_root(x, eps);

@@ -7,7 +7,7 @@ use super::{
 use std::sync::Arc;
 use tandem_model::{ModelConfig, ModelFile};
 
-/// A model's weights, packed for the kernels. Engines of one process share it.
+/// A model's weights, packed for the kernels. The engines of a process share them.
 pub struct CpuModel {
     pub(super) config: ModelConfig,
     pub(super) embedding: Matrix,
@@ -22,7 +22,7 @@ pub(super) struct Layer {
     pub query: Matrix,
     pub key: Matrix,
     pub value: Matrix,
-    /// Added to every row's queries, keys and values.
+    /// Biases that are added to every row's queries, keys and values.
     pub qkv_biases: Option<[Vec<f32>; 3]>,
     /// Weights of the RMSNorm of each query head and of each key head; all heads share them.
     pub qk_norms: Option<[Vec<f32>; 2]>,

@@ -1,7 +1,7 @@
 //! Vector operations for the kernels' inner loops, for each instruction set.
 //!
-//! A vector has [`Simd::LANES`] lanes. Every operation gives, bit for bit, the same result in each lane as that of [`Plain`]. All operations must be
-//! inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
+//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as that of [`Plain`]. All operations
+//! must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -23,7 +23,7 @@ pub(super) trait Simd: Copy {
     type Sums: Copy;
 
     fn splat(self, number: f32) -> Self::Floats;
-    /// Loads the first `LANES` numbers of a slice (`4 × LANES` for bytes). Panics if it is shorter; so do the other loads.
+    /// Loads the first `LANES` numbers of a slice (`4 × LANES` for bytes). This and the other loads panic if the slice is shorter.
     fn load(self, from: &[f32]) -> Self::Floats;
     fn load_halves(self, from: &[u16]) -> Self::Floats;
     fn load_bf16(self, from: &[u16]) -> Self::Floats;
@@ -33,7 +33,7 @@ pub(super) trait Simd: Copy {
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Returns `a × b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Converts integers up to 2^24, exactly.
+    /// Converts integers of at most 2^24 exactly.
     fn floats(self, ints: Self::Ints) -> Self::Floats;
 
     fn splat_int(self, number: i32) -> Self::Ints;
@@ -50,20 +50,20 @@ pub(super) trait Simd: Copy {
     fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
 
     fn no_sums(self) -> Self::Sums;
-    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative, and the sums of `weight × 127` over the pairs
-    /// of a lane since [`Self::no_sums`] must stay below 2^15.
+    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative. A lane may add the products in two
+    /// 16-bit sums, two products per call in each: in either sum, the total of `weight × 127` since [`Self::no_sums`] must stay below 2^15.
     fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums;
     fn ints(self, sums: Self::Sums) -> Self::Ints;
 
     /// Converts signed weights for [`Self::add_signed_products`].
     fn signed(self, bytes: Self::Bytes) -> Self::Bytes;
-    /// Returns the initial sums of signed products, given the sum of all `x` that will be added.
+    /// Returns the initial sums of signed products, given the total of all `x` whose products will be added.
     fn no_signed_sums(self, x_total: i32) -> Self::Ints;
     /// Adds each lane's dot product of four weights from −128 to 127 and four `x` from −127 to 127.
     fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
 }
 
-/// Converts half-precision bits exactly. They must be finite: infinities and NaN would become finite numbers.
+/// Converts half-precision bits exactly. The number must be finite: infinities and NaN would become finite numbers.
 #[inline(always)]
 pub(super) fn widen(half: u16) -> f32 {
     /// 2^112: the difference of the two formats' exponent biases.
@@ -78,7 +78,7 @@ pub(super) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// Arrays instead of vector registers, for any processor.
+/// The operations on arrays instead of vector registers, for any processor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plain;
 

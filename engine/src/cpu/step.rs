@@ -14,7 +14,7 @@ use super::{
 use crate::{Chunk, Logits};
 use tandem_kv::BlockId;
 
-/// Rows of a slab: their activations fit into the second-level cache.
+/// Rows of a slab: few enough that their activations fit into the second-level cache.
 const SLAB_ROWS: usize = 32;
 /// Tokens of one attention task.
 const ATTENTION_TOKENS: usize = 16;
@@ -40,7 +40,7 @@ struct SlabBuffers {
     quantised: Quantised,
     gate: Vec<f32>,
     up: Vec<f32>,
-    /// The output of a sub-layer, which is added to the stream.
+    /// The output of a sub-layer, which is added to the residual stream.
     change: Vec<f32>,
 }
 
@@ -74,7 +74,7 @@ impl Step<'_> {
             self.store_kv(&runs, index);
             let next = self.model.layers.get(index + 1);
             if next.is_none() {
-                // After the last layer's KV only logits are computed.
+                // Once the last layer's KV is written, only the rows whose logits are requested are computed further.
                 self.keep_logit_rows(chunks, &mut runs);
             }
             self.attend(&runs, index);
@@ -199,7 +199,7 @@ impl Step<'_> {
             }
             buffer.truncate(kept.len() * width);
         }
-        // No later layer reads them.
+        // No later layer reads keys, values or rotations, so their rows are not moved.
         let row_len = self.layout.row_len();
         keys.truncate(kept.len() * row_len);
         values.truncate(kept.len() * row_len);

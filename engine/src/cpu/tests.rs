@@ -42,7 +42,7 @@ impl Random {
         (self.bits() % u64::from(end)) as u32
     }
 
-    /// From −1 to 1.
+    /// Returns a number from −1 to 1.
     pub(crate) fn number(&mut self) -> f32 {
         self.bits() as f32 / (1u64 << 52) as f32 - 1.0
     }
@@ -51,10 +51,10 @@ impl Random {
         (0..len).map(|_| self.number()).collect()
     }
 
-    /// A weight tensor as the file stores it.
+    /// Returns a weight tensor of random numbers, as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
-        // Smaller scales for formats whose quants, or quants times factors, are larger.
+        // These scales are smaller, for formats whose quants, or quants times factors, are larger.
         let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
         let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
@@ -91,7 +91,7 @@ fn half(bytes: &[u8]) -> f64 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f64()
 }
 
-/// Dequantises in the order of the format's description: 64 numbers at a time from 32 bytes.
+/// Dequantises a Q4_K block in the order of the format's description: 64 numbers at a time from 32 bytes.
 fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
     let (scale, min, packed) = (half(block), half(&block[2..]), &block[4..16]);
     let factors = |j: usize| match j {
@@ -109,7 +109,7 @@ fn dequantised_q4_k(block: &[u8]) -> Vec<f64> {
     numbers
 }
 
-/// Dequantises in the order of the format's description: 128 numbers at a time, four from each byte of high bits.
+/// Dequantises a Q6_K block in the order of the format's description: 128 numbers at a time, four from each byte of high bits.
 fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
     let (low, high, factors, scale) = (&block[..128], &block[128..192], &block[192..208], half(&block[208..]));
     let mut numbers = vec![0.0; 256];
@@ -131,7 +131,7 @@ fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
     numbers
 }
 
-/// Dequantises the file's bytes, independently of the packing.
+/// Dequantises the file's bytes, without the code that packs them for the kernels.
 fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
     match kind {
         kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
@@ -178,7 +178,7 @@ pub(crate) struct Sizes {
     pub tied: bool,
 }
 
-/// Groups of three heads as in the default model, and dimensions that do not fill panels.
+/// A model with three query heads per key head, as the default model has, and with dimensions that do not fill panels.
 const QUANTISED: Sizes = Sizes {
     family: "llama",
     layers: 2,
@@ -191,7 +191,7 @@ const QUANTISED: Sizes = Sizes {
     kind: kind::Q4_1,
     tied: true,
 };
-/// Dimensions that are not multiples of each other.
+/// A model with dimensions that are not multiples of each other.
 const ODD: Sizes = Sizes {
     family: "llama",
     layers: 2,
@@ -205,7 +205,7 @@ const ODD: Sizes = Sizes {
     tied: false,
 };
 
-/// Multiples of 256, and a head length that differs from width ÷ heads.
+/// A model whose matrices have 256 inputs each, as many as a block of the K formats.
 const BLOCKS: Sizes = Sizes {
     family: "llama",
     layers: 1,
@@ -219,14 +219,14 @@ const BLOCKS: Sizes = Sizes {
     tied: false,
 };
 
-/// Biases, and rotary embedding by halves.
+/// A model with biases, and with rotary embedding by halves.
 const QWEN2: Sizes = Sizes { family: "qwen2", ..ODD };
-/// Normalised heads that are longer than width ÷ heads.
+/// A model with normalised heads that are longer than width ÷ heads.
 const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tied: true, ..ODD };
 
 const CONTEXT: u32 = 96;
 
-/// A complete model with random weights. If the layers have 4 bits, a tied head has 8.
+/// Returns a complete model with random weights. If its layers have 4-bit weights, a tied head has 8-bit weights.
 pub(crate) fn file(sizes: Sizes, seed: u64) -> Writer {
     let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);
@@ -307,7 +307,7 @@ fn engine_with(model: &Arc<CpuModel>, settings: CpuSettings) -> CpuEngine {
     CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 
-/// Blocks for a whole context, in scattered order.
+/// Returns a sequence's blocks for a whole context, in descending order and interleaved with those of other sequences.
 fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
     let each = CAPACITY_BLOCKS / sequences;
     (0..each.min(CONTEXT / BLOCK_SIZE)).rev().map(|i| BlockId(i * sequences + sequence)).collect()
@@ -318,7 +318,7 @@ fn tokens(seed: u64, len: usize, vocab: u32) -> Vec<TokenId> {
     (0..len).map(|_| random.below(vocab)).collect()
 }
 
-/// Computes the tokens in chunks of these lengths (the last one repeats); returns all logits.
+/// Computes the tokens in chunks of these lengths (the last length is repeated); returns all logits.
 fn run(engine: &mut CpuEngine, tokens: &[TokenId], blocks: &[BlockId], chunk_lens: &[usize]) -> Vec<f32> {
     let (mut logits, mut start, mut lens) = (Vec::new(), 0, chunk_lens.iter());
     let mut len = tokens.len();

@@ -15,8 +15,8 @@ use std::{
 /// Iterations of busy-waiting before a thread sleeps: a few microseconds.
 const SPINS: usize = 300;
 
-/// A thread pool in which the calling thread takes part. Idle threads sleep. The caller never waits for a helper that has not started on a job:
-/// on a busy machine it does the work of helpers that are not scheduled. ADR 003 compares it with rayon.
+/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job:
+/// on a busy machine it does the work of helpers that are not scheduled. ADR 003 compares the pool with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
@@ -25,11 +25,11 @@ pub(super) struct Threads {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Signals a new job, or `stop`.
+    /// Signals that there is a new job, or that `stop` is set.
     job_added: Condvar,
     /// Signals that the last helper has left the job.
     helpers_left: Condvar,
-    /// Copies of the fields of `state`, to be read without its lock.
+    /// `jobs` and `inside` are copies of the fields in `state`, to be read without its lock.
     jobs: AtomicUsize,
     inside: AtomicUsize,
 }
@@ -102,7 +102,7 @@ impl Drop for Threads {
     }
 }
 
-/// A job that helpers may join until this is dropped.
+/// A job that helpers may join until this value is dropped.
 struct PostedJob<'a>(&'a Shared);
 
 impl Shared {
@@ -110,7 +110,8 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Offers a job to the helpers. `None` if there is a job already, or a helper still works on it: then the caller works alone.
+    /// Offers a job to the helpers. Returns `None` if there is a job already, or a helper still works on the last one: then the caller
+    /// works alone.
     fn post(&self, job: &'static (dyn Fn() + Sync)) -> Option<PostedJob<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.inside > 0 {
@@ -182,7 +183,7 @@ fn spin(until: impl Fn() -> bool) {
     }
 }
 
-/// Reusable values that tasks borrow. There are as many as tasks ever ran at the same time.
+/// Reusable values that tasks borrow. The pool has as many values as tasks ever ran at the same time.
 #[derive(Default)]
 pub(super) struct BufferPool<T>(Mutex<Vec<T>>);
 

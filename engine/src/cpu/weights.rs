@@ -25,7 +25,7 @@ pub(crate) struct Matrix {
 /// The tiles of a matrix, panel by panel, group by group. The padding of the last panel and group is 0.
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
-    /// Q4_0 too: its minimum is −8 scales, which half precision holds exactly.
+    /// Also holds Q4_0, whose minimum is −8 × scale, which half precision holds exactly.
     Q4_1(Vec<Q4_1Tile>),
     Q8_0(Vec<Q8_0Tile>),
     Q4_K(Vec<Q4_KTile>),
@@ -35,7 +35,7 @@ pub(super) enum Tiles {
     F32(Vec<F32Tile>),
 }
 
-/// Evaluates an expression for tiles of any type.
+/// Evaluates an expression in which `$name` stands for the tiles of a matrix, whatever their type.
 macro_rules! each_type {
     ($tiles:expr, $name:ident => $ask:expr) => {
         match $tiles {
@@ -50,7 +50,7 @@ macro_rules! each_type {
     };
 }
 
-/// The words of all outputs for the same four inputs.
+/// The words of a panel's outputs for the same four inputs.
 pub(super) type Words = [u8; PANEL * 4];
 
 /// Quants from 0 to 15: row `i` has the inputs from `4i` in the lower halves of its bytes, and those from `4i + 16` in the upper halves.
@@ -66,31 +66,32 @@ pub(super) struct Q4_1Tile {
     pub mins: [u16; PANEL],
 }
 
-/// `weight = scale × factor × quant − min × min factor`, the factors from 0 to 63: both products are exact in single precision.
+/// `weight = scale × factor × quant − min × min factor`. Factors are from 0 to 63, so that `scale × factor` and `min × min factor` are
+/// exact in single precision.
 #[derive(Clone)]
 #[expect(non_camel_case_types, reason = "the format's own name")]
 #[repr(align(64))]
 pub(super) struct Q4_KTile {
     pub quants: Nibbles,
-    /// Scales of 256 inputs: the same in eight tiles.
+    /// Each output's scale for 256 inputs, and so the same in eight tiles.
     pub scales: [u16; PANEL],
     pub mins: [u16; PANEL],
     pub factors: [u8; PANEL],
     pub min_factors: [u8; PANEL],
 }
 
-/// `weight = scale × factor × (quant − 32)`, quants from 0 to 63, a factor for each half of the group.
+/// `weight = scale × factor × (quant − 32)`, with quants from 0 to 63 and a factor for each half of the group.
 #[derive(Clone)]
 #[expect(non_camel_case_types, reason = "the format's own name")]
 #[repr(align(64))]
 pub(super) struct Q6_KTile {
     pub quants: [Words; GROUP / 4],
-    /// Scales of 256 inputs: the same in eight tiles.
+    /// Each output's scale for 256 inputs, and so the same in eight tiles.
     pub scales: [u16; PANEL],
     pub factors: [[i8; PANEL]; 2],
 }
 
-/// `weight = scale × quant`, quants from −128 to 127.
+/// `weight = scale × quant`, with quants from −128 to 127.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Q8_0Tile {
@@ -98,12 +99,12 @@ pub(super) struct Q8_0Tile {
     pub scales: [u16; PANEL],
 }
 
-/// Half-precision bits.
+/// Weights as half-precision bits.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct F16Tile(pub [[u16; PANEL]; GROUP]);
 
-/// The high halves of single-precision bits.
+/// Weights as the upper 16 of their single-precision bits.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
@@ -112,9 +113,9 @@ pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
-/// Packing and unpacking of one group of one output.
+/// A tile, which is packed and unpacked one group of one output at a time.
 trait Tile: Clone {
-    /// The size of a block in the file, which has `BLOCK_GROUPS` groups.
+    /// Bytes of a block in the file, which has `BLOCK_GROUPS` groups.
     const BLOCK_BYTES: usize;
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
@@ -156,7 +157,7 @@ fn is_finite(half: u16) -> bool {
 
 const NO_WORDS: [Words; GROUP / 4] = [[0; PANEL * 4]; GROUP / 4];
 
-/// Returns the row and the byte of an input of an output in its words.
+/// Returns where a tile's words hold the quant of this column and input: the index of the row, and of the byte in the row.
 fn place(column: usize, input: usize) -> (usize, usize) {
     (input / 4, column * 4 + input % 4)
 }
@@ -194,13 +195,13 @@ impl Tile for Q4_1Tile {
 }
 
 impl Q4_1Tile {
-    /// The size of a Q4_0 block in the file.
+    /// Bytes of a Q4_0 block in the file.
     const Q4_0_BYTES: usize = 18;
 
     /// Packs a Q4_0 block: `weight = scale × (quant − 8)`.
     fn put_q4_0(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
-        // It is infinite only if weights exceed half precision themselves.
+        // The minimum is infinite only if weights exceed the range of half precision.
         let min = f16::from_f32(scale.to_f32() * -8.0);
         (self.scales[column], self.mins[column]) = (scale.to_bits(), min.to_bits());
         self.quants.put(column, &block[2..18]);
@@ -373,18 +374,18 @@ impl Matrix {
         each_type!(&self.tiles, tiles => row(tiles, output, into))
     }
 
-    /// Returns the size in memory.
+    /// Returns the size in memory in bytes.
     pub fn bytes(&self) -> usize {
         each_type!(&self.tiles, tiles => size_of_val(tiles.as_slice()))
     }
 }
 
-/// Packs all rows; `None` if a number is not finite.
+/// Packs all rows with `T::put`; `None` if a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     pack_with(data, outputs, T::BLOCK_BYTES, T::put)
 }
 
-/// Packs all rows; their blocks have this size, and `put` packs one group of a block.
+/// Packs all rows, whose blocks have `block_bytes` bytes. `put` packs one group of a block. Returns `None` if a number is not finite.
 fn pack_with<T: Tile>(
     data: &[u8],
     outputs: usize,
@@ -416,7 +417,8 @@ fn row<T: Tile>(tiles: &[T], output: usize, into: &mut [f32]) {
     }
 }
 
-/// Reads a vector of float weights, such as a norm's. Fails if the tensor is missing, has another length or format, or a number that is not finite.
+/// Reads a vector of float weights, such as those of a norm. Fails if the tensor is missing, has another length or format, or has a number
+/// that is not finite.
 pub(crate) fn vector(file: &dyn ModelFile, name: &str, len: usize) -> Result<Vec<f32>, CpuError> {
     let tensor = file.tensor_of(name, &[len as u64])?;
     let numbers: Vec<f32> = match tensor.kind {

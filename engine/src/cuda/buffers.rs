@@ -10,7 +10,7 @@ use super::{
 };
 use std::sync::Arc;
 
-/// Buffers that every step of an engine on one device reuses; [`Sizes`] describes them.
+/// The buffers of one device, which every step of the engine reuses. [`Sizes`] describes each of them.
 pub(super) struct Buffers<D: Device> {
     pub residual: Memory<D>,
     pub normed: Memory<D>,
@@ -36,7 +36,7 @@ pub(super) struct Gemms {
 }
 
 impl<D: Device> Buffers<D> {
-    /// Allocates all buffers; those of the output head only if the device `has_head`.
+    /// Allocates all buffers. Those of the output head are empty unless `has_head`.
     pub fn new(device: &Arc<D>, sizes: &Sizes, has_head: bool) -> Result<Self, CudaError> {
         let memory = |bytes| Memory::new(device, bytes);
         let of_head = |bytes| memory(if has_head { bytes } else { 0 });
@@ -62,7 +62,8 @@ impl<D: Device> Buffers<D> {
         let gemm = |weights, (inputs, from), (outputs, to), epilogue| {
             (Gemm { half, rows, inputs, outputs, epilogue }, operands(weights, from, to))
         };
-        // The first rank adds to its residual stream, the others overwrite theirs: the all-reduce then gives the updated stream on every rank.
+        // The first rank adds its result to the residual stream; the other ranks overwrite the stream with theirs. The all-reduce then
+        // gives every rank the updated stream.
         let to_residual = if model.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
         let (normed, residual) = ((width, &self.normed), (width, &self.residual));
         Gemms {

@@ -14,8 +14,8 @@ use std::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Returns the kernels' code for this model and GPU, from the cache, or else compiled (in some ten seconds) and cached. Fails if NVRTC is not found, or
-/// refuses the kernels.
+/// Returns the kernels' machine code for this model and GPU. If it is not in the cache, compiles it (in some ten seconds) and caches it.
+/// Fails if NVRTC is not found or cannot compile the kernels.
 pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) -> Result<Vec<u8>, CudaError> {
     let architecture = driver.architecture();
     let Some(folder) = kernels_dir else { return compile(shape, &architecture) };
@@ -38,7 +38,7 @@ fn key(shape: &Shape, architecture: &str, driver_version: i32) -> String {
     format!("{:032x}", xxh3_128(text.as_bytes()))
 }
 
-/// Reads a cached file. Its first 16 bytes are the hash of the rest; an incomplete or damaged file is ignored.
+/// Reads the code from a cached file, whose first 16 bytes are the hash of the rest. Ignores an incomplete or damaged file.
 fn kept(file: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(file).ok()?;
     let hash = u128::from_le_bytes(*bytes.first_chunk::<16>()?);
@@ -46,7 +46,7 @@ fn kept(file: &Path) -> Option<Vec<u8>> {
     (xxh3_128(&code) == hash).then_some(code)
 }
 
-/// Writes under a temporary name and renames: a reader never sees an incomplete file.
+/// Writes the file under a temporary name and then renames it, so that a reader never sees an incomplete file.
 fn keep(folder: &Path, file: &Path, code: &[u8]) -> std::io::Result<()> {
     fs::create_dir_all(folder)?;
     let unfinished = file.with_extension(format!("{}.part", std::process::id()));
@@ -60,7 +60,7 @@ fn options(shape: &Shape, architecture: &str) -> Vec<String> {
     options
 }
 
-/// Compiles with NVRTC, which needs no GPU.
+/// Compiles the kernels with NVRTC, which needs no GPU.
 pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, CudaError> {
     // SAFETY: this only tries to open the library, which runs nothing but its own initialisers.
     let present = unsafe { sys::is_culib_present() };

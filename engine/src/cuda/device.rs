@@ -1,4 +1,5 @@
-//! The interface between the host code and what executes it: a GPU, or in tests the kernels compiled for the host.
+//! The interface between the host code and the device that executes its work: a GPU or, in tests, an emulation with the kernels compiled
+//! for the host.
 
 use super::{CudaError, shape::Half};
 use std::{sync::Arc, time::Duration};
@@ -59,7 +60,7 @@ pub(super) struct Launch {
     pub kernel: Kernel,
     /// Thread blocks in x, y and z; none of them is 0.
     pub grid: [usize; 3],
-    /// Dynamic shared memory per thread block.
+    /// Bytes of dynamic shared memory per thread block.
     pub shared_bytes: usize,
 }
 
@@ -93,19 +94,20 @@ pub(super) struct Operands {
     pub outputs: u64,
 }
 
-/// A CUDA stream and the device it runs on. Work is executed in the order of the calls; most calls only enqueue it, `download` and `wait`
-/// return when it is done. Every method that returns a `Result` fails if the driver (or the library it calls) fails.
+/// A CUDA stream and its device. Work is executed in the order of the calls. Most calls only enqueue work; `download` and `wait` return
+/// when it is done. Every method that returns a `Result` fails if the driver, or a library that the method calls, fails.
 pub(super) trait Device: Send + Sync + Sized + 'static {
-    /// Communicators of several ranks, one per device. Dropping them ends collectives that wait for a lost rank.
+    /// The communicators of an engine's ranks, one per device. Dropping them ends all-reduces that wait for a lost rank.
     type Communicators: Send;
 
-    /// Device memory reserved for the communicators of an engine, on each device.
+    /// Bytes of memory to reserve on each device for an engine's communicators.
     const COMMUNICATOR_BYTES: usize;
 
-    /// Connects devices, one rank each, for `all_reduce_sum`.
+    /// Connects devices, each of which is one rank, for `all_reduce_sum`.
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError>;
 
-    /// Replaces `count` 32-bit floats at one address of every rank by their sum over all ranks, in the order of each rank's stream.
+    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks, in order with the other work of each
+    /// rank's stream.
     fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
 
     /// Recorded work (a CUDA graph).
@@ -120,32 +122,32 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns the bytes of free device memory.
     fn free_bytes(&self) -> Result<usize, CudaError>;
 
-    /// Allocates uninitialised memory, aligned to 256 bytes. The caller passes it to `free` once.
+    /// Allocates uninitialised memory and returns its address, a multiple of 256, which the caller passes to `free` once.
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError>;
 
     /// Frees memory when all work of this stream is done.
     fn free(&self, address: u64);
 
-    /// Copies from the host. The bytes may change after the call.
+    /// Copies bytes from the host to a device address. The caller may change them once this has returned.
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError>;
 
-    /// Copies to the host when all earlier work is done.
+    /// Copies bytes from a device address to the host, after all earlier work is done.
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError>;
 
     /// Returns when all work is done.
     fn wait(&self) -> Result<(), CudaError>;
 
-    /// Returns when all work of all ranks is done, or as soon as one rank has failed: the work of the others may then never end.
+    /// Returns when all work of all ranks is done, or as soon as one rank has failed: the work of the other ranks may then never end.
     fn wait_all(ranks: &[&Self]) -> Result<(), CudaError>;
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError>;
 
-    /// Launches a kernel. Each argument takes one word; 32-bit values use its lower half.
+    /// Launches a kernel. Each argument is one 64-bit word; a 32-bit value is in its lower half.
     fn launch(&self, launch: Launch, arguments: &mut [u64]) -> Result<(), CudaError>;
 
     fn gemm(&self, gemm: (Gemm, Operands)) -> Result<(), CudaError>;
 
-    /// Plans these GEMMs and times their algorithms in advance, until `limit` is reached. Their `outputs` are not used.
+    /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Does not access the output matrices.
     fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
 
     /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have been
@@ -158,20 +160,20 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns a handle by which other processes of this host can map the memory that was allocated at this address.
     fn export(&self, address: u64) -> Result<IpcHandle, CudaError>;
 
-    /// Maps another process's memory, on any GPU that this one can read; returns its address and size in bytes. The caller passes the address
-    /// to `close` once.
+    /// Maps memory of another process, which may be on any GPU that this GPU can read. Returns its address and its size in bytes; the
+    /// caller passes the address to `close` once.
     fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError>;
 
-    /// Unmaps another process's memory when all work of this stream is done.
+    /// Unmaps memory of another process after all work of this stream is done.
     fn close(&self, address: u64);
 
     /// A communicator with a device of another process.
     type PeerCommunicator: PeerCommunicator;
 
-    /// Returns whether peer communicators can be created: NCCL is installed.
+    /// Returns whether NCCL is installed, without which no peer communicator can be created.
     fn nccl_available() -> bool;
 
-    /// Returns the id of a communicator that is still to be created.
+    /// Returns an id for a new communicator, which its two ranks then join.
     fn new_communicator_id() -> Result<CommunicatorId, CudaError>;
 
     /// Joins the communicator with this id as rank 0 or 1. Returns when the other rank has joined; fails if that takes longer than `limit`.
@@ -185,12 +187,14 @@ pub(super) type IpcHandle = [u8; 64];
 /// A region of device memory: address and bytes.
 pub(super) type Region = (u64, usize);
 
-/// Sends and receives regions, whose lengths must be the same at both ends. After an error it must not be used again.
+/// One end of a communicator of two ranks. The lengths of the regions must be the same at both ends. After an error the communicator must
+/// not be used again.
 pub(super) trait PeerCommunicator: Send + Sync + 'static {
-    /// Returns when the peer has received the regions; fails if that takes longer than `limit`.
+    /// Sends the regions. Returns when the peer has received them; fails if that takes longer than `limit`.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 
-    /// Returns when the regions have been received; fails if that takes longer than `limit`. Their former contents are lost even then.
+    /// Fills the regions with what the peer sends. Returns when all are received; fails if that takes longer than `limit`. The former
+    /// contents of the regions are lost even if it fails.
     fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 }
 

@@ -75,7 +75,7 @@ pub enum CudaError {
     StepTooLarge { tokens: usize, sequences: usize, tokens_max: usize, sequences_max: usize },
 }
 
-/// After a failed driver call, all further calls fail.
+/// Errors after which the GPU or the engine cannot be used any more become `EngineError::Lost`.
 impl From<CudaError> for EngineError {
     fn from(error: CudaError) -> Self {
         match error {

@@ -1,4 +1,4 @@
-//! The device interface on a GPU: all calls of the driver, cuBLASLt and NCCL, and nothing else.
+//! Implements the device interface for a GPU. This module and its submodules contain all calls of the driver, of cuBLASLt and of NCCL.
 //!
 //! A library is opened before any of its functions is called, because `cudarc` panics if it is missing.
 #![expect(unsafe_code, reason = "the CUDA driver is a C library")]
@@ -28,14 +28,15 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Pinned host memory of a stream, through which copies are staged.
+/// Bytes of pinned host memory per stream, through which copies between host and device are staged.
 const STAGING_BYTES: usize = 8 << 20;
 
-/// Held while an all-reduce is launched on all its GPUs, and during calls for which the driver may wait for all work of a GPU while it blocks other
-/// threads' calls (allocating, freeing, loading). Otherwise such a call could wait for an all-reduce that has started on one GPU and whose launch on
-/// the next GPU is blocked by that call. While it is held, only a communicator's own lock may be taken, which is held for a bounded time.
+/// Held while an all-reduce is launched on all its GPUs, and during driver calls that allocate or free memory or load kernels. Such a call
+/// may wait for all work of a GPU, and blocks the calls of other threads meanwhile. Without the lock, it could wait for an all-reduce that
+/// has started on one GPU but whose launch on the next GPU it blocks. A thread that holds the lock may take only a communicator's own lock,
+/// which is held for a bounded time.
 ///
-/// It is process-wide because the driver is: a process has one primary context per GPU, which all engines share.
+/// The lock is process-wide because a process has one primary context per GPU, which all engines share.
 static DRIVER_LOCK: Mutex<()> = Mutex::new(());
 
 fn driver_lock() -> MutexGuard<'static, ()> {
@@ -69,8 +70,8 @@ impl Context {
         };
         let device = driver.device;
         let _locked = driver_lock();
-        // SAFETY: the driver returned this device. The image outlives the call and was compiled by NVRTC for this device (or read from a file with a
-        // matching hash). The functions belong to the module, which is unloaded in `drop` only.
+        // SAFETY: the driver returned this device. `cubin` outlives the call and was compiled by NVRTC for this device (or read from a file
+        // with a matching hash). The functions belong to the module, which is unloaded only in `drop`.
         unsafe {
             let context = result::primary_ctx::retain(device).map_err(failed("opening a context"))?;
             result::ctx::set_current(context).map_err(failed("opening a context"))?;
@@ -112,7 +113,7 @@ impl Drop for Context {
 
 /// A stream of a GPU.
 pub(super) struct Gpu {
-    // Fields are dropped in this order: cuBLASLt's resources belong to the context.
+    // Fields are dropped in this order. cuBLASLt's resources belong to the context, so they are dropped before it.
     gemms: Mutex<GemmPlans>,
     staging: Mutex<Staging>,
     stream: sys::CUstream,
@@ -164,7 +165,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // Fails only if the device has failed; then no work is left to wait for.
+            // This fails only if the device has failed; then no work is left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
@@ -178,7 +179,7 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// As `CudaModel::nccl_self_test`.
+    /// Implements `CudaModel::nccl_self_test`.
     pub fn nccl_self_test(self: &Arc<Self>, bytes: usize) -> Result<(Duration, bool), CudaError> {
         const LIMIT: Duration = Duration::from_secs(30);
         let sent: Vec<u8> = (0..bytes).map(|byte| ((byte * 31) >> 3) as u8).collect();
@@ -186,7 +187,7 @@ impl Gpu {
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // Two regions, since KV blocks are sent as several.
+        // The memory is sent as two regions, as KV blocks are sent as several.
         let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
         ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
@@ -209,7 +210,7 @@ unsafe impl Send for Graph {}
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: it is destroyed once; the driver keeps its resources until a running launch has ended.
+            // SAFETY: the graph is destroyed once; the driver keeps its resources until a running launch has ended.
             let _ = unsafe { result::graph::exec_destroy(self.graph) };
         }
     }
@@ -218,7 +219,7 @@ impl Drop for Graph {
 impl Device for Gpu {
     type Communicators = Vec<Communicator>;
 
-    /// NCCL's channel buffers and its kernels' stack: up to 1.6 GB were reported with eight GPUs.
+    /// Covers NCCL's channel buffers and the stack of its kernels; up to 1.6 GB were reported with eight GPUs.
     const COMMUNICATOR_BYTES: usize = 2 << 30;
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
@@ -237,7 +238,7 @@ impl Device for Gpu {
     type Graph = Graph;
 
     fn new_stream(&self) -> Result<Self, CudaError> {
-        // Earlier work of this stream (copies of weights) must be done before the new stream uses its results.
+        // Earlier work of this stream, such as copies of weights, must be done before the new stream reads its results.
         self.context.enter()?;
         self.idle()?;
         Self::of(Arc::clone(&self.context))
@@ -255,14 +256,14 @@ impl Device for Gpu {
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         self.context.enter()?;
         let _locked = driver_lock();
-        // Not stream-ordered: IPC handles exist only for memory of `cuMemAlloc`.
+        // This allocation is not stream-ordered, because IPC handles exist only for memory of `cuMemAlloc`.
         // SAFETY: the size is not 0, and the memory is used as bytes only.
         unsafe { result::malloc_sync(bytes) }.map_err(failed("allocating device memory"))
     }
 
     fn free(&self, address: u64) {
         if self.context.enter().is_ok() {
-            // Fails only if the device has failed; then its memory is lost anyway.
+            // This fails only if the device has failed; then its memory is lost anyway.
             let _ = self.idle();
             let _locked = driver_lock();
             // SAFETY: the caller frees each allocation once, and no running work uses it.
@@ -276,7 +277,7 @@ impl Device for Gpu {
         self.context.enter()?;
         let mut staging = self.staging.lock().expect("no copy panics");
         for (i, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
-            // The previous copy must have read the staging memory.
+            // Wait until the previous copy has read the staging memory.
             self.idle()?;
             let staged = &mut staging.bytes()[..chunk.len()];
             staged.copy_from_slice(chunk);
@@ -373,7 +374,7 @@ impl Device for Gpu {
 
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         self.context.enter()?;
-        // Relaxed: other threads may allocate or wait meanwhile, which the other modes forbid.
+        // In relaxed mode, other threads may allocate or wait meanwhile, which the other modes forbid.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is destroyed in `drop` only.
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;

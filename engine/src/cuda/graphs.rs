@@ -6,11 +6,11 @@
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
 
-/// Bound of cached graphs: more than the buckets of a mixed load. A graph has a few hundred launches, each of which takes some kilobytes in the
-/// driver.
+/// The most graphs that are cached: more than a mixed load has buckets. A graph has a few hundred launches, each of which takes some
+/// kilobytes in the driver.
 const GRAPHS_MAX: usize = 256;
 
-/// The numbers that a step is padded to, and the key of its graph.
+/// The numbers of rows and partitions that a step is padded to, and its number of alternatives. They are the key of its graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
     pub rows: usize,
@@ -23,29 +23,29 @@ pub(super) struct Bucket {
 pub(super) struct Graphs<D: Device> {
     rows_max: usize,
     partitions_max: usize,
-    /// The addresses of lists and results that the graphs use.
+    /// The addresses of the lists and of the results that the cached graphs use.
     addresses: [u64; 2],
     entries: HashMap<Bucket, Entry<D>>,
     /// Number of steps so far, the clock of `Entry::used`.
     steps: u64,
-    /// A capture has failed: all steps are launched kernel by kernel.
+    /// Whether a capture has failed. From then on, all steps are launched kernel by kernel.
     disabled: bool,
 }
 
 struct Entry<D: Device> {
-    /// `None`: a step of this bucket has run once, so that all first-use initialisation is done; the next one is captured.
+    /// `None` after the bucket's first step, which is launched directly for all first-use initialisation. The next step is captured.
     graph: Option<D::Graph>,
-    /// The step in which it was last used.
+    /// The step in which this entry was last used.
     used: u64,
 }
 
 impl<D: Device> Graphs<D> {
-    /// Creates an empty cache. The engine's buffers hold this many rows and partitions.
+    /// Creates an empty cache for an engine whose buffers hold this many rows and partitions.
     pub fn new(rows_max: usize, partitions_max: usize) -> Self {
         Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, disabled: false }
     }
 
-    /// Returns the bucket of a step whose rows are all sampled, and so are single tokens; `None` for other steps.
+    /// Returns the step's bucket if all its rows are sampled, which implies that every chunk is a single token; `None` for other steps.
     pub fn bucket(&self, batch: &Batch, top_max: usize) -> Option<Bucket> {
         let rows = batch.rows();
         let bucket = || Bucket {
@@ -56,8 +56,9 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Executes the step `work`, which was padded to this bucket and has its lists and results at these addresses: launched directly the first time,
-    /// then captured and replayed. `work` may be called a second time after a partial execution, and must then still give the right result.
+    /// Executes the step `work`, which was padded to this bucket and has its lists and results at these addresses. The bucket's first step
+    /// is launched directly; the second is captured, and the graph is replayed from then on. `work` may be called a second time after a
+    /// partial execution, and must then still give the right result.
     pub fn run(
         &mut self,
         device: &D,

@@ -8,8 +8,8 @@ use super::{
 };
 use std::sync::Arc;
 
-/// Initial size, enough for the lists of almost all steps: 256 sequences with 900 blocks each, or 20,000 prompt tokens. Reallocation invalidates all
-/// CUDA graphs, and freeing the old buffer waits for the device.
+/// Initial size of the buffer in bytes, enough for the lists of almost all steps: 256 sequences with 900 blocks each, or 20,000 prompt
+/// tokens. Reallocating the buffer invalidates all CUDA graphs, and freeing the old one waits for the device.
 pub(super) const BYTES: usize = 1 << 20;
 
 /// The device buffer of a step's lists, uploaded with one copy.
@@ -38,8 +38,8 @@ impl<D: Device> Inputs<D> {
         Ok(Self { memory: Memory::new(device, bytes)?, bytes: Vec::new() })
     }
 
-    /// Copies a step's lists, each aligned to 16 bytes. The lists whose length depends on more than the numbers of rows and partitions come last, so
-    /// that the others have the same addresses in all steps padded to the same numbers.
+    /// Copies a step's lists to the device, each aligned to 16 bytes. Lists whose lengths depend only on the numbers of rows and partitions
+    /// come first, so that they have the same addresses in all steps that are padded to the same numbers.
     pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, sampling: &SampleInputs) -> Result<Lists, CudaError> {
         self.bytes.clear();
         let mut lists = Lists {

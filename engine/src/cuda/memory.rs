@@ -1,14 +1,14 @@
-//! How a device's memory is divided among the buffers of an engine. Plain arithmetic.
+//! Computes how a device's memory is divided among the buffers of an engine.
 
 use super::{CudaError, CudaLimits, plan::partitions_max, shape::Shape};
 
-/// Percentage of the memory free after loading the weights that engines may use. The rest is for cuBLASLt's workspaces, the kernels' code, the inputs
-/// of steps, and other processes.
+/// Percentage of the free memory (after loading the weights) that engines may use. The rest is for cuBLASLt's workspaces, the kernels'
+/// code, the inputs of steps, and other processes.
 const SHARE_PERCENT: usize = 90;
-/// Rows of logits computed at a time; each is as long as the vocabulary.
+/// The most rows of logits that are computed at a time; each row is as long as the vocabulary.
 const HEAD_ROWS_MAX: usize = 256;
 
-/// Sizes of an engine's buffers, in bytes unless said otherwise; rows are a step's tokens.
+/// Sizes of an engine's buffers, in bytes unless stated otherwise. A row is one token of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
     /// The residual stream: rows × width, 32-bit.
@@ -29,13 +29,13 @@ pub(super) struct Sizes {
     pub partial_outputs: usize,
     /// Softmax maximum and sum per partition and head, 32-bit.
     pub partial_sums: usize,
-    /// Rows × vocabulary, 32-bit; on the first rank only.
+    /// Logits: rows × vocabulary, 32-bit; on the first rank only.
     pub logits: usize,
     /// A modifiable copy of the logits for sampling.
     pub scratch: usize,
-    /// Rows of logits computed at a time.
+    /// Number of rows of logits that are computed at a time.
     pub head_rows_max: usize,
-    /// Partitions in a step.
+    /// The largest number of partitions in a step.
     pub partitions_max: usize,
     pub capacity_blocks: u32,
 }
@@ -51,7 +51,8 @@ pub(super) struct DeviceBudget {
 }
 
 impl Sizes {
-    /// Returns the sizes for these limits, with as many blocks as set, or else as fit. Fails if they do not fit.
+    /// Returns the sizes for these limits. If they set no number of KV blocks, it is the largest that fits. Fails if the buffers do not
+    /// fit.
     pub fn new(shape: &Shape, limits: &CudaLimits, budget: DeviceBudget) -> Result<Self, CudaError> {
         let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;
@@ -86,7 +87,7 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Returns the bytes of all buffers but the KV memory.
+    /// Returns the total bytes of all buffers except the KV memory.
     pub fn step_bytes(&self) -> usize {
         let rows = self.residual + self.normed + self.qkv + self.attended + self.gates + self.inner + self.rope;
         rows + self.partial_outputs + self.partial_sums + self.logits + self.scratch

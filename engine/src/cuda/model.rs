@@ -21,12 +21,12 @@ pub(super) struct Model<D: Device> {
     pub device: Arc<D>,
     /// Bytes of device memory free after loading the weights.
     pub free_bytes: usize,
-    /// RoPE: radians per position for each pair, 64-bit floats.
+    /// RoPE frequencies: radians per position for each pair of dimensions, as 64-bit floats.
     pub frequencies: Memory<D>,
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// `None` if the embedding is also the head, and on the ranks after the first, which computes the logits.
+    /// The output head; `None` if the embedding is also the head, and on all ranks but the first, which alone computes the logits.
     head: Option<Memory<D>>,
 }
 

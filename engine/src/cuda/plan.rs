@@ -1,13 +1,14 @@
-//! Lays a step's chunks out as lists for the kernels. Plain data.
+//! Lays out a step's chunks as the lists that the kernels read.
 
 use super::shape::Shape;
 use crate::{Chunk, Logits};
 
-/// The fewest positions of a partition (and so of a thread block), if the sequence has as many.
+/// The minimum length of a partition in positions; a thread block processes one partition. A shorter sequence is one partition.
 const PARTITION_POSITIONS_MIN: usize = 256;
-/// The slot of padding rows, whose KV is not stored; the same as in kernels/model.cu.
+/// The slot of padding rows, whose KV is not stored. kernels/model.cu has the same constant.
 const NO_SLOT: u32 = u32::MAX;
-/// Target number of `attend_token` thread blocks per multiprocessor: two run at a time, and with more of them few multiprocessors idle at the end.
+/// Target number of `attend_token` thread blocks per multiprocessor. Two run at a time; with more than two, few multiprocessors are idle at
+/// the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// A step as lists: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
@@ -19,11 +20,11 @@ pub(super) struct Batch {
     pub slots: Vec<u32>,
     /// The chunks' block tables, concatenated.
     pub tables: Vec<u32>,
-    /// Tiles of prompts, those that read the most KV first: first row, tokens, position of the first token, offset in `tables`.
+    /// Tiles of prompts: first row, tokens, position of the first token, offset in `tables`. Tiles that read the most KV come first.
     pub tiles: Vec<[u32; 4]>,
     /// Partitions of the KV that single tokens read: row, first position, position after the last, offset in `tables`.
     pub partitions: Vec<[u32; 4]>,
-    /// Single tokens: row, first partition, number of partitions, unused.
+    /// Single tokens, whose partitions are combined: row, first partition, number of partitions, unused.
     pub combined: Vec<[u32; 4]>,
     /// Rows whose logits are returned.
     pub logit_rows: Vec<u32>,
@@ -78,7 +79,7 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Pads a batch of single tokens with rows that attend to nothing, store no KV and are sampled like others, and with empty partitions.
+    /// Pads a batch of single tokens with empty partitions, and with rows that attend to nothing, store no KV and are sampled as usual.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
@@ -217,7 +218,7 @@ mod tests {
             assert!(batch.partitions.len() <= partitions_max(sequences, &SHAPE, multiprocessors), "{sequences} at {position}");
             batch.partitions.len()
         };
-        // With two key heads, half as many partitions as thread blocks, rounded to whole tiles.
+        // With two key heads, there are half as many partitions as thread blocks; their lengths are rounded to whole tiles.
         assert_eq!(parts(1, 100_000, 132), 261);
         assert_eq!(parts(1, 255, 132), 1);
         assert_eq!(parts(1, 256, 132), 2);

@@ -25,7 +25,7 @@ fn transfer_max(blocks: usize, block_bytes: usize) -> Duration {
 
 /// One rank's shard of all blocks, in its device's memory.
 pub(super) struct KvShard<D: Device> {
-    /// A stream of its own, so that copies do not wait for steps.
+    /// A separate stream of the rank's device, so that copies do not wait for steps.
     pub device: Arc<D>,
     pub kv: Arc<Memory<D>>,
 }
@@ -42,21 +42,22 @@ struct Shards<D: Device> {
     blocks: u32,
 }
 
-/// The fields of a serialised handle, in this order; integers are little-endian.
+/// The fields of a pool's serialised handle, in this order; integers are little-endian.
 struct Handle {
     host: [u8; 16],
     process: [u8; 16],
     block_bytes: u64,
     blocks: u32,
-    /// The pool's key in that process.
+    /// The pool's key in `POOLS` of that process.
     number: u64,
     shards: Vec<IpcHandle>,
 }
 
-/// The pools of this process, by number, where its engines find each other's memory: CUDA cannot open an IPC handle in the process that exported it.
+/// The pools of this process, by number. Engines of one process find each other's memory here, because CUDA cannot open an IPC handle in
+/// the process that exported it.
 static POOLS: Mutex<BTreeMap<u64, Weak<dyn Any + Send + Sync>>> = Mutex::new(BTreeMap::new());
 
-/// Returns the id of the host, the same in all containers until it reboots; zeros if it is unknown.
+/// Returns the host's id, which is the same in all containers and changes when the host reboots; zeros if it is unknown.
 fn host() -> [u8; 16] {
     static HOST: OnceLock<[u8; 16]> = OnceLock::new();
     *HOST.get_or_init(|| {
@@ -192,7 +193,7 @@ struct Peer<D: Device> {
     /// Address of each rank's shard.
     addresses: Vec<u64>,
     blocks: u32,
-    /// Keeps the memory of an engine of this process allocated; `None` if it belongs to another process and is mapped.
+    /// Keeps the other engine's memory allocated if that engine is in this process; `None` if the memory is mapped from another process.
     owner: Option<Arc<Shards<D>>>,
 }
 
@@ -226,12 +227,12 @@ impl<D: Device> PeerMemory for Peer<D> {
     }
 }
 
-/// Sends or receives the regions of one rank within a time.
+/// Sends or receives the regions of one rank within a time limit.
 type TransferOnRank<D> = fn(&<D as Device>::PeerCommunicator, &[Region], Duration) -> Result<(), CudaError>;
 
 /// One end of a transfer over NCCL.
 struct PoolCommunicator<D: Device> {
-    /// For each rank a communicator, and memory for received blocks that are discarded.
+    /// For each rank, a communicator and the memory that receives discarded blocks.
     peers: Vec<(D::PeerCommunicator, Memory<D>)>,
     pool: Arc<Shards<D>>,
 }

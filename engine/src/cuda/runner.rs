@@ -17,28 +17,30 @@ use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, Sampl
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, KvMemory};
 
-/// Layers enqueued on several ranks before the host waits for them. While some thousand launches are pending the driver blocks further ones, and
-/// if one rank's all-reduce then waits for a lost rank, no error would end that.
+/// Number of layers that are enqueued on several ranks before the host waits for them. While some thousand launches are pending, the driver
+/// blocks further ones. If an all-reduce then waited for a lost rank, the host would be blocked without an error.
 const LAYERS_IN_FLIGHT: usize = 32;
 /// Time limit for planning the GEMMs of decode steps on one device, which usually takes a second or two.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and after a rank was lost: dropping them ends collectives that wait for it, before memory is freed.
+    /// `None` on one device, and after a rank was lost: dropping the communicators ends all-reduces that wait for that rank, before memory
+    /// is freed.
     communicators: Option<D::Communicators>,
     /// `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
-    /// The last field, so that weights are freed last: an aborted step may read them until the buffers above, whose freeing waits for it, are freed.
+    /// The last field, so that weights are freed last: an aborted step may read them until it ends, and freeing the buffers above waits for
+    /// its end.
     models: Arc<[Model<D>]>,
 }
 
 /// An engine's resources on one device.
 struct Rank<D: Device> {
-    /// A stream of its own: engines on one device run concurrently.
+    /// The engine's own stream, so that engines on one device run concurrently.
     device: Arc<D>,
     buffers: Buffers<D>,
     inputs: Inputs<D>,
@@ -46,7 +48,7 @@ struct Rank<D: Device> {
 }
 
 impl<D: Device> Runner<D> {
-    /// Allocates all memory that steps need and connects the ranks. `models` are all ranks of one model.
+    /// Allocates all memory that steps need and connects the ranks. `models` has one entry for each rank of the model.
     pub fn new(models: Arc<[Model<D>]>, limits: CudaLimits) -> Result<Self, CudaError> {
         let free_bytes = models.iter().map(|model| model.free_bytes).min().expect("a model has a rank");
         let communicator_bytes = if models.len() > 1 { D::COMMUNICATOR_BYTES } else { 0 };
@@ -56,7 +58,7 @@ impl<D: Device> Runner<D> {
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
-            // The first all-reduce allocates and may fail, so it is done before any step. The values are not used.
+            // The first all-reduce allocates memory and may fail, so one is done before any step. Its result is not used.
             let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
             D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
@@ -67,14 +69,14 @@ impl<D: Device> Runner<D> {
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
 
-    /// Launches every step kernel by kernel.
+    /// Returns the engine without CUDA graphs, so that it launches every step kernel by kernel.
     #[cfg(test)]
     pub fn without_graphs(mut self) -> Self {
         self.graphs = None;
         self
     }
 
-    /// Starts the growing buffers empty, so that they are reallocated at other addresses.
+    /// Replaces the buffers that can grow with empty ones, so that steps reallocate them at other addresses.
     #[cfg(test)]
     pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {
@@ -148,16 +150,17 @@ impl<D: Device> Runner<D> {
             }
         };
         tokens.truncate(requests.len());
-        // A step's measured duration includes all of its work, and asynchronous errors are reported here.
+        // Wait for all ranks, so that the step's measured duration includes all of its work and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
         Ok(StepOutput::Sampled { tokens, logits })
     }
 }
 
-/// Runs embedding and all layers on all ranks. Leaves the residual stream of all rows; if no logits are needed, the last layer only writes its KV.
+/// Runs the embedding and all layers on all ranks. The result is the residual stream of all rows. If no logits are needed, the last layer
+/// only writes its KV.
 ///
-/// With several ranks, all work is done when it returns. Before that no call may wait for a single rank, because the all-reduce of one rank never ends
-/// if another rank is lost.
+/// With several ranks, all work is done when this function returns. Until then no call may wait for a single rank, because the all-reduce
+/// of one rank never ends if another rank is lost.
 fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Communicators>) -> Result<(), CudaError> {
     let each =
         |work: fn(&Step<'a, D>, usize) -> Result<(), CudaError>, layer| steps.iter().try_for_each(|step| work(step, layer));
@@ -198,7 +201,8 @@ impl<D: Device> Rank<D> {
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// Plans the GEMMs of decode steps for every number of rows that they are padded to. All layers have the first one's shapes.
+    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to. The first layer suffices, because all layers
+    /// have the same shapes.
     fn prepare(&self, model: &Model<D>, rows_max: usize) -> Result<(), CudaError> {
         let Some(layer) = model.layers.first() else { return Ok(()) };
         let buffers = &self.buffers;
@@ -360,7 +364,8 @@ impl<D: Device> Step<'_, D> {
         Ok(tokens)
     }
 
-    /// Enqueues head and sampling of `rows` of the sampled rows from `first` on, with up to `top_max` alternatives each.
+    /// Enqueues the output head and the sampling for `rows` entries of `sampled_rows` from `first` on, with up to `top_max` alternatives
+    /// per row.
     fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
         let (buffers, lists) = (self.buffers, &self.lists);
         self.head(rows, lists.sampled_rows + (first * 4) as u64)?;
@@ -370,7 +375,7 @@ impl<D: Device> Step<'_, D> {
             buffers.scratch.address(),
             self.model.shape.vocab_size as u64,
             lists.sample_settings + SampleInputs::offset(first),
-            // Offsets of adjustments count from here.
+            // Offsets of adjustments are relative to this address.
             lists.tables,
             0,
             tokens,
@@ -380,7 +385,7 @@ impl<D: Device> Step<'_, D> {
         self.launch(Kernel::Sample, [rows, 1, 1], arguments)
     }
 
-    /// Waits for the tokens of `sample`.
+    /// Waits for the tokens that `sample` computes for the same rows, and returns them.
     fn read(&self, first: usize, rows: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
         let mut bytes = vec![0; rows * (1 + sampling.top_max()) * LOGPROB_BYTES];
         self.device.download(self.buffers.sampled.address(), &mut bytes)?;
@@ -393,7 +398,7 @@ impl<D: Device> Step<'_, D> {
         self.device.gemm(self.buffers.head_gemm(self.model, rows))
     }
 
-    /// Applies RMSNorm to the rows in the list at this device address, or to the first `rows` if it is 0.
+    /// Applies RMSNorm to the rows in the list at this device address, or to the first `rows` rows if the address is 0.
     fn norm(&self, rows: usize, list: u64, weight: &Memory<D>) -> Result<(), CudaError> {
         let (stream, normed) = (self.buffers.residual.address(), self.buffers.normed.address());
         let width = self.model.shape.width as u64;

@@ -20,13 +20,13 @@ pub(super) struct SampleInputs {
     pub settings: Vec<u8>,
     /// `Adjustment` of every token that has one, row after row.
     pub adjustments: Vec<u8>,
-    /// Alternatives requested by each row; `None`: not even the sampled token's logprob.
+    /// The number of alternatives that each row requests; `None` if the row does not even request the sampled token's logprob.
     pub tops: Vec<Option<u32>>,
 }
 
 impl SampleInputs {
-    /// Encodes requests in the order of the rows. `masks` has for each row the offset of its mask in 32-bit words; rows beyond its end have none. `first`
-    /// is the offset of the adjustments, in adjustments.
+    /// Encodes requests in the order of the rows. `masks` has the offset of each row's mask in 32-bit words; rows beyond the end of `masks`
+    /// have no mask. `first` is the offset of the first adjustment, counted in adjustments.
     pub fn new(requests: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
         for (row, request) in requests.iter().enumerate() {
@@ -58,7 +58,7 @@ impl SampleInputs {
     /// Appends padding rows, whose tokens are not read; they are sampled greedily.
     pub fn pad(&mut self, rows: usize) {
         for _ in self.rows()..rows {
-            // Zeros, except mask and top, which are absent.
+            // All settings are 0, except mask and top, whose values mean that they are absent.
             self.settings.extend([[0; 44].as_slice(), &[0xff; 8], &[0; 4]].concat());
             self.tops.push(None);
         }
@@ -69,7 +69,7 @@ impl SampleInputs {
         self.tops.len()
     }
 
-    /// Returns the slots for alternatives per row: at least as many as any row requests.
+    /// Returns the number of slots for alternatives per row: at least as many as any row requests.
     pub fn top_max(&self) -> usize {
         let wanted = self.tops.iter().flatten().max().map_or(0, |top| *top as usize);
         TOPS.into_iter().find(|top| *top >= wanted).unwrap_or(wanted)
@@ -80,7 +80,7 @@ impl SampleInputs {
         (row * SETTINGS_BYTES) as u64
     }
 
-    /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` each, then `top_max` alternatives each.
+    /// Decodes the kernel's results for `rows` rows from `first` on: one `TokenLogprob` per row, then `top_max` alternatives per row.
     pub fn read(&self, first: usize, rows: usize, bytes: &[u8]) -> Vec<SampledToken> {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);

@@ -38,7 +38,7 @@ pub(super) struct Shape {
     pub vocab_size: usize,
     pub block_size: usize,
     pub pairs: Pairs,
-    /// Use smaller tiles, for GPUs with less shared memory than data-centre models.
+    /// Whether the kernels use smaller tiles, for GPUs with less shared memory than data-centre models.
     pub small_shared_memory: bool,
 }
 
@@ -106,9 +106,9 @@ impl Shape {
         self.layers * 2 * self.block_size * self.kv_row_bytes()
     }
 
-    // The following repeat constants of kernels/attention.cu and kernels/decode.cu; a test compares them.
+    // The following constants repeat those of kernels/attention.cu and kernels/decode.cu; a test compares them.
 
-    /// Packed rows (a token's query heads of one key head) per tile of a prompt.
+    /// Rows per tile of a prompt: one for each token and each query head that shares the tile's key head.
     pub const PROMPT_ROWS: usize = 128;
     /// Query heads per thread block of `attend_token`.
     pub const TOKEN_ROWS: usize = 16;

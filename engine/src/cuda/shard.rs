@@ -1,4 +1,4 @@
-//! Tensor parallelism: which shard of each tensor and of each KV block a rank holds. Plain arithmetic.
+//! Tensor parallelism: which shard of each tensor and of each KV block a rank holds.
 //!
 //! As in Megatron-LM (Shoeybi et al. 2019): heads and feed-forward columns are divided evenly, in the order of the ranks. The matrices that produce
 //! them (`qkv`, `gate`, `up`) are divided by rows; those that consume them (attention output, `down`) by columns, so that the ranks' results must be
@@ -8,10 +8,10 @@ use super::CudaError;
 use std::ops::Range;
 use tandem_model::ModelConfig;
 
-/// Upper bound of GPUs per engine: those of one machine.
+/// The most GPUs per engine: those of one machine.
 pub(super) const RANKS_MAX: usize = 8;
 
-/// The shard of one rank.
+/// Identifies the shard of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shard {
     pub rank: usize,
@@ -19,7 +19,7 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// Returns this rank's range of `len` rows or columns of heads or of the feed-forward.
+    /// Returns this rank's range of `len` rows or columns, which belong to heads or to the feed-forward network.
     pub fn range(self, len: usize) -> Range<usize> {
         let each = len / self.ranks;
         self.rank * each..(self.rank + 1) * each

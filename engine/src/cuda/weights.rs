@@ -6,7 +6,8 @@ use half::{bf16, f16};
 use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
-/// Returns the 16-bit type that a model is computed in: its own, or bfloat16 (whose range is that of 32-bit floats) if its weights have another size.
+/// Returns the 16-bit type that a model is computed in: that of its weights, or bfloat16 (whose range is that of 32-bit floats) if its
+/// weights do not have 16 bits.
 pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     let kind = file.tensor("blk.0.attn_q.weight")?.kind;
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
@@ -60,7 +61,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
             }
         }
     }
-    // All exponent bits set: infinite or NaN.
+    // The exponent bits, which are all set in infinities and NaNs.
     let exponent = match half {
         Half::Float16 => 0x7c00,
         Half::BFloat16 => 0x7f80,

@@ -1,4 +1,4 @@
-//! Small random models against independent references: `ci/goldens/make_small.py` (numpy), checked with llama.cpp.
+//! Compares small random models with independent references: `ci/goldens/make_small.py` (numpy), checked with llama.cpp.
 
 use super::*;
 use serde::Deserialize;
@@ -25,10 +25,10 @@ pub(crate) const LLAMA: Sizes = Sizes {
     kind: kind::F32,
     tied: false,
 };
-/// Multiples of 256, and heads that are longer than width ÷ heads.
+/// A model whose matrices have multiples of 256 inputs, and with heads that are longer than width ÷ heads.
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
-/// Every weight format, every family, every method of context extension.
+/// Returns models that cover every weight format, every family, and every method of context extension.
 pub(crate) fn models() -> Vec<(&'static str, Writer)> {
     let llama = |kind| file(Sizes { kind, ..LLAMA }, 21);
     let qwen2 = |kind| file(Sizes { family: "qwen2", kind, ..LLAMA }, 22);
@@ -71,7 +71,7 @@ pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
     let squares: f64 = golden.logits.iter().map(|logit| logit * logit).sum();
     let errors: f64 = logits.iter().zip(&golden.logits).map(|(logit, golden)| (f64::from(*logit) - golden).powi(2)).sum();
     let error = (errors / squares).sqrt();
-    // Activations have 8 bits where weights are quantised; keys and values are halves.
+    // Activations have 8 bits where weights are quantised; keys and values have half precision.
     let bound = if name.contains("-q") { 0.04 } else { 1e-3 };
     assert!(error < bound, "{name}: wrong by {error} of the logits' size");
     all

@@ -1,4 +1,4 @@
-//! The scheduler on this back end: a request's tokens and probabilities have the same bits, whatever runs on the worker with it.
+//! Tests the scheduler on this back end: a request's tokens and probabilities have the same bits, whatever else the worker computes.
 
 use super::*;
 use crate::{
@@ -38,7 +38,7 @@ impl Worker {
         self.machine.check_invariants().unwrap();
     }
 
-    /// Runs a step; false if there was nothing to compute.
+    /// Runs a step. Returns false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -50,7 +50,7 @@ impl Worker {
         true
     }
 
-    /// The generated tokens of a job, with the bits of their logprobs and the alternatives'.
+    /// Returns the tokens that a job generated, with the bits of their logprobs and of their alternatives' logprobs.
     fn generated(&self, job: JobId) -> Vec<(u32, TokenId, Vec<u32>)> {
         let token = |event: &Event| match event {
             Event::Token { sample, token, logprobs: Some(logprobs) } => {
@@ -81,7 +81,7 @@ struct Request {
     max_tokens: u32,
     samples: u32,
     greedy: bool,
-    /// Steps before the next request arrives.
+    /// Number of steps before the next request arrives.
     steps: usize,
 }
 

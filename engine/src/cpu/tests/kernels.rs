@@ -8,7 +8,7 @@ use crate::cpu::{
 use proptest::prelude::*;
 use tandem_model::{Pairs, Rope};
 
-/// Numbers of all magnitudes, and zeros of both signs.
+/// Returns numbers of all magnitudes, and zeros of both signs.
 fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     let number = |random: &mut Random| match random.below(8) {
         0 => 0.0,
@@ -116,7 +116,7 @@ proptest! {
             attend(isa, &layout, &kv, Place { start: before, ..place }, 0..kv_heads, out, &mut Scratch::default());
         });
         prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "what lies beyond the positions has no part");
-        // Each head of each token computed separately.
+        // Each head of each token is computed separately.
         let group_len = group * head_dim;
         let alone: Vec<u32> = (0..new * kv_heads).flat_map(|piece| same(group_len, |isa, out| {
             let (token, head) = (piece / kv_heads, piece % kv_heads);

@@ -43,7 +43,7 @@ proptest! {
             let model = model(sizes);
             let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
             let all_blocks: Vec<_> = (0..sequences.len()).map(|i| scattered(i as u32, 6)).collect();
-            // A sixth of the memory has blocks for 40 tokens.
+            // Each sequence has a sixth of the memory, which is enough for 40 tokens.
             let sequences: Vec<_> = sequences.into_iter().map(|(mut tokens, before)| { tokens.truncate(40); (tokens, before.min(29)) }).collect();
             let mut together = engine(&model);
             let mut expected = Vec::new();

@@ -1,4 +1,4 @@
-//! Comparison with arithmetic in double precision on the file's bytes.
+//! Compares results with arithmetic in double precision on the file's bytes.
 
 use super::*;
 use crate::cpu::weights::Matrix;
@@ -29,7 +29,7 @@ fn each_weight_format_multiplies_like_its_dequantised_numbers() {
             quantise(Isa::detect(), &x, inputs, &mut quants);
             linear(&Threads::new(1).unwrap(), Isa::detect(), (&x, inputs, &quants), [(&matrix, &mut out)]);
             for (out, x) in out.chunks(outputs).zip(x.chunks(inputs)) {
-                // Half a quantisation step of the largest number (here at most 1) for each product.
+                // The error of each product is at most its weight × half a quantisation step of the largest activation (here at most 1).
                 let step = if quantised { 0.5 / 127.0 } else { 1e-6 };
                 for (out, weights) in out.iter().zip(weights.chunks(inputs)) {
                     let expected: f64 = x.iter().zip(weights).map(|(x, weight)| f64::from(*x) * weight).sum();
@@ -50,7 +50,7 @@ fn is_quantised(kind: u32) -> bool {
     ![kind::F32, kind::F16, kind::BF16].contains(&kind)
 }
 
-/// GGUF's number of a format.
+/// Returns GGUF's number for a format.
 fn number(kind: TensorType) -> u32 {
     match kind {
         TensorType::F32 => kind::F32,
@@ -91,7 +91,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
             }
         }
     };
-    // With the families' additions: biases, and norms of heads.
+    // The projection includes what some families add: biases, or norms of heads.
     let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
         let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
         if sizes.family == "qwen2" {

@@ -1,4 +1,4 @@
-//! Unsupported models and invalid steps.
+//! Unsupported models and invalid steps are refused.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn non_finite_weights_are_refused() {
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &infinite);
-    // A finite scale whose weights are not finite.
+    // The scale is finite, but the weights are not.
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &f16::MAX.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 144, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 146, &infinite);

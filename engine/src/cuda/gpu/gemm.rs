@@ -25,11 +25,12 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// Size that NVIDIA recommends for Hopper; less than a hundredth of such a GPU's memory.
+/// Bytes of a stream's cuBLASLt workspace: the size that NVIDIA recommends for Hopper, less than a hundredth of such a GPU's memory.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Bound of cached plans: all batch sizes of decode, and some numbers of prompt tokens. Making one takes tens of microseconds.
+/// The most plans that are cached: enough for all batch sizes of decode, and some numbers of prompt tokens. Creating a plan takes tens of
+/// microseconds.
 const PLANS_MAX: usize = 4_096;
-/// Algorithms that are timed: the first ones that cuBLASLt's heuristic returns, in the order of their expected speed.
+/// Number of algorithms that are timed: the first ones that cuBLASLt's heuristic returns, in the order of their expected speed.
 const CANDIDATES: usize = 8;
 /// `CUBLAS_OP_T`, which cudarc's bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
@@ -51,7 +52,7 @@ pub(super) struct Plan {
     weights: sys::cublasLtMatrixLayout_t,
     inputs: sys::cublasLtMatrixLayout_t,
     outputs: sys::cublasLtMatrixLayout_t,
-    /// The first one is used; the others are candidates until one has been chosen.
+    /// The first algorithm is used. The others are candidates, which are removed when timing has chosen one.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     uses: usize,
     accumulates: bool,
@@ -96,7 +97,7 @@ impl GemmPlans {
     /// Returns the GEMM's plan. Creates it at the first call, and times its algorithms when due (`timed_at`). Does not write the outputs.
     pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
-            // Running GEMMs do not need their plans: cuBLASLt has read them.
+            // GEMMs that are running do not need their plans: cuBLASLt has read them.
             self.plans.clear();
         }
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
@@ -129,11 +130,11 @@ fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
 }
 
 impl Drop for GemmPlans {
-    /// Must be called when the stream is idle.
+    /// The value must be dropped when the stream is idle.
     fn drop(&mut self) {
         self.plans.clear();
         let _locked = driver_lock();
-        // SAFETY: both were created in `new` and are released once.
+        // SAFETY: workspace and handle were created in `new` and are released once.
         unsafe {
             let _ = driver::free_sync(self.workspace);
             let _ = result::destroy_handle(self.handle);
@@ -222,7 +223,8 @@ impl Plan {
         }
     }
 
-    /// Times the GEMM with each of the algorithms, in milliseconds; `None` where that is not known. Does not write the caller's outputs.
+    /// Returns the milliseconds that the GEMM takes with each of the algorithms; `None` for an algorithm whose time is not known. Does not
+    /// write the caller's outputs.
     fn times(&self, target: Target, gemm: Gemm, operands: Operands) -> Result<Vec<Option<f32>>, CudaError> {
         let bytes = gemm.rows * gemm.outputs * if gemm.epilogue == Epilogue::StoreHalf { 2 } else { 4 };
         let Some(mut clock) = Clock::new(target.stream, bytes)? else { return Ok(Vec::new()) };
@@ -234,7 +236,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: all were created in `new` and are destroyed once.
+        // SAFETY: all handles were created in `new` and are destroyed once.
         unsafe {
             let _ = result::destroy_matmul_desc(self.operation);
             for layout in [self.weights, self.inputs, self.outputs] {

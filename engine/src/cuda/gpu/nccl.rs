@@ -1,7 +1,7 @@
 //! NCCL: sends memory from one GPU to another, and sums over several.
 //!
-//! Every wait for another rank has a time limit. NCCL is polled; at the limit, or when it reports an error, the communicator is aborted and cannot be
-//! used any more; the GPU can. The library is opened when the first communicator is created.
+//! Every wait for another rank has a time limit. NCCL is polled. At the limit, or when NCCL reports an error, the communicator is aborted
+//! and cannot be used any more, but the GPU can. The library is opened when the first communicator is created.
 
 use super::{Context, DRIVER_LOCK, driver_lock};
 use crate::cuda::{
@@ -28,7 +28,7 @@ use tokio::time::Instant;
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// Interval between polls.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Time limit of a dropped communicator: for the other rank to finalise as well, and then for the driver lock.
+/// Time limit for each of two waits when a communicator is dropped: for the other rank to finalise as well, and then for the driver lock.
 const FINALIZE_MAX: Duration = Duration::from_secs(2);
 
 // Constants of nccl.h.
@@ -79,7 +79,7 @@ pub(in crate::cuda) struct Nccl {
     receive: TransferFn,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    /// Keeps the functions valid.
+    /// The library must stay loaded while its functions are used.
     _library: Library,
 }
 
@@ -109,9 +109,10 @@ impl Nccl {
         loaded.clone().ok_or(CudaError::NoLibrary { library: "libnccl.so.2, 2.14 or later,", package: "nvidia-nccl-cu13" })
     }
 
-    /// Returns `None` if there is no such library, or if it lacks one of the functions.
+    /// Opens the library of this file name. Returns `None` if it is not found, or if it lacks one of the functions.
     fn open(name: &str) -> Option<Self> {
-        // SAFETY: opening it runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32 bits.
+        // SAFETY: opening a library runs nothing but its own initialisers; the function types are those of nccl.h, whose enums have 32
+        // bits.
         unsafe {
             let library = Library::new(name).ok()?;
             Some(Self {
@@ -181,8 +182,8 @@ fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<
     Ok(())
 }
 
-/// Takes the driver lock for ending a communicator, which frees memory. Continues without it after a time limit: a holder that keeps it for longer may
-/// be waiting for the communicator that is to be ended.
+/// Takes the driver lock to end a communicator, because that frees memory. Returns `None` after a time limit: a thread that holds the lock
+/// for longer may be waiting for the communicator that is to be ended.
 fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     let mut locked = None;
     let _ = poll_until(Instant::now(), FINALIZE_MAX, || {
@@ -195,7 +196,7 @@ fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     locked
 }
 
-/// A rank of a communicator.
+/// The number of a rank, and the number of ranks in its communicator.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct Rank {
     pub rank: u32,
@@ -209,7 +210,7 @@ pub(in crate::cuda) struct Communicator {
     /// A stream of its own, so that transfers do not wait for the GPU's other work.
     stream: CUstream,
     rank: u32,
-    /// All ranks are in this process.
+    /// Whether all ranks are in this process.
     in_process: bool,
     /// Null after an abort. The lock admits one call at a time.
     handle: Mutex<Handle>,
@@ -220,8 +221,8 @@ unsafe impl Send for Communicator {}
 // SAFETY: a driver handle may be used by several threads at a time; an NCCL handle by one at a time, which the lock ensures.
 unsafe impl Sync for Communicator {}
 
-/// Creates a stream of the highest priority. Streams share few hardware queues, each for streams of one priority: at another priority, a step could be
-/// queued behind a transfer that waits for another rank.
+/// Creates a stream of the highest priority. Streams share a few hardware queues, each of which serves one priority: if transfers had the
+/// priority of steps, a step could be queued behind a transfer that waits for another rank.
 fn high_priority_stream() -> Result<CUstream, DriverError> {
     let (_, greatest) = result::stream::get_priority_range()?;
     result::stream::create_with_priority(StreamKind::NonBlocking, greatest)
@@ -246,7 +247,7 @@ impl Communicator {
         Self::join(nccl, contexts, nccl.unique_id()?, Rank { rank: 0, ranks: contexts.len() as u32 }, Duration::ZERO)
     }
 
-    /// Joins the ranks from `first` on together, since each waits for all others.
+    /// Joins one rank for each context, from rank `first` on. All join together, since each waits for all others.
     fn join(
         nccl: &Arc<Nccl>,
         contexts: &[Arc<Context>],
@@ -293,7 +294,7 @@ impl Communicator {
         Ok(communicators)
     }
 
-    /// Sends regions to other regions of the same GPU: what a machine with one GPU can test of `send` and `receive`.
+    /// Sends regions to other regions of the same GPU. A machine with one GPU can test no more of `send` and `receive`.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
@@ -327,10 +328,10 @@ impl Communicator {
         exchanged
     }
 
-    /// Returns when the stream is idle, however long that takes: an abort may return before running transfers have ended, and the caller may reuse the
-    /// memory, which no transfer may write to then.
+    /// Returns when the stream is idle, however long that takes. An abort may return before running transfers have ended, but no transfer
+    /// may write to the memory once the caller reuses it.
     fn wait_until_idle(&self) {
-        // A failed device executes nothing.
+        // A failed device executes nothing, so nothing is left to wait for.
         while self.context.enter().is_ok() && self.state() == CUresult::CUDA_ERROR_NOT_READY {
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -406,8 +407,8 @@ pub(super) struct RankBuffer<'a> {
     pub address: u64,
 }
 
-/// Replaces every rank's `count` numbers by their sum over all ranks, in the order of each rank's stream. All ranks are in this process
-/// (`Communicator::all`).
+/// Replaces every rank's `count` numbers with their sums over all ranks, in order with the other work of each rank's stream. All ranks are
+/// in this process (`Communicator::all`).
 pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
     let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
     let put = |buffer: &RankBuffer<'_>| {
@@ -445,7 +446,7 @@ mod tests {
         assert!(Nccl::open("libc.so.6").is_none());
     }
 
-    /// Covers both outcomes, depending on the machine: neither panics.
+    /// Whether NCCL is found depends on the machine. Neither outcome panics.
     #[test]
     fn missing_nccl_error_names_the_package_to_install() {
         match Nccl::load() {

@@ -11,27 +11,29 @@ use tokio::time::Instant;
 
 /// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk budget.
 const PROMPT_ROWS: usize = 256;
-/// Uses after which a prompt step's GEMM is timed: in its second or third step, since every layer uses it once.
+/// Number of uses after which a GEMM of prompt steps is timed. Every layer uses it once, so this is in its second or third step.
 const PROMPT_USES: usize = 64;
-/// Runs per algorithm. The first may load code; the fastest counts.
+/// Runs per algorithm, of which the fastest counts. The first run may load code.
 const RUNS: usize = 4;
-/// Time limit for all runs of one GEMM, without first runs. Algorithms not timed by then are not chosen. Only long prompts on slow GPUs reach it.
+/// Time limit for all runs of one GEMM, except the first run of each algorithm. Algorithms not timed by then are not chosen. Only long
+/// prompts on slow GPUs reach the limit.
 const ALL_MAX_MS: f32 = 100.0;
-/// Time limit for earlier work of the stream, longer than any step takes. Work that exceeds it waits for a lost GPU.
+/// Time limit for earlier work of the stream, longer than any step takes. Work that exceeds the limit is waiting for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// Relative advantage that an algorithm needs over one that cuBLASLt ranks higher: smaller differences are noise.
 const MARGIN: f32 = 0.02;
 /// Bytes overwritten before each run to evict the weights from the GPU's L2 cache: in a step, all weights come from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Returns the number of the use at which a GEMM of this many rows is timed; `None`: never. Timing takes as long as some thirty uses, so only
-/// frequent shapes are timed. The numbers of rows of padded decode steps are timed at the first use, before a graph is captured with them.
+/// Returns the number of the use at which a GEMM of this many rows is timed; `None` if it is never timed. Timing takes as long as some
+/// thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, before a graph is captured
+/// with them.
 pub(super) fn timed_at(rows: usize) -> Option<usize> {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
     if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
 }
 
-/// Returns the index of the algorithm to use, given milliseconds: the first one with a known time unless another is clearly faster.
+/// Returns the index of the algorithm to use, given each one's milliseconds: the first with a known time, unless another is clearly faster.
 pub(super) fn fastest(times: &[Option<f32>]) -> usize {
     let known = times.iter().enumerate().filter_map(|(index, time)| Some((index, (*time)?)));
     let better = |best: (usize, f32), other: (usize, f32)| if other.1 < best.1 * (1.0 - MARGIN) { other } else { best };
@@ -42,7 +44,7 @@ fn failed(source: DriverError) -> CudaError {
     CudaError::Driver { doing: "timing a GEMM", source: Box::new(source) }
 }
 
-/// Times work on a stream by CUDA events; provides scratch memory for its output.
+/// Times work on a stream with CUDA events, and provides scratch memory for the output of that work.
 pub(super) struct Clock {
     stream: CUstream,
     /// Address of the scratch memory.
@@ -51,7 +53,7 @@ pub(super) struct Clock {
     started: CUevent,
     ended: CUevent,
     spent_ms: f32,
-    /// Earlier work on the stream did not end in time, and may never end.
+    /// Whether earlier work on the stream did not end in time. It may never end.
     late: bool,
 }
 
@@ -71,7 +73,8 @@ impl Clock {
         Ok(Some(Self { stream, scratch, bytes, started, ended, spent_ms: 0.0, late: false }))
     }
 
-    /// Returns the milliseconds of the fastest of several runs; `None` if the time limit was reached before, or if `enqueue` returns false.
+    /// Returns the milliseconds of the fastest of several runs; `None` if the time limit had been reached before the first run, or if
+    /// `enqueue` returns false.
     pub fn best(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         let mut best: Option<f32> = None;
         for run in 0..RUNS {
@@ -114,7 +117,7 @@ impl Clock {
 impl Drop for Clock {
     fn drop(&mut self) {
         if self.late {
-            // Freeing would never return. The engine ends then, and little memory is leaked.
+            // Freeing would never return. Little memory is leaked, as the engine ends then.
             return;
         }
         // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.

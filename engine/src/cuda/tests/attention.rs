@@ -1,4 +1,4 @@
-//! The attention kernels alone, with the head sizes of real models, against double precision on the same keys and values.
+//! Tests the attention kernels alone, with the head sizes of real models, against double precision on the same keys and values.
 
 use super::{
     emulated::{ORDERS, narrow, widened},
@@ -27,7 +27,7 @@ const fn shape(half: Half, heads: usize, kv_heads: usize, head_dim: usize, block
     }
 }
 
-/// A sequence's number of tokens before this step, and in it.
+/// A sequence's numbers of tokens: those `before` this step, and the `new` ones in it.
 #[derive(Clone, Copy, Debug)]
 struct Sequence {
     before: usize,
@@ -41,7 +41,7 @@ struct Given {
     qkv: Vec<u8>,
 }
 
-/// Random queries, keys and values; slots beyond a sequence's end hold NaNs.
+/// Returns random queries, keys and values; slots beyond a sequence's end hold NaNs.
 fn given(shape: Shape, sequences: &[Sequence]) -> Given {
     let mut random = Random::new(11);
     let counts: Vec<usize> = sequences.iter().map(|s| (s.before + s.new).div_ceil(shape.block_size)).collect();
@@ -62,12 +62,12 @@ fn given(shape: Shape, sequences: &[Sequence]) -> Given {
         blocks.push(own);
     }
     let rows: usize = sequences.iter().map(|sequence| sequence.new).sum();
-    // Large enough scores that the softmax is not flat.
+    // The factor makes the scores large enough that the softmax is not flat.
     let qkv = (0..rows * shape.qkv_dim()).flat_map(|_| narrow(shape.half, random.number() * 3.0)).collect();
     Given { shape, blocks, pool, qkv }
 }
 
-/// Offset in the pool of a slot's keys or values of the tested layer.
+/// Returns the offset in the pool of a slot's keys (if `values` is 0) or values (if it is 1) in the tested layer.
 fn place(shape: &Shape, block: BlockId, slot: usize, values: usize) -> usize {
     let row = shape.kv_heads * shape.head_dim * 2;
     block.0 as usize * shape.block_bytes() + ((LAYER * 2 + values) * shape.block_size + slot) * row
@@ -100,7 +100,7 @@ fn expected(given: &Given, blocks: &[BlockId], row: usize, position: usize) -> V
     out
 }
 
-/// Runs both kernels over the sequences; returns the output as stored.
+/// Runs both kernels over the sequences; returns the outputs as bytes, as the kernels stored them.
 fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batch) {
     let shape = &given.shape;
     let device = Arc::new(Emulated::new(shape, order));
@@ -178,21 +178,21 @@ const fn sequence(before: usize, new: usize) -> Sequence {
 
 #[test]
 fn prompts_attend_to_all_earlier_positions() {
-    // Heads of Qwen3-8B, but fewer; chunks that start in the middle of tiles and of blocks, and that end with them.
+    // Fewer heads than Qwen3-8B, of the same length; chunks that start inside a tile or block, and chunks that end at the end of one.
     compare(shape(Half::BFloat16, 4, 1, 128, 16), &[sequence(0, 33), sequence(70, 40), sequence(63, 2), sequence(128, 64)]);
-    // Groups that do not divide a tile, heads that are not a multiple of 16, blocks of odd length.
+    // A number of query heads per key head that does not divide a tile, a head length that is not a multiple of 16, and an odd block size.
     compare(shape(Half::Float16, 14, 2, 24, 5), &[sequence(0, 19), sequence(61, 7)]);
     compare(shape(Half::Float16, 2, 2, 64, 16), &[sequence(100, 130)]);
 }
 
 #[test]
 fn single_tokens_attend_to_all_earlier_positions() {
-    // Sequences of one partition and of several; ends in the middle of tiles and at their boundaries.
+    // Sequences of one and of several partitions, which end in the middle of tiles and at their boundaries.
     compare(
         shape(Half::BFloat16, 4, 1, 128, 16),
         &[sequence(0, 1), sequence(14, 1), sequence(63, 1), sequence(300, 1), sequence(777, 1)],
     );
-    // More than 16 query heads per key head: two thread blocks.
+    // More than 16 query heads per key head take two thread blocks.
     compare(shape(Half::Float16, 20, 1, 40, 7), &[sequence(5, 1), sequence(255, 1), sequence(256, 1)]);
     compare(shape(Half::Float16, 6, 6, 16, 1), &[sequence(90, 1)]);
 }
@@ -202,7 +202,7 @@ fn prompts_and_single_tokens_share_a_step() {
     compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
 }
 
-/// Consumer GPUs have 99 KiB of shared memory per thread block.
+/// Returns the shape with the smaller tiles for consumer GPUs, which have 99 KiB of shared memory per thread block.
 const fn small_shared(shape: Shape) -> Shape {
     Shape { small_shared_memory: true, ..shape }
 }

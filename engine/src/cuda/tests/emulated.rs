@@ -20,7 +20,8 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Orders of execution, as bits: 1: threads and blocks from last to first; 2: asynchronous copies immediately rather than as late as possible.
+/// Orders of execution, as sums of bits. With 1, threads and blocks run from last to first; with 2, asynchronous copies are done
+/// immediately rather than as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
@@ -28,7 +29,7 @@ pub(super) struct Emulated {
     order: u32,
     /// Sizes of live allocations, by address.
     allocated: Arc<Mutex<HashMap<u64, usize>>>,
-    /// During a capture: the work so far.
+    /// The work captured so far; `None` if no capture is in progress.
     capture: Mutex<Option<Vec<Captured>>>,
     /// Captures and replays; see `capture_counts`.
     counts: Arc<[AtomicUsize; 2]>,
@@ -38,7 +39,7 @@ pub(super) struct Emulated {
     refuses_capture: Arc<AtomicBool>,
     /// See `fail_after`.
     sums_left: Arc<AtomicUsize>,
-    /// The stream waits for an all-reduce that will not end until its communicators are dropped.
+    /// Whether the stream waits for an all-reduce that will not end until its communicators are dropped.
     stuck: AtomicBool,
 }
 
@@ -114,7 +115,7 @@ impl Emulated {
         self.sums_left.load(Ordering::Relaxed) == 0
     }
 
-    /// Numbers of captures (successful or not) and of replays on all streams.
+    /// Returns the numbers of captures (successful or not) and of replays on all streams.
     pub fn capture_counts(&self) -> [usize; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
@@ -128,23 +129,23 @@ impl Emulated {
         capture.is_some()
     }
 
-    /// For operations that a capture cannot contain.
+    /// Operations that a capture cannot contain call this.
     fn assert_not_capturing(&self) {
         assert!(self.capture.lock().unwrap().is_none(), "not allowed during a capture");
     }
 
-    /// For operations that wait for the stream.
+    /// Operations that wait for the stream call this.
     fn assert_not_stuck(&self) {
         self.assert_not_capturing();
         assert!(!self.stuck.load(Ordering::Relaxed), "the host waits for a rank that waits for a lost rank");
     }
 
-    /// Bytes of live allocations.
+    /// Returns the total bytes of live allocations.
     pub fn allocated_bytes(&self) -> usize {
         self.allocated.lock().unwrap().values().sum()
     }
 
-    /// The kernels' PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS and TOKEN_BYTES.
+    /// Returns the kernels' constants PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS and TOKEN_BYTES.
     pub fn constants(&self) -> [u32; 4] {
         let mut constants = [0; 4];
         // SAFETY: the function has this type, and writes four numbers.
@@ -213,7 +214,7 @@ impl Device for Emulated {
         Ok(EmulatedCommunicators(ranks.to_vec()))
     }
 
-    /// Sums in the ranks' order.
+    /// Adds the numbers in the order of the ranks.
     fn all_reduce_sum(_: &EmulatedCommunicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError> {
         for (rank, _) in ranks {
             let fewer = |left| (left != usize::MAX).then(|| usize::saturating_sub(left, 1));

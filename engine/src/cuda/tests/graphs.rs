@@ -1,4 +1,4 @@
-//! Replayed steps against the same steps launched kernel by kernel.
+//! Compares replayed steps with the same steps launched kernel by kernel.
 
 use super::{
     models::{BLOCK_SIZE, SHARED_MAX, read},
@@ -15,13 +15,13 @@ use crate::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
-/// Blocks at the start of several sequences, filled with random KV.
+/// Number of blocks that several sequences share at their start, filled with random KV.
 const SHARED_BLOCKS: u32 = 150;
-/// Blocks that belong to one sequence.
+/// Number of blocks that belong to one sequence alone.
 const OWN_BLOCKS: u32 = 10;
 
 struct Sequence {
-    /// The step in which it starts.
+    /// The step in which the sequence starts.
     begins: usize,
     /// Number of positions in shared blocks.
     before: usize,
@@ -43,7 +43,7 @@ fn sequences() -> Vec<Sequence> {
         (4, 400, 1, 9, &penalised),
         (7, 0, 3, 22, &random_sampling),
         (10, 100, 1, 14, &greedy),
-        // Long and late: with initially empty buffers, the lists move after steps of the same size have been captured.
+        // A long sequence that starts late: with initially empty buffers, the lists move after steps of the same size have been captured.
         (13, 600, 1, 12, &greedy),
         (17, 0, 1, 20, &with_logprobs),
     ];
@@ -100,7 +100,7 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     (sampled_tokens, (0..256).map(|block| read(engine, BlockId(block))).collect())
 }
 
-/// Batches of 1 to 6 sequences that start and end, of one partition and of several, whose lists grow and move.
+/// Runs batches of 1 to 6 sequences, of one partition and of several, which start and end in different steps and whose lists grow and move.
 #[test]
 fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);

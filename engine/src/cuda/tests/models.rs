@@ -1,4 +1,4 @@
-//! Whole models, from tokens to logits, against the reference logits of `ci/goldens` and against the CPU engine.
+//! Tests whole models, from tokens to logits, against the reference logits of `ci/goldens` and against the CPU engine.
 
 use super::{emulated::ORDERS, *};
 use crate::cpu::{CpuEngine, CpuModel, CpuSettings, Isa};
@@ -22,12 +22,12 @@ pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {
     Runner::new(load(file, order), LIMITS).unwrap()
 }
 
-/// Blocks in descending order, interleaved with those of other sequences.
+/// Returns a sequence's blocks in descending order, interleaved with those of other sequences.
 pub(super) fn scattered(sequence: u32, sequences: u32) -> Vec<BlockId> {
     (0..24 / sequences).rev().map(|i| BlockId(i * sequences + sequence)).collect()
 }
 
-/// Runs the tokens in chunks of these lengths (the last one repeatedly); returns all logits.
+/// Runs the tokens in chunks of these lengths (the last length is repeated); returns all logits.
 pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId], lens: &[usize]) -> Vec<f32> {
     let (mut logits, mut start, mut next) = (Vec::new(), 0, 0);
     while start < tokens.len() {
@@ -39,7 +39,7 @@ pub(super) fn run(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId
     logits
 }
 
-/// Relative error: norm of the difference over norm of the expected logits.
+/// Returns the relative error: the norm of the difference divided by the norm of the expected logits.
 pub(super) fn error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let squares = |numbers: &mut dyn Iterator<Item = f64>| numbers.map(|number| number * number).sum::<f64>().sqrt();
@@ -104,7 +104,7 @@ pub(super) fn read(engine: &dyn Engine, block: BlockId) -> Vec<u8> {
     bytes
 }
 
-/// Prompts and single tokens of several sequences in one step, with different requests for logits.
+/// One step computes prompts and single tokens of several sequences, which request different logits.
 #[test]
 fn mixed_step_gives_each_sequence_its_own_logits() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
@@ -205,7 +205,7 @@ fn unsupported_models_and_steps_are_refused_with_a_reason() {
     assert!(matches!(too_much.err(), Some(CudaError::Memory { .. })));
 }
 
-/// The engine samples on the device the tokens that the host samples from the same logits.
+/// The tokens that the engine samples on the device are those that the host samples from the same logits.
 #[test]
 fn device_samples_requested_rows_and_returns_logits_of_others() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-f16").unwrap().1);

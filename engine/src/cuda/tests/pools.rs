@@ -17,7 +17,7 @@ fn filled(blocks: &[BlockId]) -> Runner<Emulated> {
     engine
 }
 
-/// Five consecutive blocks, two in descending order, and the last block.
+/// Pairs of a source and a destination block: five consecutive blocks, two in descending order, and the source's last block.
 const MOVES: [(u32, u32); 8] = [(3, 9), (4, 10), (5, 11), (6, 12), (7, 13), (2, 40), (1, 41), (63, 0)];
 
 fn moves() -> Vec<(BlockId, BlockId)> {
@@ -36,7 +36,7 @@ fn pull_copies_blocks_of_another_process_and_drop_unmaps_it() {
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let mut handle = theirs.ipc_handle().unwrap();
-    // Pretend that it comes from another process; within a process no IPC handle is opened.
+    // Pretend that the handle comes from another process; within a process no IPC handle is opened.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
     let peer = ours.open_peer(&handle).unwrap();
@@ -82,7 +82,7 @@ fn open_rejects_foreign_host_or_layout() {
     assert_eq!(refused(&changed(32)), "incompatible KV layout or tensor-parallel degree");
     let two = [&handle[..], &handle[52..]].concat();
     assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
-    // A handle of another process that claims too many blocks, and one of an engine that this process does not have.
+    // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
     let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
@@ -118,7 +118,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
 }
 
-/// Blocks of a model on two GPUs, each of which holds its shard.
+/// Moves blocks of a model on two GPUs, each of which holds its shard of every block.
 #[test]
 fn every_rank_moves_its_shard() {
     let sharded = || Runner::new(load_sharded(&model(), 2, 0).unwrap(), LIMITS).unwrap();

@@ -19,7 +19,7 @@ fn tokens(len: usize) -> Vec<TokenId> {
     (0..len).map(|_| random.below(33)).collect()
 }
 
-/// All families and weight types; shards of quantised matrices cut through their quantisation blocks.
+/// Covers all model families and weight types. The boundaries of shards of quantised matrices are inside quantisation blocks.
 #[test]
 fn two_ranks_give_the_reference_logits() {
     for golden in goldens::goldens() {
@@ -45,7 +45,7 @@ fn four_ranks_compute_prompts_and_single_tokens() {
     }
 }
 
-/// Forty tokens each of a greedy and a random sequence; both engines continue with the first one's tokens.
+/// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
 #[test]
 fn two_ranks_sample_the_same_tokens_as_one() {
     let file = golden("llama-f16");
@@ -69,7 +69,7 @@ fn two_ranks_sample_the_same_tokens_as_one() {
     }
 }
 
-/// Bit for bit, and decode continues on the moved blocks.
+/// The moved blocks are equal bit for bit, and decode continues on them.
 #[test]
 fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     let file = gguf(file(Sizes { heads: 8, kv_heads: 4, ..goldens::LLAMA }, 10));
@@ -93,7 +93,7 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
         let wrong = error(&last(&mut engines[i], &to), &expected);
         assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
     }
-    // A round trip through an engine of another number of ranks changes no bit.
+    // A round trip through an engine with another number of ranks changes no bit.
     let mut alone = engine(&file, 1);
     run(&mut alone, &tokens[..20], &from, &[20]);
     let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();
@@ -104,7 +104,7 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     assert_eq!(last(&mut alone, &to), last(&mut alone, &from));
 }
 
-/// In the first all-reduce or a later one; in a step without output, with a sampled token, or with logits.
+/// The rank is lost in the first all-reduce or in a later one; the step has no output, a sampled token, or logits.
 #[test]
 fn lost_rank_fails_the_step_without_a_hang() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {

@@ -1,4 +1,4 @@
-//! The sampling kernel against sampling on the host, with the same logits and settings.
+//! Compares the sampling kernel with sampling on the host, for the same logits and settings.
 
 use super::{emulated::ORDERS, *};
 use crate::SampledToken;
@@ -128,7 +128,7 @@ fn only_tokens_allowed_by_the_mask_are_sampled() {
     let allowed = [5u32, 64, 700, 1_012];
     let mut mask = vec![0u32; vocab_size.div_ceil(32)];
     allowed.iter().for_each(|token| mask[*token as usize / 32] |= 1 << (token % 32));
-    // The host has no mask; a bias of -infinity has the same effect.
+    // Sampling on the host has no masks; a bias of -infinity has the same effect.
     let bias: HashMap<u32, f32> =
         (0..vocab_size as u32).filter(|token| !allowed.contains(token)).map(|token| (token, f32::NEG_INFINITY)).collect();
     for temperature in [0.0, 1.0, 5.0] {
