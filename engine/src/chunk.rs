@@ -12,7 +12,7 @@ pub enum ChunkError {
     /// A chunk is empty or ends beyond the context.
     #[error("a chunk of {tokens} tokens from position {start} is empty or ends beyond the context of {context_length} tokens")]
     BeyondContext { start: u32, tokens: usize, context_length: u32 },
-    /// A chunk has no block for one of its tokens, or one that is not in the KV memory.
+    /// A chunk has no block for one of its tokens, or names a block that is not in the KV memory.
     #[error("a chunk lacks a block for its tokens, or names one beyond the {capacity_blocks} blocks of the KV memory")]
     NoBlock { capacity_blocks: u32 },
 }

@@ -54,11 +54,11 @@ pub enum CpuError {
 /// The KV memory of one engine, and the threads and instruction set of its steps.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuSettings {
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
-    /// Blocks in the KV memory.
+    /// The number of blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// Threads that compute a step, the calling thread included; 0 counts as 1.
+    /// The number of threads that compute a step, the calling thread included; 0 counts as 1.
     pub threads: usize,
     /// The instruction set of the kernels.
     pub isa: Isa,

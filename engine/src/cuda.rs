@@ -44,7 +44,7 @@ pub struct CudaSettings {
     pub device: u32,
     /// Number of GPUs that compute the model together (tensor parallelism): `device` and those after it.
     pub gpus: u32,
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
     /// Directory of compiled kernels; without one they are compiled at every start.
     pub kernels_dir: Option<PathBuf>,
@@ -53,13 +53,13 @@ pub struct CudaSettings {
 /// The size of an engine's KV memory, and of the largest step it accepts.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaLimits {
-    /// Blocks in the KV memory; `None`: as many as fit in this engine's share of the GPU memory.
+    /// The number of blocks in the KV memory; `None`: as many as fit in this engine's share of the GPU memory.
     pub capacity_blocks: Option<u32>,
     /// Engines that share the memory that the weights leave free.
     pub engines: u32,
-    /// Tokens in a step.
+    /// The most tokens in a step.
     pub step_tokens_max: u32,
-    /// Sequences in a step that advance by a single token.
+    /// The most sequences in a step that advance by a single token.
     pub sequences_max: u32,
 }
 
@@ -82,10 +82,10 @@ impl CudaModel {
     ///
     /// # Errors
     ///
-    /// As [`check`]; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number of GPUs do not
-    /// support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
+    /// Fails as [`check`] does; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number
+    /// of GPUs do not support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
-        // First, so that a missing driver is reported before any fault of the model.
+        // The drivers are found first, so that a missing one is reported before any fault of the model.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
         let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
         let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
@@ -109,7 +109,7 @@ impl CudaModel {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
     }
 
-    /// Sends `bytes` bytes of the first GPU to itself over NCCL: what can be tested of NCCL on one GPU, for `bench/gpu.sh`.
+    /// Sends `bytes` bytes of the first GPU to itself over NCCL, for `bench/gpu.sh`: more of NCCL cannot be tested on one GPU.
     /// Returns the time taken, and whether the received bytes are those sent.
     ///
     /// # Errors

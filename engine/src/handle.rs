@@ -23,11 +23,11 @@ use tokio::time::Instant;
 /// The scheduler's limits.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineSettings {
-    /// Prompt tokens and decoding sequences in one step.
+    /// The most tokens in one step: prompt tokens plus one for each decoding sequence.
     pub chunk_budget: u32,
-    /// Sequences in one step.
+    /// The most sequences in one step.
     pub batch_max: u32,
-    /// Jobs that wait for their first blocks.
+    /// The most jobs that wait for their first blocks.
     pub queue_max: u32,
     /// If off, no block is reused, and 0 cached tokens are reported.
     pub prefix_caching: bool,
@@ -62,11 +62,11 @@ pub struct Job {
     engine: EngineHandle,
 }
 
-/// Queued commands; senders wait beyond that.
+/// The most commands that are queued; further senders wait.
 const COMMANDS_MAX: usize = 256;
 
 impl EngineHandle {
-    /// Starts the thread.
+    /// Starts the thread that owns the engine.
     pub fn start(engine: Box<dyn Engine>, settings: EngineSettings) -> Self {
         let (handle, driver) = Self::new(engine, settings, ticket::from_system(), SimClock::default());
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -80,9 +80,9 @@ impl EngineHandle {
         handle
     }
 
-    /// Returns a handle to a simulated engine, and the future that runs it in place of a thread, so that its time can be tokio's paused
-    /// time: after each step the future sleeps for the duration on `clock`. It ends when the last handle and job are dropped. Tickets follow
-    /// from `seed`, so a run can be repeated, and its tickets can be predicted.
+    /// Returns a handle to a simulated engine, and a future that runs the engine in place of a thread, so that its time can be tokio's
+    /// paused time: after each step the future sleeps for the duration on `clock`. The future ends when the last handle and job are
+    /// dropped. Tickets follow from `seed`, so a run can be repeated, and its tickets can be predicted.
     pub fn simulated(
         engine: Box<dyn Engine>,
         clock: SimClock,
@@ -127,13 +127,13 @@ impl EngineHandle {
     }
 
     async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
-        // If this future is dropped, so is the job's receiver: the thread must check for dropped receivers.
+        // If this future is dropped, so is the job's receiver. Then `wake` makes the thread check for dropped receivers.
         let wake = WakeOnDrop(Arc::clone(&self.wake));
         let (id, events) = self.ask(command).await.ok_or(Refusal::Gone)??;
         Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
-    /// Writes the block with this index in the prompt, `block_bytes` long, under a ticket. Returns when it is in the engine's memory.
+    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when it is in the engine's memory.
     ///
     /// # Errors
     ///
@@ -153,7 +153,7 @@ impl EngineHandle {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write these blocks under a ticket while steps run, through [`EngineHandle::kv_memory`]: all of them, or none.
+    /// Returns the right to write all these blocks, or none, under a ticket through [`EngineHandle::kv_memory`] while steps run.
     ///
     /// # Errors
     ///
@@ -185,8 +185,8 @@ impl EngineHandle {
         let _ = self.load.clone().wait_for(condition).await;
     }
 
-    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if this is so now. Jobs that
-    /// wait for others, for blocks or for their clients do not count, nor does an idle engine.
+    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if one already has. Time in which
+    /// jobs wait for other jobs, for blocks or for their clients does not count, nor does an idle engine.
     pub async fn hung(&self) {
         loop {
             let now = Instant::now();
@@ -222,7 +222,7 @@ impl Job {
         Poll::Ready(event)
     }
 
-    /// Requests these blocks of a prefill, by their indices in the prompt: they are reported with [`Event::BlocksReady`] as soon as they are
+    /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
     /// computed. Only the first request of a job counts.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
         // If the engine's thread has ended, so have the job's events.

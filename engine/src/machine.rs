@@ -2,8 +2,8 @@
 //! without I/O or clocks.
 //!
 //! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between them.
-//! Blocks belong to sequences; however a sequence ends, it releases them. Sequences of the roles `Prefill` and
-//! `Prompt` compute all tokens of a prompt but the last, those of the role `Sample` the rest.
+//! Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute all
+//! tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
 
 mod admission;
 mod fair;
@@ -51,9 +51,9 @@ pub(crate) struct Plan {
 
 #[derive(Clone, Copy, Debug)]
 struct PlannedChunk {
-    /// An index in `running`.
+    /// The sequence's index in `running`.
     sequence: usize,
-    /// Tokens, from the first one that is not computed.
+    /// The number of tokens to compute, from the first one that is not computed.
     len: usize,
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Machine {
     round_robin: RoundRobin,
     /// Prompt tokens that were computed here or received.
     prefilled: u64,
-    /// Prefills that are computed. Their blocks are held until their jobs are dropped.
+    /// Prefills whose KV is computed. Their blocks are held until their jobs are dropped.
     held: Vec<Sequence>,
     /// The number of samples that have not finished, by job.
     live: BTreeMap<JobId, u32>,
@@ -87,11 +87,11 @@ pub(crate) struct Machine {
     draw_ticket: ticket::Draw,
 }
 
-/// Prompt tokens that a step computes even if the decoding sequences use up its budget.
+/// Prompt tokens that a step may compute even if the decoding sequences use up its budget.
 const PREFILL_TOKENS_MIN: usize = 16;
 /// Blocks whose contents one audit checks: with 100,000 blocks an audit takes 6 ms; with all contents it would take 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
-/// Tokens in a chunk whose tokens all need logits: a row of logits is large.
+/// The most tokens in a chunk that returns logits for every token: a row of logits is large.
 const LOGIT_ROWS_MAX: usize = 64;
 
 impl Machine {
@@ -175,13 +175,13 @@ impl Machine {
         batch
     }
 
-    /// Returns whether no other sequence of its job runs before this one.
+    /// Returns whether the running sequence at `index` is the first of its job.
     fn is_first_of_job(&self, index: usize) -> bool {
         index == 0 || self.running[index - 1].job != self.running[index].job
     }
 
-    /// Splits the step's budget of prompt tokens between the sequences of the batch; returns the tokens of each, by its index. Tokens that
-    /// preempted samples compute again come after the prompts of other requests, as in the fair order.
+    /// Splits the step's budget of prompt tokens between the sequences of the batch; returns each sequence's tokens, by its index in
+    /// `running`. Tokens that preempted samples compute again come after the prompts of other requests, as in the fair order.
     fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
         let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
         if prefills.is_empty() && self.round_robin.is_empty() {
@@ -266,7 +266,7 @@ impl Machine {
         stats
     }
 
-    /// Moves a sequence to where it belongs after a step or its admission.
+    /// Moves a sequence to the list that fits its state after a step or after its admission.
     fn settle(&mut self, mut sequence: Sequence, now: Duration) {
         let done = sequence.remaining() == 0;
         match &sequence.role {
@@ -336,7 +336,7 @@ impl Machine {
         self.cache.snapshot()
     }
 
-    /// Returns the changes since the last call, with the load.
+    /// Returns the changes of the cache since the last call, and the load.
     pub fn take_batch(&mut self, step: Option<StepStats>) -> KvBatch {
         KvBatch {
             events: self.cache.take_events(),
@@ -369,7 +369,8 @@ impl Machine {
         }
     }
 
-    /// Checks the invariants, for the cache in parts. Logs a violation and counts it in `invariant_violations` of the reported load.
+    /// Checks the invariants; each call checks the contents of the next [`AUDITED_BLOCKS`] blocks of the cache. Logs a violation and counts
+    /// it in `invariant_violations` of the reported load.
     pub fn audit(&mut self) {
         let checked = self.cache.check_next(AUDITED_BLOCKS);
         if let Err(violation) = checked.and_then(|()| self.check_sequences()) {
@@ -406,7 +407,7 @@ impl Machine {
     }
 }
 
-/// Returns whether the sequence has reached its target, or its end.
+/// Returns whether no token of a prompt is left to compute, or whether a sample has finished.
 fn is_settled(sequence: &Sequence) -> bool {
     match &sequence.role {
         Role::Prefill(_) | Role::Prompt(_) => sequence.remaining() == 0,

@@ -18,21 +18,21 @@ use tandem_kv::{TokenId, mix};
 /// Sampling parameters. The defaults are OpenAI's.
 #[derive(Clone, Debug)]
 pub struct Sampling {
-    /// The maximum of new tokens. 0 generates nothing; `None` generates until the context or the cache is full.
+    /// The maximum number of new tokens. 0 generates nothing; `None` generates until the context or the cache is full.
     pub max_tokens: Option<u32>,
     /// Stop tokens are not sampled before this many new tokens.
     pub min_tokens: u32,
-    /// Divides the logits; 0 selects the likeliest token.
+    /// The logits are divided by it; 0 selects the likeliest token.
     pub temperature: f32,
-    /// Keeps the likeliest tokens whose probabilities add up to this.
+    /// Keeps the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,
     /// Keeps this many of the likeliest tokens; 0 keeps all.
     pub top_k: u32,
     /// Keeps tokens that are at least this likely, relative to the likeliest.
     pub min_p: f32,
-    /// Subtracted once for every time the token was generated.
+    /// Subtracted from a token's logit once for every time the token was generated.
     pub frequency_penalty: f32,
-    /// Subtracted if the token was generated.
+    /// Subtracted from a token's logit if the token was generated.
     pub presence_penalty: f32,
     /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.
     pub repetition_penalty: f32,
@@ -96,8 +96,8 @@ pub(crate) struct Sampler {
 /// A token that may be sampled, and its weight: its probability relative to the likeliest token's.
 type Candidate = (TokenId, f32);
 
-/// Tokens with this logarithm of the weight or less are not candidates: half a million of them together weigh less than the last of the 53 bits of
-/// the random number.
+/// Tokens whose weight has at most this natural logarithm are not candidates: half a million of them together weigh less than the last of
+/// the random number's 53 bits.
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
@@ -108,13 +108,13 @@ impl Sampler {
         }
         sampling.logit_bias.iter().for_each(|(token, bias)| changes.of(*token).bias = *bias);
         if sampling.min_tokens > 0 {
-            // An entry for each, which bars it until then.
+            // Each stop token gets an entry, which bars it until `min_tokens` tokens are generated.
             sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
         }
         Self { sampling, changes, generated_len: 0 }
     }
 
-    /// Returns the initial state of the sample with this number, for the same prompt and parameters.
+    /// Returns the initial state for sample number `sample` of the same prompt and parameters.
     pub(crate) fn for_sample(&self, sample: u32) -> Self {
         let mut sampler = self.clone();
         sampler.sampling.seed = self.sampling.seed.wrapping_add(u64::from(sample));
@@ -196,12 +196,12 @@ impl Sampler {
         let likeliest = argmax(logits);
         let max = logits[likeliest as usize];
         if !max.is_finite() {
-            // A penalty overflowed, or all tokens are stop tokens that are barred: there are no weights.
+            // There are no weights: a penalty overflowed, or all tokens are barred stop tokens.
             return vec![(likeliest, 1.0)];
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
         let mut candidates = Vec::with_capacity(logits.len());
-        // If the temperature is so low that the limit equals the maximum, the likeliest tokens stay.
+        // If the temperature is so low that `logit_min` equals the maximum, the likeliest tokens remain.
         candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min || *logit == max));
         for (_, weight) in &mut candidates {
             *weight = exp((*weight - max) / s.temperature);
@@ -216,7 +216,7 @@ impl Sampler {
         if s.top_p < 1.0 {
             keep_top_p(&mut candidates, f64::from(s.top_p));
         }
-        // The sum and the selection depend on the order, so it must not depend on the filters.
+        // The sum and the selection depend on the order, so the order must not depend on the filters.
         candidates.sort_unstable_by_key(|(token, _)| *token);
         candidates
     }
@@ -255,8 +255,8 @@ fn total(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|(_, weight)| f64::from(*weight)).sum()
 }
 
-/// Returns e^x for x from [`LOG_WEIGHT_MIN`] to 0, with a relative error below 2e-7. It consists of sums and products that the compiler can
-/// vectorise: every sampled token needs one for each token of the vocabulary.
+/// Returns e^x for x from [`LOG_WEIGHT_MIN`] to 0, with a relative error below 2e-7. Consists of sums and products that the compiler can
+/// vectorise: to sample a token, it is computed for each token of the vocabulary.
 #[inline]
 fn exp(x: f32) -> f32 {
     /// 1.5 × 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits of the sum.
@@ -284,9 +284,9 @@ fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
     candidates.last().expect("the likeliest token is always a candidate").0
 }
 
-/// Returns the likeliest token; of several, the one with the lowest id.
+/// Returns the likeliest token; of several equally likely ones, the one with the lowest id.
 fn argmax(logits: &[f32]) -> TokenId {
-    // Eight maxima, so that the compiler vectorises the comparison. NaN is never larger.
+    // Eight maxima, so that the compiler vectorises the comparison. A NaN is never larger.
     let larger = |max: f32, logit: f32| if logit > max { logit } else { max };
     let mut maxima = [f32::NEG_INFINITY; 8];
     let (rows, rest) = logits.as_chunks::<8>();
@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn filters_keep_the_documented_tokens() {
-        // Probabilities 0.4, 0.3, 0.2, 0.1.
+        // The probabilities are 0.4, 0.3, 0.2 and 0.1.
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let kept = |sampling: Sampling| {
             let mut tokens = sampled(sampling, &logits, 2_000);

@@ -15,17 +15,17 @@ use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
 /// The cost model and the memory of a simulated device.
 #[derive(Clone, Copy, Debug)]
 pub struct SimSettings {
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
-    /// Blocks in the KV memory.
+    /// The number of blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// Prompt tokens computed per second.
+    /// The number of prompt tokens computed per second, without the fixed duration of a step.
     pub prefill_tokens_per_second: f64,
     /// The fixed duration of a step that computes prompt tokens.
     pub prefill_overhead: Duration,
     /// The fixed duration of a step with decoding sequences.
     pub decode_step: Duration,
-    /// The duration for each decoding sequence.
+    /// The additional duration of a step for each decoding sequence.
     pub decode_per_sequence: Duration,
     /// The size of a token's KV in a simulated transfer.
     pub kv_bytes_per_token: f64,
@@ -62,12 +62,12 @@ impl SimSettings {
     }
 }
 
-/// The tokens a simulated device answers with.
+/// The tokens with which a simulated device answers.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
     /// The number of token ids.
     pub size: usize,
-    /// The longest sequence in tokens.
+    /// The most tokens in a sequence.
     pub context_length: u32,
     /// The tokens of answers; at least one.
     pub words: Vec<TokenId>,
@@ -76,7 +76,7 @@ pub struct Vocabulary {
 }
 
 impl Default for Vocabulary {
-    /// Returns the bytes as vocabulary; answers consist of frequent letters.
+    /// Returns a vocabulary of bytes; answers consist of frequent letters.
     fn default() -> Self {
         let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
         Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
@@ -89,7 +89,7 @@ pub struct SimEngine {
     vocabulary: Vocabulary,
     /// The content of all blocks, `block_size` slots for each.
     slots: Vec<u64>,
-    /// A hash over each block's slots; `None` since they have changed.
+    /// A hash over each block's slots; `None` if they have changed since it was computed.
     folds: Vec<Option<u64>>,
     clock: SimClock,
     real_time: bool,
@@ -113,12 +113,12 @@ impl SimClock {
 
 /// An answer ends at each token with a probability of about one in this many.
 const END_ODDS: u64 = 64;
-/// The logit of all other tokens: finite, but never sampled.
+/// The logit of tokens that are never sampled; finite.
 const NO_CANDIDATE: f32 = -100.0;
 const SLOT_BYTES: usize = 8;
 
 impl SimEngine {
-    /// Creates a device that generates bytes.
+    /// Creates a device whose tokens are bytes.
     pub fn new(settings: SimSettings) -> Self {
         Self::with_vocabulary(settings, Vocabulary::default())
     }
@@ -152,7 +152,7 @@ impl SimEngine {
         blocks[position / size].0 as usize * size + position % size
     }
 
-    /// Returns a hash over all slots of the first `len` positions.
+    /// Returns a hash over the slots of the first `len` positions.
     fn state(&mut self, blocks: &[BlockId], len: usize) -> u64 {
         let size = self.settings.block_size as usize;
         let mut state = 0;

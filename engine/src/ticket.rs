@@ -59,7 +59,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Returns its label among [`WriteRefused::REASONS`]; `None` if the write is not to blame.
+    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write is not to blame.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }
@@ -75,7 +75,7 @@ mod tests {
         let mut draw = from_system();
         let tickets: BTreeSet<Ticket> = (0..1_000).map(|_| draw()).collect();
         assert_eq!(tickets.len(), 1_000);
-        // A counter's high bytes stay as they are, and a ticket of 64 bits would leave half of these.
+        // The high bytes of a counter would never change, and a ticket of 64 random bits would leave half of the bytes constant.
         for place in 0..Ticket::BYTES {
             let values: BTreeSet<u8> = tickets.iter().map(|ticket| ticket.as_bytes()[place]).collect();
             assert!(values.len() > 200, "byte {place} has only {} values", values.len());

@@ -23,9 +23,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// A cache's dimensions and options.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheSettings {
-    /// Blocks in the engine's memory.
+    /// The number of blocks in the engine's memory.
     pub capacity_blocks: u32,
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
     /// If off, no block is ever shared or found, and there are no events.
     pub prefix_caching: bool,
@@ -43,29 +43,29 @@ pub struct Full;
 pub struct Acquired {
     /// The allocated blocks in prompt order: first those found in the cache, then fresh ones.
     pub blocks: Vec<BlockId>,
-    /// How many of them were found in the cache.
+    /// How many of the blocks were found in the cache.
     pub cached_blocks: u32,
 }
 
 /// The blocks that a prompt needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
-    /// Leading blocks that may be taken from the cache.
+    /// The most leading blocks that may be taken from the cache.
     pub reuse_max_blocks: u32,
-    /// Total blocks, found or fresh.
+    /// The total number of blocks to return, found or fresh.
     pub len_blocks: u32,
-    /// Blocks that must remain for others afterwards, free or evictable.
+    /// The number of blocks that must remain for others afterwards, free or evictable.
     pub spare_blocks: u32,
 }
 
 /// The number of blocks in each state; their sum is the capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Number of blocks without content.
+    /// The number of blocks without content.
     pub free: u32,
-    /// Blocks with reusable KV and without pins; they may be evicted.
+    /// The number of blocks with reusable KV and without pins; they may be evicted.
     pub cached: u32,
-    /// Blocks pinned by at least one sequence, directly or through a descendant.
+    /// The number of blocks pinned by at least one sequence, directly or through a descendant.
     pub in_use: u32,
 }
 
@@ -89,7 +89,7 @@ pub struct PrefixCache {
 
 #[derive(Default)]
 struct Block {
-    /// The callers' pins, and one for each pinned cached child.
+    /// The number of pins: the callers' own, and one for each pinned cached child.
     pins: u32,
     /// Set while the block is cached; `None` if it is free, or private to its owners.
     content: Option<Content>,
@@ -207,7 +207,7 @@ impl PrefixCache {
     /// these tokens from now on, pinned: `block` itself, or an equal one that was cached before (then `block` is released).
     ///
     /// A different block with the same hash is evicted with its descendants, unless it is pinned: a prompt that was constructed to collide
-    /// with another one must not keep that one out of the cache for longer than it runs itself.
+    /// with another one must not keep the other out of the cache for longer than it runs itself.
     ///
     /// `block` stays private to its owners if its parent is private, a different pinned block has its hash, it is older than the last
     /// [`PrefixCache::clear`], or caching is off.

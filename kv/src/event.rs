@@ -23,7 +23,7 @@ pub enum Change {
     Cleared,
 }
 
-/// Consecutive blocks under `parent` (`None`: they begin a prompt).
+/// Consecutive blocks of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredChain {
     /// The hash of the block before the first of these blocks; `None` if they begin a prompt.

@@ -26,13 +26,13 @@ pub struct ReadyBlock {
     pub content: Vec<u8>,
 }
 
-/// Blocks of a reservation that a thread or device writes while the engine runs steps. They stay in use until this is dropped, whatever becomes
-/// of the reservation, so it must not be dropped before the last write has ended.
+/// Blocks of a reservation that a thread or device writes while the engine runs steps. They stay in use until this value is dropped, even
+/// if the reservation ends earlier, so it must not be dropped before the last write has ended.
 pub trait BlockWrite: Send {
     /// Returns the blocks to write, in the order of the requested indices.
     fn blocks(&self) -> &[BlockId];
 
-    /// Ends the write: every block was written. If this is not called, none counts as written.
+    /// Ends the write: every block was written. If this is not called, no block counts as written.
     fn complete(self: Box<Self>);
 }
 
@@ -90,7 +90,7 @@ pub trait KvCommunicator: Send + Sync {
     fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError>;
 }
 
-/// An end of a communicator: blocks move in one direction only.
+/// One end of a communicator. Blocks move from the sender to the receiver only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommunicatorEnd {
     /// The end that sends blocks.
@@ -102,7 +102,7 @@ pub enum CommunicatorEnd {
 /// Blocks cannot move from device to device. The engine itself continues.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceTransferError {
-    /// It cannot work between these two workers.
+    /// Blocks cannot move from device to device between these two workers.
     #[error("the other worker's KV memory cannot be reached: {0}")]
     Unreachable(String),
     /// The device or the communicator failed.

@@ -6,27 +6,27 @@ use std::time::Duration;
 /// The load of a worker, from which the router estimates costs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Load {
-    /// Sequences with blocks: they are in the running batch, or another worker sends their KV.
+    /// Sequences with blocks: they are in the running batch, or wait for KV that another worker sends.
     pub running_sequences: u32,
-    /// Sequences that wait for blocks.
+    /// The number of sequences that wait for blocks.
     pub waiting_requests: u32,
     /// Prompt tokens still to be computed, of waiting and running sequences.
     pub pending_prefill_tokens: u64,
     /// Number of blocks without content.
     pub free_blocks: u32,
-    /// Blocks with reusable KV that no sequence uses.
+    /// The number of blocks with reusable KV that no sequence uses.
     pub cached_blocks: u32,
-    /// Blocks pinned by sequences.
+    /// The number of blocks pinned by sequences.
     pub in_use_blocks: u32,
     /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
-    /// Long prefill steps since the start that the rate was fitted to. Short ones count too, but do not displace the evidence of long ones.
+    /// Long prefill steps since the start to which the rate was fitted. The rate depends on short steps too, but mainly on long ones.
     pub prefill_measurements: u64,
     /// Fixed time of a step that computes prompt tokens, in milliseconds; 0 while it is unknown.
     pub prefill_fixed_ms: f64,
     /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while there is no evidence.
     pub decode_step_ms: f64,
-    /// Preempted sequences since the start.
+    /// The number of preemptions since the start.
     pub preemptions: u64,
     /// Failed checks of the engine's invariants since the start: each is a bug.
     pub invariant_violations: u32,
@@ -39,20 +39,20 @@ pub struct StepStats {
     pub prefill_tokens: u32,
     /// Number of tokens computed for decoding sequences, one for each.
     pub decode_tokens: u32,
-    /// Device time, simulated time included.
+    /// The device time of the step; simulated time counts.
     pub duration: Duration,
 }
 
 /// The changes in a worker since its last batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvBatch {
-    /// Id of the last change made, those of `events` included.
+    /// Id of the last change, including those in `events`.
     pub last_event_id: u64,
     /// Changes of the cache, in the order of their ids.
     pub events: Vec<KvEvent>,
     /// The load after these changes.
     pub load: Load,
-    /// Requests whose work this load includes and the load of the previous batch did not.
+    /// Requests whose work this load includes, but the load of the previous batch did not.
     pub included_request_ids: Vec<String>,
     /// The step that ended with this batch, if one did.
     pub step: Option<StepStats>,

@@ -5,16 +5,16 @@ use std::{collections::HashMap, time::Duration};
 use tandem_node::Backoff;
 use tokio::time::Instant;
 
-/// The maximum of peers that a path remembers: more than a cluster has workers of one role.
+/// The most peers that a path remembers: more than a cluster has workers of one role.
 pub(crate) const PEERS_MAX: usize = 256;
 
-/// The longest pauses are between this and twice this: five minutes at most.
+/// The longest pauses are between this value and twice this value: five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
 /// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`] describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
-    /// At most [`PEERS_MAX`].
+    /// The failures by peer; at most [`PEERS_MAX`] entries.
     peers: Mutex<HashMap<String, Failed>>,
 }
 
@@ -24,12 +24,12 @@ struct Failed {
 }
 
 impl PeerBackoff {
-    /// The first pause after a success is between `min` and twice that.
+    /// Excludes no peer at first. The first pause after a success is between `min` and twice that.
     pub(crate) fn new(min: Duration) -> Self {
         Self { min, peers: Mutex::default() }
     }
 
-    /// Whether the path to this peer is excluded now.
+    /// Returns whether the path to this peer is excluded now.
     pub(crate) fn is_open(&self, peer: &str) -> bool {
         self.peers.lock().get(peer).is_some_and(|failed| Instant::now() < failed.retry_at)
     }

@@ -1,4 +1,4 @@
-//! The memory that blocks are written into, and its owner's decision about each of them.
+//! The memory into which blocks are written. Its owner decides about each block.
 
 use bytes::Bytes;
 use tandem_kv::{BlockWrite, Ticket};
@@ -16,7 +16,7 @@ impl From<Refused> for Status {
     }
 }
 
-/// The owner of the memory that blocks are written into. A refused write ends the ticket's reservation, if there is one.
+/// The owner of the memory into which blocks are written. A refused write ends the ticket's reservation, if there is one.
 #[tonic::async_trait]
 pub trait Destination: Send + Sync + 'static {
     /// Writes one block, whole or not at all; returns when it is in the memory. `index` is the block's position in the prompt, from 0.
@@ -25,7 +25,7 @@ pub trait Destination: Send + Sync + 'static {
     /// The ticket does not allow the write.
     async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused>;
 
-    /// Returns the right to write these blocks from other threads or devices: all of them, or an error.
+    /// Returns the right to write all these blocks from other threads or devices.
     ///
     /// # Errors
     /// As for [`Destination::write`].
@@ -34,6 +34,6 @@ pub trait Destination: Send + Sync + 'static {
     /// Confirms that the worker which computed the ticket's blocks has written all of them.
     async fn confirm(&self, ticket: Ticket);
 
-    /// Refuses blocks that the sender announced in its memory, because the ticket does not name a path on which they can be copied.
+    /// Refuses blocks that the sender announced as ready in its own memory: the ticket does not name a path on which they can be copied.
     async fn refuse(&self, ticket: Ticket) -> Refused;
 }

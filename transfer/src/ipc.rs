@@ -1,6 +1,6 @@
 //! The receiving half of the CUDA IPC path: copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! A peer's memory is open only while a prompt's blocks are copied from it, because a mapping keeps the GPU memory of a process that has ended.
+//! A peer's memory is open only while a prompt's blocks are copied: a mapping keeps GPU memory allocated after its process has ended.
 
 use crate::{
     Destination, Lifetime, Refused,
@@ -32,14 +32,14 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// By the prefill worker's instance; at most [`PEERS_MAX`].
+    /// The peers by the prefill worker's instance; at most [`PEERS_MAX`].
     peers: HashMap<String, Peer>,
     /// The memories from which the blocks of live tickets are copied.
     sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
 }
 
 struct Peer {
-    /// From the peer's `PrefillDone`.
+    /// The IPC handle from the peer's `PrefillDone`.
     ipc_handle: Vec<u8>,
     open: Option<Weak<dyn PeerMemory>>,
 }
@@ -85,7 +85,7 @@ impl IpcReceiver {
         let copying = move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(write.blocks().iter().copied()).collect();
             let copied = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
-            // If the reservation has ended, this closes the memory, before the engine learns that the write has ended.
+            // If the reservation has ended, this closes the peer's memory before the engine learns that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
         };
@@ -115,7 +115,7 @@ impl ReceivePath for IpcReceiver {
     }
 }
 
-/// A ticket that requests the peer's handle.
+/// The grant of a ticket that requests the peer's IPC handle.
 struct WantsHandle {
     receiver: IpcReceiver,
     peer: String,
@@ -128,7 +128,7 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // The handles of running workers are requested again.
+            // Later tickets request the handles of running workers again.
             peers.clear();
         }
         peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });

@@ -9,5 +9,5 @@ pub(crate) use sender::NcclSender;
 
 const LABEL: &str = "nccl";
 
-/// The maximum of communicators that a worker joins at a time: each occupies a thread until the other end has joined, 30 seconds per GPU at most.
+/// The most communicators that a worker joins at a time: each occupies a thread until the other end has joined, 30 seconds per GPU at most.
 const JOINS_MAX: usize = 4;

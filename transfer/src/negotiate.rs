@@ -1,4 +1,4 @@
-//! The receiving side: chooses each ticket's path from the capabilities of both workers, and excludes a path to a peer after a failure on it.
+//! The receiving side: chooses each ticket's path from the capabilities of both workers. A failure excludes a path to a peer for a time.
 
 use crate::{
     Destination, Lifetime, TransferMode, TransferService,
@@ -18,7 +18,7 @@ pub struct ReceivePaths {
     nccl: Option<NcclReceiver>,
 }
 
-/// A ticket's path. Its blocks can be received while this exists.
+/// The path chosen for a ticket. The ticket's blocks can be received while this value exists.
 pub struct Negotiated {
     destination: Arc<dyn Destination>,
     ticket: Ticket,
@@ -27,7 +27,7 @@ pub struct Negotiated {
 }
 
 impl ReceivePaths {
-    /// Makes the paths that the worker may use; `memory` is that of the engine, if devices can reach it.
+    /// Makes the paths that the worker may use; `memory` is the engine's KV memory, if devices can reach it.
     pub fn new(destination: impl Destination, memory: Option<Arc<dyn KvMemory>>, mode: TransferMode, lifetime: Lifetime) -> Self {
         let destination: Arc<dyn Destination> = Arc::new(destination);
         let memory = memory.filter(|_| mode == TransferMode::Auto);
@@ -46,8 +46,8 @@ impl ReceivePaths {
         HOST_LABEL
     }
 
-    /// Chooses the path of a ticket's blocks, and sets the fields of the ticket for it. `peer` is the prefill worker's instance, `offered` its
-    /// transfer capabilities. At most one path is prepared for later tickets.
+    /// Chooses the path of a ticket's blocks, and sets the ticket's fields for that path. `peer` is the prefill worker's instance,
+    /// `offered` its transfer capabilities. At most one path is prepared for later tickets.
     pub async fn negotiate(
         &self,
         peer: &str,
@@ -58,7 +58,7 @@ impl ReceivePaths {
         let destination = Arc::clone(&self.destination);
         let mut negotiated = Negotiated { destination, ticket: secret, label: HOST_LABEL, grant: None };
         let Some(capabilities) = offered else { return negotiated };
-        // The preferred path first.
+        // The paths, the preferred one first.
         let paths: [Option<&dyn ReceivePath>; 2] =
             [self.ipc.as_ref().map(|ipc| ipc as _), self.nccl.as_ref().map(|nccl| nccl as _)];
         for path in paths.into_iter().flatten() {

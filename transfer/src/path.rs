@@ -28,7 +28,7 @@ pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.
     #[error("the ticket's address is not signed by a decode worker of this cluster")]
     UnsignedAddress,
-    /// The ticket has another length.
+    /// The ticket has a wrong length.
     #[error(transparent)]
     Length(#[from] InvalidTicket),
     /// The address is not valid.
@@ -42,9 +42,9 @@ pub enum TicketError {
 /// The state of blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends them and has sent all earlier ones, so the call took as long as a transfer.
+    /// The path sends the blocks and has sent all earlier ones, so the call took as long as a transfer.
     Sent,
-    /// The path has announced them; the receiver copies them later.
+    /// The path has announced the blocks; the receiver copies them later.
     Announced,
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct Offer<'a> {
 
 /// A path's decision about one ticket.
 pub(crate) enum Decision {
-    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until they are written.
+    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until the blocks are written.
     Accepted { label: &'static str, grant: Option<Box<dyn Grant>> },
     /// The ticket's blocks take the host path; once they are written, the grant prepares this path for later tickets.
     Prepares(Box<dyn Grant>),

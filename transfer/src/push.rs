@@ -17,15 +17,15 @@ use tonic::{Code, Status};
 pub(crate) const HOST_LABEL: &str = "tcp";
 pub(crate) const IPC_LABEL: &str = "cuda_ipc";
 
-/// Messages queued for the connection: one is sent while the next is made.
+/// The most messages queued for the connection: one is sent while the next is made.
 const QUEUED_MAX: usize = 1;
 
-/// A stream under one ticket.
+/// A `Push` stream under one ticket.
 pub(crate) struct PushPath {
     ticket: Ticket,
     access: BlockAccess,
     messages: mpsc::Sender<PushRequest>,
-    /// Sends the messages; resolves to the number of blocks written when `messages` is closed.
+    /// Sends the messages. Once `messages` is closed, it resolves to the number of blocks written.
     reply: BoxFuture<'static, Result<u32, TransferError>>,
     sent_blocks: u32,
 }

@@ -22,9 +22,9 @@ pub struct SendSettings {
     pub mode: TransferMode,
     /// The engine's KV memory, if devices can reach it.
     pub memory: Option<Arc<dyn KvMemory>>,
-    /// The size of one block.
+    /// The size of one block in bytes.
     pub block_bytes: usize,
-    /// The network of the decode workers.
+    /// The network on which decode workers are reached.
     pub network: Network,
     /// The lifetime of the worker.
     pub lifetime: Lifetime,
@@ -73,7 +73,7 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. They give access to nothing.
+    /// Returns the transfer capabilities, if the worker has a path besides TCP. Knowing them gives access to nothing.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
@@ -137,9 +137,9 @@ pub struct Sent {
     pub bytes: u64,
     /// The time from the first block to the reply that all blocks are written.
     pub duration: Duration,
-    /// The bytes of the bandwidth measurement.
+    /// The number of bytes over which the bandwidth was measured.
     pub measured_bytes: u64,
-    /// The time of the bandwidth measurement, in which the sender waited for these bytes only.
+    /// The time that the sender waited for these bytes and no others.
     pub measured: Duration,
     /// The IPC handle of the whole KV memory, if the ticket requests it.
     pub ipc_handle: Vec<u8>,
@@ -183,7 +183,7 @@ impl Transfer {
         self.path.interrupted().await
     }
 
-    /// Returns when every block that was sent is written. Until then they must not change.
+    /// Returns when every block that was sent is written. Until then the blocks must not change.
     ///
     /// # Errors
     /// A block was not written.

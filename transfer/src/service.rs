@@ -18,20 +18,20 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// The maximum of messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
+/// The most messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
 /// at a time, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
 /// The longest time until a control stream's first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
-/// The maximum of control streams at a time: more than a cluster has prefill workers.
+/// The most control streams at a time: more than a cluster has prefill workers.
 const CONTROL_STREAMS_MAX: usize = 256;
 
-/// Writes the blocks that arrive. While it is busy, further messages wait in the network. A refused write ends the stream.
+/// Writes the blocks that arrive. While the service is busy, further messages wait in the network. A refused write ends the stream.
 pub struct TransferService {
     destination: Arc<dyn Destination>,
     ipc: Option<IpcReceiver>,
     nccl: Option<NcclReceiver>,
-    /// [`CONTROL_STREAMS_MAX`] permits.
+    /// [`CONTROL_STREAMS_MAX`] permits, one for each control stream.
     control_streams: Arc<Semaphore>,
 }
 
@@ -45,7 +45,7 @@ impl TransferService {
         TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    /// Writes the blocks of a message; returns their number.
+    /// Writes the blocks of a message; returns how many there were.
     async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {

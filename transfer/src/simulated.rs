@@ -6,10 +6,10 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, ReadyBlock};
 use tokio::time::Instant;
 
-/// The resolution of timers.
+/// The resolution of the runtime's timers.
 const TICK: Duration = Duration::from_millis(1);
 
-/// The network interface of one worker: the blocks of all its transfers pass it one after another.
+/// The network interface of one worker: the blocks of all its transfers pass through it one after another.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
     /// The time that each block takes; may be zero.
@@ -23,7 +23,7 @@ impl SimulatedNetwork {
         Self { block, idle_from: Mutex::default() }
     }
 
-    /// Waits until one more block has passed, or a tick less; [`SimulatedNetwork::settle`] waits for the rest.
+    /// Waits until one more block has passed, or up to a tick less; [`SimulatedNetwork::settle`] waits for the remaining time.
     async fn pass(&self) {
         if self.block.is_zero() {
             return;
@@ -57,7 +57,7 @@ pub struct SimulatedPath {
 }
 
 impl SimulatedPath {
-    /// Sends blocks over `inner` when they have passed the network.
+    /// Makes a path that sends blocks over `inner` after they have passed the network.
     pub fn new(inner: Box<dyn SendPath>, network: Arc<SimulatedNetwork>) -> Self {
         Self { inner, network }
     }

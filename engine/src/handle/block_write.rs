@@ -13,7 +13,7 @@ pub(super) struct EndedWrite {
     pub complete: bool,
 }
 
-/// Writes that have ended, for the engine's thread. Bounded by the blocks in use: each write has at least one of its own.
+/// Writes that have ended, for the engine's thread. At most as many as blocks in use: each write has at least one block of its own.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 

@@ -15,9 +15,9 @@ use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Tic
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
-/// The most events of a job that are sent once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
+/// The most events that a job can have once each: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
 const SINGLE_EVENTS: usize = 5;
-/// Batches by which a slow subscriber may lag before it has to start again from a snapshot.
+/// The most batches by which a slow subscriber may lag before it has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 /// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
@@ -49,7 +49,7 @@ pub(super) struct Driver {
     commands: mpsc::Receiver<Command>,
     /// Sorted, so that blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
-    /// For generations, as set.
+    /// The number of buffered events at which a generation pauses, from the settings.
     pub max_buffered_events: usize,
     next_job: JobId,
     wake: Arc<Notify>,
@@ -98,7 +98,7 @@ impl Driver {
     pub async fn run(mut self) {
         loop {
             self.busy_since.send_replace(Some(Instant::now()));
-            // Only the commands that are queued now: while they are handled others may arrive, and running sequences wait.
+            // Only the commands that are queued now are handled: others may arrive meanwhile, and running sequences must not wait for them.
             for _ in 0..self.commands.len() {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.handle_command(command);
@@ -113,7 +113,7 @@ impl Driver {
                 return;
             }
             if !succeeded {
-                // The planned sequences have ended.
+                // The sequences of this plan have ended.
                 continue;
             }
             let Some(plan) = plan else {
@@ -252,7 +252,7 @@ impl Driver {
         });
     }
 
-    /// Ends all jobs: after a failure the content of the device's memory is unknown.
+    /// Ends all jobs, because the content of the device's memory is unknown after a failure.
     fn fail(&mut self, error: &EngineError) {
         tracing::error!(%error, "engine failed; failing all requests on this worker");
         self.is_lost |= matches!(error, EngineError::Lost(_));
@@ -283,7 +283,7 @@ impl Driver {
         }
         let Some(error) = failure else { return true };
         self.fail(&error);
-        // These actions only send the last events.
+        // The actions that `Machine::fail` has added only send the last events.
         self.run_actions();
         false
     }

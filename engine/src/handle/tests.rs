@@ -83,7 +83,7 @@ async fn events_end_after_the_last_sample() {
     assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
 }
 
-/// Two samples of a job whose events are not read, and another job whose events are.
+/// The events of a job with two samples are not read, and those of another job are.
 #[tokio::test(start_paused = true)]
 async fn backpressure_pauses_an_unread_job_until_it_is_read() {
     const BUFFERED_MAX: usize = 10;
@@ -97,7 +97,7 @@ async fn backpressure_pauses_an_unread_job_until_it_is_read() {
     let mut unread = engine.generate(two()).await.expect("it fits");
     let mut read = engine.generate(generate(200)).await.expect("it fits");
     while read.next().await.is_some() {}
-    // Half an hour of steps.
+    // Steps run for half an hour.
     tokio::time::sleep(Duration::from_secs(1_800)).await;
     assert!((BUFFERED_MAX..BUFFERED_MAX + 3).contains(&unread.events.len()), "{} events are buffered", unread.events.len());
     let mut received = Vec::new();

@@ -13,8 +13,8 @@ use std::{
 };
 use tandem_kv::Wanted;
 
-/// How long a sequence waits for a prefix owner that computes: half the limit for a first token. Only an owner that is delayed by other sequences
-/// takes longer.
+/// How long a sequence waits for a prefix owner that computes its blocks: half the time limit for a first token. An owner takes longer only
+/// if other sequences delay it.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
 /// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself: half of the time for which the prefill worker of
@@ -94,7 +94,7 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // Of equal prefixes the latest: when one job of a burst is cancelled, only the next one's expectation becomes void.
+            // Of equally long prefixes the latest job's: if one job of a burst is cancelled, only the next loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
@@ -116,7 +116,7 @@ impl Machine {
     /// for another sequence.
     pub(super) fn tokens_to_compute(&self, queued: &Queued) -> usize {
         let owned = queued.prefix_owner.map_or(0, |owner| owner.blocks);
-        // A job that has ended may not have computed them.
+        // A job that has ended may not have computed the expected blocks.
         let expected = queued.expected_prefix.filter(|(job, _)| self.live.contains_key(job)).map_or(0, |(_, blocks)| blocks);
         let reused = queued.cached_blocks.max(owned).max(expected);
         queued.sequence.remaining().saturating_sub(reused * self.info.block_size as usize)
@@ -128,16 +128,16 @@ impl Machine {
         owners.map(|owner| owner.waiting_since + REMOTE_PREFIX_WAIT_MAX).filter(|deadline| *deadline > now).min()
     }
 
-    /// Admits waiting sequences in the fair order while there are places in the steps and blocks.
+    /// Admits waiting sequences in the fair order while there are free blocks and places in the steps.
     ///
-    /// The first one that lacks blocks may preempt a sequence of an owner with more than its share. If it cannot, all others wait for it, so
-    /// none starves. A sequence whose next block is being computed or received for another is deferred, and matches the block later: the
-    /// prompt of a burst is computed once and sent once.
+    /// The first sequence that lacks blocks may preempt a sequence of an account or request with more than its share. If it cannot, all
+    /// others wait until it is admitted, so none starves. A sequence whose next block is being computed or received for another one is
+    /// deferred, and finds the block in the cache later: equal prompts that arrive together are computed once and sent once.
     pub(super) fn admit(&mut self, now: Duration) {
         while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
-    /// Returns true if it has preempted a sequence: the sequence waits again, so the order has changed.
+    /// Admits candidates. Returns true if it has preempted a sequence: that one waits again, so the order has changed.
     fn admit_in_order(&mut self, now: Duration) -> bool {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
@@ -188,8 +188,8 @@ impl Machine {
         let (account, job) = (Arc::clone(&sequence.account), sequence.job);
         let size = self.info.block_size as usize;
         let len_blocks = sequence.target().div_ceil(size);
-        // One spare block for each sequence before it that grows, and one if its last prompt token begins a block. Otherwise it would
-        // preempt one of those sequences in the next step, or be preempted itself.
+        // Spare blocks: one for each growing sequence before the candidate, and one if the candidate's last prompt token begins a block.
+        // Without them the candidate would preempt one of those sequences in the next step, or be preempted itself.
         let grows_next = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
         let wanted = Wanted {
             reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
@@ -229,7 +229,7 @@ impl Machine {
         Admission::OutOfBlocks { preempted: true }
     }
 
-    /// Returns how many sequences will need another block before one that `before` others precede in the fair order.
+    /// Returns how many of the `before` sequences that precede a candidate in the fair order will need another block, at most.
     fn growing(&self, before: usize) -> usize {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
@@ -246,8 +246,8 @@ impl Machine {
         before.map(|(_, other)| other.remaining()).sum()
     }
 
-    /// Returns whether an in-flight sequence is about to compute or receive the next block that a waiting one needs, and records it as the
-    /// prefix owner. Another owner is searched for when that one has produced the common blocks, or has ended.
+    /// Returns whether an in-flight sequence is about to compute or receive the next block that a waiting one needs, and records that
+    /// sequence as the prefix owner. Once the owner has produced the common blocks or has ended, another owner is searched for.
     fn waits_for_prefix(&mut self, order: Order, now: Duration) -> bool {
         let Self { cache, waiting, running, reserved, settings, info, .. } = self;
         let (Some(queued), size) = (waiting.get_mut(order), info.block_size as usize) else { return false };
@@ -306,13 +306,13 @@ impl Machine {
 enum Admission {
     /// The candidate takes part in the next steps.
     Runs,
-    /// Its KV is complete: the place goes to its samples, or none is needed.
+    /// The candidate's KV is complete: its samples take the place, or no place is needed.
     Complete,
-    /// Backpressure pauses it, or it waits for blocks that another sequence produces.
+    /// Backpressure pauses the candidate, or it waits for blocks that another sequence produces.
     Deferred,
-    /// The prompts of its account that precede it need [`LOOKAHEAD_STEPS`].
+    /// The account's prompts that precede the candidate need [`LOOKAHEAD_STEPS`] full steps or more.
     LookaheadReached,
-    /// There are too few free blocks for it. `preempted`: another sequence has just released its blocks.
+    /// There are too few free blocks for the candidate. `preempted`: another sequence has just released its blocks.
     OutOfBlocks { preempted: bool },
 }
 
@@ -339,7 +339,7 @@ struct AccountCandidates {
     next: Option<Candidate>,
     /// Samples and preempted sequences that were deferred.
     skipped: BTreeSet<Order>,
-    /// The last of the new prompts that was tried.
+    /// The new prompt that was tried last.
     new_after: Option<Due>,
     no_more_new: bool,
 }
@@ -357,8 +357,8 @@ impl AccountCandidates {
         }
     }
 
-    /// Selects the next candidate: of the request with the fewest places. Of requests without a place, those that had blocks before precede
-    /// new prompts.
+    /// Selects the next candidate: one of the request with the fewest places. Among requests without a place, those that had blocks before
+    /// precede new prompts.
     fn advance(&mut self, machine: &Machine, shares: &Shares) {
         let places = |job| shares.of_job(&self.account, job);
         let preempted = machine.waiting.preempted(&self.account).filter(|order| !self.skipped.contains(order));

@@ -12,8 +12,8 @@ use std::{
     sync::Arc,
 };
 
-/// Prompt tokens that an account may have computed before the next account's round. About the length of a short prompt, so that one is
-/// computed in the first step after its arrival; with a larger quantum, long prompts of other accounts would delay it.
+/// Prompt tokens that an account may have computed before the next account's round. About the length of a short prompt, so that a short
+/// prompt is computed in the first step after its arrival; with a larger quantum, long prompts of other accounts would delay it.
 pub(super) const QUANTUM_TOKENS: usize = 256;
 
 /// Returns when a prompt of `cost` tokens is due, in prompt tokens computed by this worker since its start. Prompts of one account are
@@ -29,14 +29,14 @@ pub(super) fn due(computed: u64, cost: usize, others: impl Iterator<Item = usize
 /// The number of sequences that hold a place in the steps, by account and request.
 ///
 /// The *fair order* of an account's sequences: the first sequence of each of its requests, the oldest request first, then the second
-/// sequence of each, and so on. The fair order of all: the first of each account, then the second of each account, and so on.
+/// sequence of each, and so on. The fair order of all sequences: the first of each account, then the second of each account, and so on.
 #[derive(Debug, Default)]
 pub(super) struct Shares(BTreeMap<Arc<str>, Share>);
 
 #[derive(Debug, Default)]
 struct Share {
     total: usize,
-    /// Counts of at least 1.
+    /// The number of sequences of each job, at least 1.
     jobs: BTreeMap<JobId, usize>,
 }
 
@@ -73,7 +73,7 @@ impl Shares {
     }
 }
 
-/// Returns the indices of `sequences` in the fair order. `sequences` has the account and the job of each, and a job's sequences in their order.
+/// Returns the indices of `sequences` in the fair order. `sequences` has the account and job of each; a job's sequences are in their order.
 pub(super) fn fair_order(sequences: &[(&str, JobId)]) -> Vec<usize> {
     let mut of_job: BTreeMap<JobId, usize> = BTreeMap::new();
     let mut order: Vec<(&str, usize, JobId, usize)> = Vec::with_capacity(sequences.len());
@@ -101,7 +101,7 @@ pub(super) struct RoundRobin(VecDeque<Round>);
 #[derive(Debug)]
 struct Round {
     account: Arc<str>,
-    /// The rest of the account's quantum, in tokens. Only the first of the queue can have one.
+    /// The unused tokens of the account's quantum. Only the first account in the queue can have any.
     credit: usize,
 }
 

@@ -98,8 +98,8 @@ impl Machine {
         true
     }
 
-    /// Starts the first sample of a forking prompt on the prompt's own blocks, because there are none for a second one. The others wait
-    /// without blocks.
+    /// Starts the first sample of a forking prompt on the prompt's own blocks, because no blocks are free for a second sample. The other
+    /// samples wait without blocks.
     pub(super) fn keep_first_sample(&mut self, job: JobId) {
         let Some(index) = self.forking.iter().position(|parent| parent.job == job) else { return };
         let parent = &mut self.forking[index];
@@ -114,7 +114,7 @@ impl Machine {
     }
 }
 
-/// Returns a sample of a prompt whose KV is complete, without blocks.
+/// Returns a sample, without blocks, of a prompt whose KV is complete.
 fn sample_of(parent: &mut Sequence, generated: Generated) -> Sequence {
     let Prompt { sampler, boundary, len_max, .. } = prompt_of(parent);
     let (boundary, number) = (*boundary, generated.sample);

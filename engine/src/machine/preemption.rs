@@ -9,8 +9,8 @@ use super::{
 };
 
 impl Machine {
-    /// Allocates the block that the next token of each running sequence needs. While there is none, blocks are taken from the first of these
-    /// that exists: paused sequences, reservations that have not started, forking prompts, the last sequence in the fair order.
+    /// Allocates the block that the next token of each running sequence needs. While no block is free, blocks are taken from the first of
+    /// these that exists: paused sequences, reservations that have not started, forking prompts, the last sequence in the fair order.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -30,10 +30,10 @@ impl Machine {
         }
     }
 
-    /// Preempts a sequence to free blocks for one of `job` that needs this many; returns whether it did.
+    /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them; returns whether it did.
     ///
     /// The victim is a paused sequence, or else the last one in the fair order if its owner has more than its share: the owner keeps at
-    /// least as many sequences as the other owner will have, and holds more blocks than the other one will. The owner is the account, or the
+    /// least as many sequences as the owner of `job` will have, and holds more blocks than that one will. An owner is an account, or a
     /// request if both belong to one account. So each owner keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
         if self.preempt_paused() {
@@ -91,7 +91,7 @@ impl Machine {
     fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         release(&mut self.cache, &mut sequence);
-        // These chunks are computed again, or their blocks are matched in the cache.
+        // The recorded chunks are computed again, or their blocks are found in the cache.
         sequence.chunks.clear();
         self.preemptions += 1;
         self.requeue(sequence);
@@ -104,7 +104,7 @@ impl Machine {
         if let Role::Prompt(prompt) = &mut sequence.role
             && let Some(logprobs) = &mut prompt.logprobs
         {
-            // They are computed again; the first token has none.
+            // The prompt's logprobs are computed again. The first row stays: the first token has no logprob.
             logprobs.rows.truncate(1);
         }
         let cached_blocks = self.cached_prefix(&sequence);
@@ -119,7 +119,8 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Returns whether these still exceed `other`'s after they have lost a sequence and `other` has gained one with this many blocks.
+    /// Returns whether the owner of `self` may lose a sequence to the owner of `other`, which would gain one with this many blocks. Then it
+    /// must still have at least as many sequences as the other, and must now have more blocks than the other would.
     fn exceed(self, other: Self, blocks: usize) -> bool {
         self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
     }

@@ -1,8 +1,8 @@
 //! The speed of the device: a fixed time for each step and a time for each token, fitted to the latest steps.
 //!
 //! Prompt tokens and decoding sequences each have a line of their own, fitted by weighted least squares. A step that computes both counts
-//! for each line with the time that the other line does not explain. Without evidence there is no rate: steps of a few tokens take the
-//! fixed time of a step, and dividing their time by their tokens says nothing about a longer prompt.
+//! for each line with its time minus what the other line predicts. Without evidence there is no rate: steps of a few tokens take the fixed
+//! time of a step, and dividing their time by their tokens says nothing about a longer prompt.
 
 use tandem_kv::StepStats;
 
@@ -17,11 +17,11 @@ pub(super) struct Rates {
 /// The factor by which older evidence counts less after each full chunk of prompt tokens, or each step with decoding sequences.
 const DECAY: f64 = 0.9;
 
-/// Tokens of a long step. Shorter steps count alike. The times of longer ones vary more, so they count by the inverse square of their
-/// length. Steps of at least this mean length give a rate even if all have the same length: their fixed time is a minor part.
+/// The length of a long step in tokens. Shorter steps have about equal weights. The times of longer steps vary more, so their weights fall
+/// with the square of their length. Steps of at least this mean length give a rate even if all are equally long: their fixed time is small.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// The least weighted sum of squared deviations from the mean length that determines a slope: a quarter of what one long step adds to
+/// If the weighted sum of squared deviations from the mean length is less, it determines no slope. A quarter of what one long step adds to
 /// many short ones.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
@@ -36,8 +36,8 @@ impl Rates {
     pub fn record(&mut self, stats: &StepStats, chunk_budget: u32) {
         let seconds = stats.duration.as_secs_f64();
         let (tokens, sequences) = (f64::from(stats.prefill_tokens), f64::from(stats.decode_tokens));
-        // A step of both kinds counts for one kind only if the time of the other is known. The mean will do for decoding sequences, but not
-        // for prompt tokens: the time of a token in steps of one length is not that in steps of another length.
+        // A step with prompt tokens and decoding sequences counts for one kind only if the time of the other is known. The mean suffices
+        // for decoding sequences, but not for prompt tokens: their time per token depends on the length of the step.
         let decode_part = || self.decode.line().map(|line| line.seconds(sequences)).or(self.decode.mean());
         let prefill_seconds = if sequences > 0.0 { decode_part().map(|part| seconds - part) } else { Some(seconds) };
         let prefill_part = || self.prefill.line().map(|line| line.seconds(tokens));
@@ -48,8 +48,8 @@ impl Rates {
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             self.prefill_measurements += u64::from(is_added && is_long);
         }
-        // The rest of a step with a long chunk is small and may be negative by chance. Negative rests count as well: without them the mean
-        // would be too high.
+        // The decode time of a step with a long chunk is a small difference and may be negative by chance. Negative values count as well:
+        // without them the mean would be too high.
         if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0) {
             self.decode.record(sequences, decode_seconds, DECAY);
         }
@@ -195,7 +195,7 @@ mod tests {
     fn tiny_prompts_give_no_rate() {
         let mut rates = after(&vec![(1, 0); 1_000]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.prefill_fixed_ms()), (0.0, 0.0));
-        // They neither hide nor displace the rate once there is evidence.
+        // Tiny prompts neither hide nor displace the rate once there is evidence.
         (0..3).for_each(|_| step(&mut rates, 400, 0, 1.0));
         (0..3_000).for_each(|_| step(&mut rates, 2, 0, 1.0));
         assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.01), "{rates:?}");
@@ -236,7 +236,7 @@ mod tests {
         assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.02), "{rates:?}");
         assert!(is_near(rates.prefill_fixed_ms(), 4.0, 0.02), "{rates:?}");
         assert!(is_near(rates.decode_step_ms(), 8.0, 0.02), "{rates:?}");
-        // Steps of both kinds alone do not determine the two parts.
+        // Steps that all have prompt tokens and decoding sequences do not determine the time of either.
         let rates = after(&steps[3..]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
     }

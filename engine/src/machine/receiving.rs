@@ -1,11 +1,11 @@
-//! Receives another worker's KV into reserved blocks: written between steps, or by another thread or device while steps run.
+//! Receives another worker's KV into reserved blocks, which are written between steps, or by another thread or device while steps run.
 //!
-//! None of it is used or cached before the worker that computed it has confirmed, on the stream that this worker opened to it, that all of it
-//! was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker with the ticket. Each block is written
-//! only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
+//! The KV is not used or cached until the worker that computed it has confirmed, on the stream that this worker opened to it, that all of
+//! it was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker with the ticket. Each block is written only
+//! once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
-//! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation has ended
-//! before.
+//! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation
+//! ends earlier.
 
 use super::{
     Action, Machine,
@@ -18,16 +18,16 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// Tickets of ended reservations that are remembered, so that a late write is not counted as one with a guessed ticket: more than there can be
-/// transfers in flight; 16 KiB.
+/// How many tickets of ended reservations are remembered, so that a late write is not counted as one with a guessed ticket: more than the
+/// transfers that can be in flight. They take 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
 /// Reservations that have ended: their tickets, and those of their blocks that are still being written.
 #[derive(Debug, Default)]
 pub(super) struct EndedReservations {
-    /// Their blocks that are still being written, by ticket and index in the prompt.
+    /// The ended reservations' blocks that are still being written, by ticket and index in the prompt.
     writing: BTreeMap<(Ticket, u32), BlockId>,
-    /// Their tickets, the most recent last.
+    /// The ended reservations' tickets, the most recent last.
     spent: VecDeque<Ticket>,
 }
 
@@ -62,11 +62,11 @@ impl EndedReservations {
 }
 
 impl Machine {
-    /// Returns the block that another worker's content for `index` is to be written into; it counts as written from now on.
+    /// Returns the block into which another worker's content for `index` is to be written. The block counts as written from now on.
     ///
     /// # Errors
     ///
-    /// The ticket does not allow it; see [`WriteRefused`] for what that ends.
+    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub fn write(&mut self, ticket: Ticket, index: u32, len_bytes: usize, now: Duration) -> Result<BlockId, WriteRefused> {
         let block_bytes = self.info.block_bytes;
         let Some(sequence) = self.reservation(ticket) else { return Err(self.not_live(ticket)) };
@@ -83,8 +83,8 @@ impl Machine {
         Ok(sequence.blocks[index as usize])
     }
 
-    /// Returns the blocks that another thread or device is to write while steps run: all of them, or none if one is not missing. Must be
-    /// followed by [`Machine::end_write`].
+    /// Returns the blocks that another thread or device is to write while steps run. If one of them is not missing, all are refused. Must
+    /// be followed by [`Machine::end_write`].
     ///
     /// # Errors
     ///
@@ -103,7 +103,7 @@ impl Machine {
         Ok(indices.iter().map(|index| sequence.blocks[*index as usize]).collect())
     }
 
-    /// Ends a write of [`Machine::begin_write`]. Unless it is `complete`, its blocks are missing again.
+    /// Ends a write that [`Machine::begin_write`] has begun. Unless it is `complete`, its blocks are missing again.
     pub fn end_write(&mut self, ticket: Ticket, indices: &[u32], complete: bool) {
         for index in indices {
             if let Some(block) = self.ended_reservations.writing.remove(&(ticket, *index)) {
@@ -122,8 +122,8 @@ impl Machine {
         }
     }
 
-    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report, which is another one if there is no
-    /// such reservation.
+    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report: `why`, or that the ticket is
+    /// spent or unknown if it has no reservation.
     pub fn refuse(&mut self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         let Some(place) = self.place(ticket) else { return self.not_live(ticket) };
         let sequence = self.reserved.remove(place);
@@ -145,8 +145,8 @@ impl Machine {
         self.actions.push(Action::End(sequence.job));
     }
 
-    /// Handles the confirmation by the worker that computed the KV that all of it was written: full blocks are offered to the cache, and the
-    /// prompt starts. Changes nothing while blocks are missing.
+    /// The worker that computed the KV has confirmed that all of it was written: full blocks are offered to the cache, and the prompt
+    /// starts. Does nothing while blocks are missing or being written.
     pub fn confirm(&mut self, ticket: Ticket, now: Duration) {
         let Some(place) = self.place(ticket) else { return };
         let Remote { missing, writing, .. } = remote(&mut self.reserved[place]);
@@ -160,7 +160,7 @@ impl Machine {
         self.fork(sequence, now);
     }
 
-    /// Issues a ticket for those of a prompt's blocks whose KV is missing. If none is, the prompt starts immediately.
+    /// Issues a ticket for the prompt's blocks whose KV is missing. If no block is missing, the prompt starts immediately.
     pub(super) fn reserve(&mut self, mut sequence: Sequence, now: Duration) {
         let ticket = (self.draw_ticket)();
         let missing: Vec<u32> = (sequence.committed as u32..sequence.blocks.len() as u32).collect();

@@ -8,7 +8,7 @@ use crate::Event;
 use tandem_kv::{BlockAccess, ReadyBlock};
 
 impl Machine {
-    /// Sets which blocks of a prefill to report, and how; those that are computed are reported now. The first call counts.
+    /// Sets which blocks of a prefill to report, and how; computed ones are reported now. Only the first call for a job counts.
     pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>, access: BlockAccess) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();

@@ -35,12 +35,12 @@ pub(super) struct Sequence {
     pub submitted: Duration,
     /// Time from submission until blocks were first allocated; `None` before that.
     pub queue_time: Option<Duration>,
-    /// The steps that computed parts of a prompt.
+    /// The steps that computed chunks of the prompt.
     pub chunks: Vec<PrefillChunk>,
     pub role: Role,
 }
 
-/// Prefill chunks that are recorded for a prompt. The last one absorbs all that come after it.
+/// The most chunks recorded for a prompt. All later ones are added to the last.
 const CHUNKS_MAX: usize = 64;
 
 /// The work of a sequence.
@@ -57,9 +57,9 @@ pub(super) enum Role {
 /// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Indices of those not reported yet, in descending order, and how to report them; `None` until they are known.
+    /// Indices of the blocks not reported yet, in descending order, and how to report them; `None` until they are known.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
-    /// `Computed` was reported: all is computed, and every block was reported.
+    /// `Computed` was reported: the whole prefill is computed, and every requested block was reported.
     pub all_reported: bool,
 }
 
@@ -68,9 +68,9 @@ pub(super) struct Prompt {
     pub sampler: Sampler,
     /// The samples to start; at least one.
     pub samples: Vec<Generated>,
-    /// The number of tokens before those that samples generate.
+    /// The number of tokens before the first one that a sample generates.
     pub boundary: usize,
-    /// The longest length of a sample in tokens, the prompt included.
+    /// The most tokens that a sample may have, the prompt included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
     /// Set while another worker's KV is being received.
@@ -100,12 +100,12 @@ pub(super) struct Remote {
 pub(super) struct Sample {
     pub number: u32,
     pub sampler: Sampler,
-    /// The longest length in tokens, the prompt included.
+    /// The most tokens that the sample may have, the prompt included.
     pub len_max: usize,
 }
 
 impl Sequence {
-    /// Returns a sequence without blocks whose tokens are all its prompt's.
+    /// Returns a sequence without blocks. All its tokens belong to the prompt.
     pub fn new(
         job: JobId,
         account: Arc<str>,
@@ -163,7 +163,7 @@ impl Sequence {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
-    /// Returns whether steps compute known tokens of it.
+    /// Returns whether steps compute known tokens of this sequence.
     pub fn computes_prompt(&self) -> bool {
         !self.is_remote() && !self.is_decoding()
     }

@@ -1,4 +1,4 @@
-//! The scheduler on the simulated engine, whose text depends on every byte of KV, compared with each job running alone.
+//! The scheduler on the simulated engine, whose text depends on every byte of KV. Texts are compared with those of each job running alone.
 
 mod burst;
 mod chunks;
@@ -69,7 +69,7 @@ impl World {
         payload
     }
 
-    /// Runs a step; false if there was nothing to compute.
+    /// Runs a step; returns false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -166,7 +166,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     }
 }
 
-/// The blocks of a prompt's KV, computed by another scheduler.
+/// Returns the blocks of a prompt's KV, computed by another scheduler.
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
     source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
@@ -175,7 +175,7 @@ fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     source.blocks(0)
 }
 
-/// The tokens of each sample when no other job runs, nothing is cached, and the prompt is computed in one chunk.
+/// Returns the tokens of each sample when no other job runs, nothing is cached, and the prompt is computed in one chunk.
 fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
     job.kv = KvSource::Local;
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 100_000, ..SETTINGS });
@@ -418,7 +418,7 @@ fn sample_without_limit_ends_at_the_capacity() {
     job.samples = 2;
     world.machine.generate(0, job, world.now).expect("the job fits");
     world.run();
-    // Two full blocks shared, three for each sample.
+    // Two full blocks are shared, and each sample has three of its own.
     assert_eq!([world.tokens(0, 0).len(), world.tokens(0, 1).len()], [40, 40]);
     world.assert_idle();
 }

@@ -29,7 +29,7 @@ pub(super) struct Queued {
     pub prefix_owner: Option<PrefixOwner>,
 }
 
-/// The in-flight sequence (it computes or receives KV) that will produce the blocks another one waits for.
+/// An in-flight sequence (it computes or receives KV) that will produce the blocks for which another sequence waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PrefixOwner {
     pub order: Order,
@@ -41,9 +41,9 @@ pub(super) struct PrefixOwner {
 /// The waiting sequences of one account.
 #[derive(Debug, Default)]
 struct AccountQueue {
-    /// They had blocks before, and precede those in `new`.
+    /// Sequences that had blocks before. They precede those in `new`.
     preempted: BTreeSet<Order>,
-    /// They have not had blocks yet; in the order in which they are due.
+    /// Sequences that have not had blocks yet, in the order in which they are due.
     new: BTreeSet<Due>,
 }
 
@@ -99,7 +99,7 @@ impl Waiting {
         self.sequences.range_mut((job, 0)..=(job, u32::MAX)).map(|(_, queued)| &mut queued.sequence)
     }
 
-    /// Iterates in the order of arrival.
+    /// Iterates over all waiting sequences in the order of arrival.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Queued> {
         self.sequences.values()
     }

@@ -7,9 +7,9 @@ use tandem_kv::TokenId;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Adjustment {
     pub token: TokenId,
-    /// How often it was generated; 0 if no penalty depends on it.
+    /// How often the token was generated; 0 if no penalty depends on it.
     pub count: u32,
-    /// It is in the prompt or the output; false if there is no repetition penalty.
+    /// The token is in the prompt or the output; false if there is no repetition penalty.
     pub seen: bool,
     pub bias: f32,
 }

@@ -26,7 +26,7 @@ impl PrefixCache {
         self.check(0..self.blocks.len())
     }
 
-    /// Checks all invariants of the next `count` blocks, and for all others only those that need no search or hash: a small part of the time.
+    /// Checks all invariants of the next `count` blocks, and of all others only those that need no search or hash, which takes little time.
     /// Repeated calls check all blocks in rounds.
     ///
     /// # Errors
@@ -39,7 +39,7 @@ impl PrefixCache {
         self.check(first..end)
     }
 
-    /// Checks the counts of all blocks, and the contents of these.
+    /// Checks the counts of all blocks, and the contents of the blocks in the range `contents`.
     fn check(&self, contents: Range<usize>) -> Result<(), Violation> {
         let mut is_free = vec![false; self.blocks.len()];
         for id in &self.free {

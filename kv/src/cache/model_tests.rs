@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// Numbers are indices into what exists when the operation runs, modulo its length.
+/// An operation. Its numbers are indices into the list that exists when it runs, modulo the list's length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
@@ -58,11 +58,11 @@ struct Entry {
     prefix: Prefix,
     hash: SequenceHash,
     block: BlockId,
-    /// The last step in which it or a continuation of it was in use.
+    /// The last step in which the prefix or a continuation of it was in use.
     used_at: usize,
 }
 
-/// One owner of blocks.
+/// One owner of blocks, with its tokens.
 struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
@@ -82,9 +82,9 @@ struct Model {
     hash_mask: u64,
     entries: Vec<Entry>,
     sequences: Vec<Sequence>,
-    /// Blocks with an additional pin.
+    /// Blocks that were pinned again, once for each entry.
     pins: Vec<BlockId>,
-    /// Blocks in use at the last clear and ever since.
+    /// Blocks that were in use at the last clear and have been in use ever since.
     outdated: BTreeSet<BlockId>,
     step: usize,
 }
@@ -98,7 +98,7 @@ impl Model {
         self.entries.iter().find(|entry| entry.prefix == *prefix)
     }
 
-    /// The chained hash, masked at each step as in the cache.
+    /// Returns the prefix's chained hash, masked at each step as in the cache.
     fn hash(&self, prefix: &Prefix) -> SequenceHash {
         let first = namespace(prefix.namespace).root(&HashKey::NONE);
         let blocks = prefix.tokens.chunks(BLOCK_SIZE);
@@ -109,7 +109,7 @@ impl Model {
         self.pins.contains(&block) || self.sequences.iter().any(|sequence| sequence.blocks.contains(&block))
     }
 
-    /// It or a continuation of it is in use.
+    /// Returns whether the prefix or a continuation of it is in use.
     fn is_used(&self, prefix: &Prefix) -> bool {
         self.entries.iter().any(|entry| prefix.begins(&entry.prefix) && self.is_held(entry.block))
     }
@@ -204,7 +204,7 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The first one has received all events, the others started from a snapshot.
+    /// The views of several routers. The first has received all events, the others started from a snapshot.
     replicas: Vec<Replica>,
 }
 
@@ -322,7 +322,7 @@ impl Run {
         let foreign = foreign.map(|entry| entry.prefix.clone());
         let cached = may_be_shared && !foreign.as_ref().is_some_and(|foreign| model.is_used(foreign));
         if cached && let Some(foreign) = foreign {
-            // It is evicted with its continuations.
+            // The unused prefix with the same hash is evicted with its continuations.
             model.entries.retain(|entry| !foreign.begins(&entry.prefix));
         }
         assert_eq!(stands, equal.filter(|_| cached).unwrap_or(block));
@@ -334,7 +334,7 @@ impl Run {
         sequence.committed += 1;
     }
 
-    /// Adds a second owner of the full blocks.
+    /// Adds a second owner of the sequence's full blocks.
     fn fork(&mut self, number: usize) {
         let sequence = &self.model.sequences[number];
         let full = sequence.tokens.len() / BLOCK_SIZE;
@@ -387,7 +387,7 @@ impl Run {
     fn check(&self) {
         self.cache.check_invariants().unwrap();
         assert_eq!(self.cache.counts(), self.model.counts());
-        // Not from a snapshot, which would end the merging of changes into the pending event.
+        // The index is read directly: a snapshot would end the merging of changes into the pending event.
         let found: BTreeSet<_> = self.cache.index.iter().map(|(hash, block)| (*hash, *block)).collect();
         let expected = self.model.entries.iter().map(|entry| (entry.hash, entry.block)).collect();
         assert_eq!(found, expected, "the cache equals the model");

@@ -174,7 +174,7 @@ fn acquire_allocates_all_blocks_or_none() {
     let (events, counts) = (cache.last_event_id(), cache.counts());
     assert_eq!(counts, Counts { free: 2, cached: 2, in_use: 2 });
 
-    // The two found blocks cannot be evicted for the prompt that reuses them, so only two free ones are left.
+    // The two found blocks cannot be evicted for the prompt that reuses them, so only two free blocks remain.
     let prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5];
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, 5)), Err(Full));
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, u32::MAX)), Err(Full));
@@ -218,7 +218,7 @@ fn free_blocks_are_used_before_cached_ones_are_evicted() {
 #[test]
 fn equal_blocks_are_merged_and_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // Both begin before either has committed, as two requests in one step do.
+    // Both requests acquire blocks before either commits, as two requests in one step do.
     let first = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
     let second = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
     let root = cache.commit(&namespace(), None, first[0], &[1, 1]);
@@ -361,13 +361,13 @@ fn blocks_in_use_at_a_clear_stay_private() {
     assert_eq!(cache.counts(), Counts { free: 3, cached: 0, in_use: 3 });
     assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[5, 5])), (0, 0));
 
-    // Neither a block after an old one nor an old one itself is shared, even if it begins a prompt.
+    // Neither a block after an outdated one nor an outdated one itself is shared, even if it begins a prompt.
     let after = cache.allocate().unwrap();
     assert_eq!(cache.commit(&namespace(), Some(blocks[1]), after, &[3, 3]), after);
     assert_eq!(cache.commit(&namespace(), None, blocks[2], &[3, 3]), blocks[2]);
     assert_eq!(cache.take_events(), []);
 
-    // The same prompt, computed again, is.
+    // The same prompt is shared when it has been computed again.
     let again = run(&mut cache, &namespace(), &[1, 1]);
     assert_eq!(overlap(&cache, &[1, 1]), 1);
     release(&mut cache, &blocks);

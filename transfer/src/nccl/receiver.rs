@@ -1,8 +1,8 @@
 //! The receiving half of the NCCL path.
 //!
-//! A peer's entry is made with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill worker
-//! then opens a control stream, which receives batches until the stream or the communicator ends. A [`Connection`] owns the entry throughout;
-//! dropping it closes the communicator, removes the entry and starts the peer's backoff.
+//! A peer's entry is created with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill
+//! worker then opens a control stream, which receives batches until the stream or the communicator ends. A [`Connection`] owns the entry
+//! throughout; dropping it closes the communicator, removes the entry and starts the peer's backoff.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{
@@ -37,14 +37,14 @@ struct Inner {
     destination: Arc<dyn Destination>,
     backoff: PeerBackoff,
     lifetime: Lifetime,
-    /// By the prefill worker's instance; at most [`PEERS_MAX`].
+    /// The peers by the prefill worker's instance; at most [`PEERS_MAX`].
     peers: Mutex<HashMap<String, Peer>>,
     /// [`JOINS_MAX`] permits. Each is taken when a ticket names a communicator and released when this end has joined it.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
-    /// Empty until the id is made.
+    /// The communicator's id; empty until it is created.
     communicator_id: Vec<u8>,
     state: State,
 }
@@ -77,14 +77,14 @@ impl Drop for Connection {
 }
 
 impl NcclReceiver {
-    /// `None`: the engine has no NCCL.
+    /// Makes a receiver without communicators; `None` if the engine has no NCCL.
     pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Option<Self> {
         let (ranks, backoff) = (memory.nccl_ranks(), PeerBackoff::new(BACKOFF_MIN));
         let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
         (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
-    /// Adds an entry for a peer. `None`: the peer has a communicator, or there are too many.
+    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
     fn enter(&self, peer: &str) -> Option<Joining> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
@@ -98,8 +98,8 @@ impl NcclReceiver {
         Some(Joining { connection, joined, permit })
     }
 
-    /// Waits until this end has joined the communicator, and returns the connection for a control stream. `None`: no ticket has named the
-    /// communicator, it has a control stream, or joining failed.
+    /// Waits until this end has joined the communicator, and returns the connection for a control stream. Returns `None` if no ticket has
+    /// named the communicator, if it already has a control stream, or if joining failed.
     pub(crate) async fn claim(&self, communicator_id: &[u8]) -> Option<Connection> {
         let joining = {
             let mut peers = self.0.peers.lock();
@@ -172,7 +172,7 @@ impl Grant for Joining {
 }
 
 impl Joining {
-    /// Joins while other prompts' blocks are received over TCP.
+    /// Joins the communicator; meanwhile other prompts' blocks are received over TCP.
     async fn join(self) {
         let Self { mut connection, joined, permit } = self;
         let (receiver, peer, id) = (connection.receiver.clone(), connection.peer.clone(), connection.communicator_id.clone());

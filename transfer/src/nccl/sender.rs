@@ -23,7 +23,7 @@ struct Batch {
     written: oneshot::Sender<bool>,
 }
 
-/// The path of one ticket's blocks: its batches wait in the communicator's queue.
+/// The NCCL path of one ticket's blocks. Its batches wait in the communicator's queue.
 pub(crate) struct NcclPath {
     ticket: Ticket,
     batches: mpsc::Sender<Batch>,
@@ -69,15 +69,15 @@ struct Inner {
     memory: Arc<dyn KvMemory>,
     channels: Channels,
     lifetime: Lifetime,
-    /// By the decode worker's address; at most [`PEERS_MAX`], because each communicator occupies GPU memory. A peer has one entry.
+    /// One entry for each peer, by the decode worker's address; at most [`PEERS_MAX`], because each communicator occupies GPU memory.
     peers: Mutex<HashMap<String, Peer>>,
-    /// [`JOINS_MAX`] permits.
+    /// [`JOINS_MAX`] permits, one for each communicator that is being joined.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
     communicator_id: Vec<u8>,
-    /// `None` while both ends join.
+    /// The queue of batches to send; `None` while both ends join the communicator.
     batches: Option<mpsc::Sender<Batch>>,
 }
 
@@ -87,7 +87,7 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns a path over this communicator, if that is open.
+    /// Returns a path over this communicator, if it is open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
@@ -123,7 +123,7 @@ impl NcclSender {
         });
     }
 
-    /// Adds an entry for a peer. `None`: the peer has a communicator, or there are too many.
+    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
     fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {

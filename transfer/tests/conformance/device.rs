@@ -1,4 +1,4 @@
-//! Devices of one process in place of GPUs: they copy from each other's memory, and exchange blocks over channels in place of NCCL communicators.
+//! Devices of one process that replace GPUs: they copy from each other's memory, and channels between them replace NCCL communicators.
 
 use bytes::Bytes;
 use std::{
@@ -24,7 +24,7 @@ struct Inner {
     /// The sizes of blocks that other devices write.
     sizes: Mutex<BTreeMap<BlockId, usize>>,
     next: AtomicU32,
-    /// The next batch that this device sends breaks the communicator.
+    /// If set, the next batch that this device sends breaks the communicator.
     breaks: AtomicBool,
 }
 

@@ -58,7 +58,7 @@ pub async fn spent_ticket_is_refused(rig: Rig) {
     assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket");
 }
 
-/// Drops a transfer of three blocks after every number of polls.
+/// For each number of polls, drops a transfer of three blocks after as many polls.
 pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig) {
     let mut polls = 0;
     for ticket in 1.. {
@@ -95,7 +95,7 @@ pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig
 
 const SMALL: usize = 64;
 
-/// Content that differs for each block of each ticket.
+/// Returns content that differs for each block of each ticket.
 fn content(ticket: u64, index: u32) -> Bytes {
     let seed = ((ticket << 32) | u64::from(index)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (0..SMALL as u64).map(|place| (seed.rotate_left(place as u32) >> 7) as u8).collect::<Vec<u8>>().into()
@@ -137,7 +137,7 @@ struct Sender {
 }
 
 impl Sender {
-    /// `None`: the sender dropped its transfer.
+    /// Sends the blocks, with the sender's fault. Returns `None` if the sender dropped its transfer.
     async fn run(&self, rig: &Rig, numbers: &Numbers) -> Option<Result<(), TransferError>> {
         let Self { ticket, fault, .. } = *self;
         let mut push = rig.open(if fault == Fault::WrongTicket { ticket ^ (1 << 40) } else { ticket }).await;
@@ -266,7 +266,7 @@ async fn lost_block_is_noticed() {
     }
 }
 
-/// Forwards this many bytes to the receiver and then nothing in either direction, as a cable that was cut.
+/// Forwards this many bytes to the receiver and then nothing in either direction, like a cable that was cut.
 async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
     let (mut from, _) = listener.accept().await.expect("the sender connects");
     let mut to = TcpStream::connect(receiver).await.expect("the receiver listens");

@@ -93,7 +93,7 @@ async fn refusal_in_the_middle_ends_the_transfer(rig: Rig) {
     for index in 0..3 {
         push.send(index, block(index)).await.expect("it is missing");
     }
-    // These are not missing; the refusal arrives while more is sent.
+    // These blocks are not missing; the refusal arrives while more blocks are sent.
     let sending = async {
         for index in 3..200 {
             push.send(index, block(0)).await?;
@@ -219,7 +219,7 @@ async fn sent_blocks_are_written_while_the_sender_waits_and_an_interruption_is_r
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path has written blocks, too.
+    // The preparation of the path has begun writes, too: their permits are discarded.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
         ended = &mut waiting => panic!("nothing is wrong: {ended:?}"),
@@ -268,14 +268,14 @@ conformance!(host, simulated, ipc, nccl; {
     written_blocks_are_correct_in_a_thousand_interleavings,
 });
 
-/// On the other paths the test does not apply: announcements of blocks do not wait for the receiver, and a communicator's `send` always does.
+/// The test does not apply to the other paths: announcing blocks never waits for the receiver, and a communicator's `send` always does.
 #[tokio::test]
 async fn sender_waits_for_a_receiver_that_does_not_write() {
     slow_receiver_makes_the_sender_wait(host().await).await;
     slow_receiver_makes_the_sender_wait(simulated().await).await;
 }
 
-/// Not for the host path, whose messages carry one block each.
+/// The test does not apply to the host path, whose messages carry one block each.
 async fn blocks_sent_together_are_written_together_or_not_at_all(rig: Rig) {
     if rig.path == TransferPath::Tcp {
         return;

@@ -38,7 +38,7 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     assert!(joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp), "blocks are sent over TCP until then");
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
     assert_eq!(named, 4, "the other joins are not queued");
-    // A ticket whose blocks were not written releases its place, and its peer backs off.
+    // A ticket whose blocks were not written releases its place, and the path to its peer is excluded for some time.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;
     assert!(again.communicator.is_empty(), "it has just failed");

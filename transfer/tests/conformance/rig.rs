@@ -80,7 +80,7 @@ impl Memory {
         written.collect()
     }
 
-    /// From now on writes wait for [`Memory::release`].
+    /// Makes later writes wait for [`Memory::release`].
     pub fn hold(&self) {
         self.0.allowed.forget_permits(usize::MAX);
     }
@@ -171,7 +171,7 @@ pub struct Rig {
     pub source: Device,
     send: SendPaths,
     pub receive: ReceivePaths,
-    /// The tickets that were opened.
+    /// The tickets that were opened, with their negotiated paths.
     negotiated: tokio::sync::Mutex<BTreeMap<u64, (v1::Ticket, Negotiated)>>,
     server: Mutex<Option<ServerGuard>>,
 }
@@ -238,7 +238,7 @@ impl Rig {
         rig
     }
 
-    /// Sends prompts of one block, from this ticket on, until one takes the rig's path. Returns how many did not.
+    /// Sends prompts of one block, with tickets from `first` on, until one takes the rig's path. Returns how many did not.
     pub async fn prepare(&self, first: u64) -> u64 {
         for ticket in first.. {
             self.memory.issue(ticket, 0..1);
@@ -294,7 +294,7 @@ impl Rig {
         drop(self.server.lock().expect("not poisoned").take());
     }
 
-    /// Whether blocks of another size than the receiver's can be sent. Communicators move blocks of one size.
+    /// Returns whether blocks of another size than the receiver's can be sent. Communicators move blocks of one size.
     pub fn sends_any_size(&self) -> bool {
         self.path != TransferPath::Nccl
     }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Chunk, Logits, Prefill, StepOutput};
 
-/// Samples on its own; fails at every read and write of a block if `broken`, and at every step if `lost`.
+/// A device that samples on its own. It fails at every read and write of a block if `broken`, and at every step if `lost`.
 struct Device {
     sim: SimEngine,
     broken: bool,
@@ -51,7 +51,7 @@ impl Engine for Device {
     }
 }
 
-/// Several samples, penalties, logprobs of prompt and answer: everything that sampling depends on.
+/// Returns a job with everything that sampling depends on: several samples, penalties, logprobs of prompt and answer.
 fn demanding() -> Generate {
     let sampling = Sampling {
         max_tokens: Some(40),
@@ -69,7 +69,7 @@ async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
     let mut job = engine.generate(generate).await.expect("it fits");
     let mut events = Vec::new();
     while let Some(event) = job.next().await {
-        // Its durations may differ.
+        // The durations in `Started` may differ.
         if !matches!(event, Event::Started(_)) {
             events.push(format!("{event:?}"));
         }
@@ -85,7 +85,7 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// The supervisor restarts the process: every other request would fail on the lost device, too.
+/// Then the supervisor restarts the process: without that, every other request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn lost_device_ends_its_engine() {
     let engine = start_device(Device { lost: true, ..Device::new() });

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Runs all steps; returns the number of prompt tokens in them.
+/// Runs steps until there is nothing to compute; returns how many prompt tokens they computed.
 fn computed(world: &mut World) -> usize {
     let mut prefilled = 0;
     loop {
@@ -30,7 +30,7 @@ fn burst_of_one_prompt_is_computed_once() {
     world.step();
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
-    // 935 left of the first, 7 of each other prefill and of the generation: what is computed for another prompt counts once.
+    // 935 tokens are left of the first, 7 of each other prefill and of the generation: tokens computed for another prompt count once.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count there");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
@@ -56,7 +56,7 @@ fn deferred_prompt_lets_others_pass_and_takes_over_from_a_cancelled_owner() {
     assert_eq!((world.cached(0), world.cached(1), world.cached(2)), (Some(0), None, Some(0)));
     world.machine.cancel(0);
     world.run();
-    // 99 of the tokens of six steps of 32 were the shorter prompt's.
+    // Of the 6 × 32 tokens of six steps, 99 were the shorter prompt's.
     assert_eq!(world.cached(1), Some(80), "what the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
@@ -111,7 +111,7 @@ fn received_blocks_are_matched_by_all_equal_prompts() {
     for id in 0..8 {
         world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
     }
-    // It has less than half of the received blocks in common.
+    // This prompt has less than half of the received blocks in common.
     let part = [&text[..500], &prompt("and then another way", 300)].concat();
     world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits");
     world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits");
@@ -125,7 +125,7 @@ fn received_blocks_are_matched_by_all_equal_prompts() {
     );
     assert_eq!(world.reserved(8).expect("31 of 63 blocks are not worth the wait").1, (0..50).collect::<Vec<_>>());
     let kv_of = kv(&text);
-    // In any order.
+    // Blocks may be written in any order.
     for index in (0..63).rev() {
         world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows it");
     }
@@ -201,7 +201,7 @@ fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
     world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits");
     world.run();
     assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "24 blocks are more than there are");
-    // A burst after it: the first prompt is new, the others are expected to reuse it.
+    // A burst follows: its first prompt is new, and its other prompts are expected to reuse the first one's blocks.
     let burst = prompt("all the same", 300);
     for id in 3..7 {
         world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits");

@@ -12,7 +12,7 @@ fn chunks(world: &World, job: JobId) -> Vec<PrefillChunk> {
     world.events[&job].iter().find_map(of).expect("it was computed")
 }
 
-/// For each chunk of a job: when it began, in milliseconds after the allocation of blocks, and its tokens.
+/// Returns for each chunk of a job when it began, in milliseconds after the allocation of blocks, and its tokens.
 fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
     assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "the steps of these worlds: {chunks:?}");
     chunks.iter().map(|chunk| (chunk.begun.as_millis(), chunk.tokens)).collect()

@@ -8,7 +8,7 @@ const NAMES: [&str; 4] = ["", "acme", "both", "zoo"];
 
 /// The fair order by its definition: in each round one sequence of each account, and inside an account one of each request.
 fn naive_order(sequences: &[(&'static str, u64)]) -> Vec<usize> {
-    // By account: its sequences, one of each request in rotation.
+    // Each account's sequences: one of each request in rotation.
     let mut accounts: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for account in NAMES {
         let mut jobs: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
@@ -29,7 +29,7 @@ fn naive_order(sequences: &[(&'static str, u64)]) -> Vec<usize> {
     order
 }
 
-/// Sequences whose jobs belong to one account each.
+/// Generates sequences. All sequences of a job belong to one account.
 fn sequences() -> impl Strategy<Value = Vec<(&'static str, u64)>> {
     prop::collection::vec((0..4usize, 0..6u64), 0..60).prop_map(|drawn| {
         // A job's number determines its account.
@@ -61,7 +61,7 @@ proptest! {
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// So a sequence that is admitted because fewer than a batch precede it becomes part of the batch.
+    /// This ensures that a sequence that is admitted because fewer than a batch precede it becomes part of the batch.
     #[test]
     fn one_more_sequence_is_no_later_in_the_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
@@ -127,9 +127,9 @@ proptest! {
         }
     }
 
-    /// However many short prompts arrive later: the tokens computed before a prompt is done are at most (1 + the harmonic number of the
-    /// number of waiting prompts) times the tokens between the arrival of the oldest prompt that waited at its arrival and its due value.
-    /// Equal prompts are done in the order of their arrival.
+    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done has a limit: its due
+    /// value minus the time (in tokens) at which the oldest prompt that then waited had arrived, times 1 + the harmonic number of the most
+    /// waiting prompts. Equal prompts are done in the order of their arrival.
     #[test]
     fn no_prompt_starves(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
         struct Prompt { arrived: u64, oldest: u64, due: u64, cost: usize, left: usize }

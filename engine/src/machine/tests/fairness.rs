@@ -1,4 +1,4 @@
-//! Accounts and requests that need more than the capacity.
+//! Accounts and requests that together need more than the capacity.
 
 use super::*;
 use proptest::prelude::*;
@@ -15,7 +15,7 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     job
 }
 
-/// The number of steps until a job has its first token.
+/// Runs steps until a job has its first token; returns how many.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
     while !world.events.get(&job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Token { .. }))) {
@@ -43,7 +43,7 @@ fn samples_beyond_the_batch_hold_no_blocks() {
     }
     let load = world.machine.load();
     assert_eq!(load.running_sequences, 12, "all samples count in the load");
-    // Six full blocks are shared. Each of the four running samples has one more, and the prompt's last one is kept for the other samples.
+    // Six full blocks are shared. Each of the four running samples has one more, and the prompt's last block is kept for the other samples.
     assert_eq!(load.in_use_blocks, 6 + 4 + 1);
     world.run();
     assert_eq!(world.machine.preemptions, 0);
@@ -138,7 +138,7 @@ fn prefill_tokens_are_shared_between_accounts() {
     while !world.events.get(&10).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
     }
-    // 999 tokens at half of each step's 512.
+    // The prompt gets half of each step's 512 tokens, so its 999 tokens take four steps.
     assert_eq!(world.steps - before, 4);
     (0..11).for_each(|id| world.machine.cancel(id));
     world.step();
@@ -176,7 +176,7 @@ fn long_prompt_does_not_starve() {
         }
         next += 1;
     }
-    // 32 steps of its own, and about as many for the prompts that overtook it.
+    // The long prompt takes 32 steps of its own, and about as many for the prompts that overtook it.
     assert!((32..=70).contains(&world.steps), "{} steps", world.steps);
     (0..next).for_each(|job| world.machine.cancel(job));
     world.step();
@@ -229,7 +229,7 @@ fn long_account_name_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// However many accounts compete: each answer is the one of running alone, and no block is left in use.
+    /// However many accounts compete, each answer equals that of the job running alone, and no block is left in use.
     #[test]
     fn any_mix_of_accounts_and_samples_is_served(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),

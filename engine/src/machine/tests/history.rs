@@ -71,7 +71,7 @@ proptest! {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
-        // With the blocks that were received for them.
+        // Remote prompts, each with the number of blocks that were received for it.
         let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
         let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
@@ -117,7 +117,7 @@ proptest! {
                     };
                     let kv = kv(&generate.prompt);
                     for index in missing.iter().skip(*written).take(blocks) {
-                        // Refused: the reservation was revoked.
+                        // A write is refused if the reservation was revoked.
                         *written += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
                     }
                     world.confirm(ticket);
@@ -158,7 +158,7 @@ proptest! {
             world.end(begun, &kv(&prompt), true);
             world.confirm(ticket);
         }
-        // Prefills that are not fetched and remote prompts whose KV is not sent hold blocks: their clients disconnect.
+        // Prefills that are not fetched and remote prompts whose KV is not sent still hold blocks. Their clients disconnect now.
         remote.retain(|job, _| world.events.get(job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Started(_)))));
         let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job) && !remote.contains_key(job)).collect();
         for job in jobs {

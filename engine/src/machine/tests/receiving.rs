@@ -98,7 +98,7 @@ fn failed_concurrent_write_may_be_repeated() {
 #[test]
 fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
     for fails in [false, true] {
-        // Blocks for one such prompt and its answer.
+        // The cache has only the blocks for one such prompt and its answer.
         let mut world = World::new(8, SETTINGS);
         let (_, ticket) = reserved(&mut world);
         let writing = world.begin(ticket, &[2, 4]).expect("both are missing");

@@ -4,7 +4,7 @@ use super::*;
 use crate::Generated;
 use proptest::prelude::*;
 
-/// The rest of a job after its samples have generated these numbers of tokens; a sample with `None` has ended.
+/// Returns the job that resumes `job` after each sample has generated as many tokens as in `kept`; a sample with `None` has ended.
 fn rest(job: &Generate, whole: &[Vec<TokenId>], kept: &[Option<usize>]) -> Generate {
     let generated = |(sample, kept): (u32, &Option<usize>)| {
         let tokens = &whole[sample as usize];
@@ -97,7 +97,7 @@ fn kv_of_prompt_and_generated_tokens_may_be_received() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// However a job is interrupted, and however small the cache is: each sample's text is the one of running alone.
+    /// However a job is interrupted, and however small the cache is, each sample's text equals that of the job running alone.
     #[test]
     fn resumption_at_any_token_gives_the_same_text(
         len in 1..70usize,
