@@ -1,5 +1,5 @@
 //! Admission: limits the sequences that run at a time, in total and for each client. A request's sequences are released when its
-//! guard is dropped.
+//! [`Admitted`] is dropped.
 
 use crate::{
     error::ApiError,
@@ -14,19 +14,19 @@ use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The identity that [`Limits::per_client`] counts by: the account if a trusted proxy names one, else the address.
+/// The client to which [`Limits::per_client`] applies: the account if a trusted proxy names one, else the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
-    /// The address that the connection comes from.
+    /// The client's address, or its IPv6 network.
     Address(Peer),
 }
 
-/// Limits of the sequences (prompts × `n`) that run at a time.
+/// The maximum numbers of sequences (prompts × `n`) that run at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// The limit for one client; `None` if one client may use all.
+    /// The limit for one client; `None`: one client may use all sequences.
     pub(crate) per_client: Option<usize>,
 }
 
@@ -44,7 +44,7 @@ struct Sequences {
     used: Mutex<Counts<Client>>,
 }
 
-/// A request from its headers to the end of its answer. Dropping it releases its sequences and decrements the gauges; if it
+/// An admitted request. Dropping this value releases the request's sequences and decrements the gauges; if the request
 /// was not finished before, the client has disconnected, and the request counts as cancelled.
 pub(crate) struct Admitted {
     pub(crate) endpoint: Endpoint,
@@ -54,8 +54,8 @@ pub(crate) struct Admitted {
     /// The span in which the request's end is recorded.
     pub(crate) span: Span,
     finished: bool,
-    /// The number of reserved sequences, and the client that they count for if clients are limited. `None` while the request is read
-    /// and parsed.
+    /// The number of reserved sequences, and the client that they count for if there is a limit for each client. `None` while the
+    /// request is read and parsed.
     reserved: Option<(usize, Option<Client>)>,
     sequences: Arc<Sequences>,
     metrics: Arc<FrontendMetrics>,
@@ -68,10 +68,10 @@ impl Admission {
         Self { sequences, running: TaskTracker::new(), shutdown, metrics }
     }
 
-    /// Admits a request to be read. Its sequences are reserved once they can be counted: [`Admitted::reserve`].
+    /// Admits a request, whose body may then be read. [`Admitted::reserve`] reserves its sequences once they can be counted.
     ///
     /// # Errors
-    /// The process drains.
+    /// The process drains and accepts no new requests.
     pub(crate) fn enter(&self, endpoint: Endpoint) -> Result<Admitted, ApiError> {
         if self.shutdown.is_draining() {
             self.metrics.refused(endpoint, ApiError::Draining.status());
@@ -100,7 +100,7 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Reserves the request's sequences, all or none: each of its prompts runs `n` times. Called once, when the request has been parsed.
+    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Called once, when the request has been parsed.
     /// Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors

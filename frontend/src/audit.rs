@@ -12,28 +12,28 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// The maximum that is read of a file; a result has less than 200 bytes.
+/// The maximum number of bytes read from a file; a result has less than 200.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// The maximum time for which a scrape waits for the disk.
+/// The maximum time for which a request for the metrics or the dashboard waits for the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AuditResult {
-    /// The time of its end, in seconds since 1970.
+    /// The time at which the check ended, in seconds since 1970.
     pub checked_unix_s: u64,
-    /// Discrepancies found.
+    /// The number of discrepancies found.
     pub findings: u64,
-    /// Answers checked.
+    /// The number of checked answers.
     pub answers: u64,
-    /// Checked answers whose cached tokens are estimates.
+    /// The number of checked answers whose cached tokens are estimates.
     pub estimates: u64,
-    /// Checked answers whose ledger entries are lost with killed workers.
+    /// The number of checked answers whose ledger entries were lost because a worker was killed.
     pub unverified: u64,
 }
 
-/// The result cannot be read.
+/// The error of a result file that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("{} cannot be read: {cause}", path.display())]
 pub struct AuditResultError {
@@ -67,13 +67,13 @@ impl AuditResult {
         fs::rename(&part, path)
     }
 
-    /// Returns this result with the current time as its end.
+    /// Returns this result with the current time as the time at which the check ended.
     pub fn now(self) -> Self {
         Self { checked_unix_s: unix_time().as_secs(), ..self }
     }
 }
 
-/// Reads at most [`READ_MAX_BYTES`] of a regular file; a pipe could block for ever.
+/// Reads at most [`READ_MAX_BYTES`] of a regular file. Other files are refused: reading a pipe could block for ever.
 fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
@@ -87,16 +87,16 @@ fn beginning(path: &Path) -> io::Result<Vec<u8>> {
 pub(crate) struct LastAudit {
     path: PathBuf,
     metrics: Metrics,
-    /// Locked while the file is read, also after the caller has stopped waiting.
+    /// Locked while the file is read, even if the caller no longer waits for the read.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
 
-/// The outcome of the latest read; `None` before the first.
+/// The outcome of the latest read; `None` before the first read.
 type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
-    /// Reads nothing yet. The gauge of the last audit's time is 0 until a result is read, so that an alert sees a missing file.
+    /// Does not read the file. The gauge of the last audit's time is 0 until a result is read, so that an alert sees a missing file.
     pub(crate) fn new(path: PathBuf, metrics: Metrics) -> Self {
         audited_at(&metrics).set(0.0);
         Self { path, metrics, reading: Arc::default(), known: Arc::default() }
@@ -105,7 +105,7 @@ impl LastAudit {
     /// Reads the file and updates the gauges. One read runs at a time; after [`READ_TIMEOUT`] the last known result is returned.
     ///
     /// # Errors
-    /// The file cannot be read, is not a result, or was never read in time.
+    /// The last read failed because the file is unreadable or is not a result, or no read has ended yet.
     pub(crate) async fn read(&self) -> Result<AuditResult, Arc<AuditResultError>> {
         let read = async {
             let held = Arc::clone(&self.reading).lock_owned().await;
@@ -123,7 +123,7 @@ impl LastAudit {
     }
 }
 
-/// Stores the outcome of a read and updates the gauges. Logs the first of several failures in a row.
+/// Stores the outcome of a read and updates the gauges. Logs a failure unless the previous read failed, too.
 fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<Known>) {
     let mut known = known.lock();
     match &found {

@@ -1,16 +1,16 @@
-//! Runs CPU work that takes milliseconds or more on all cores but one. The last core remains for work that must not wait, such as
-//! sending tokens and health checks.
+//! Runs CPU work of a millisecond or more on all cores except one. That core remains free for work that must not wait, such as sending
+//! tokens and answering health checks.
 
 use crate::{admission::Client, error::ApiError, shares::Shares};
 use futures::future::OptionFuture;
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
-/// A request is refused after this time in the queue, which is longer than the work of the largest request.
+/// A request is refused after this time in the queue. The largest request needs less time on a core.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bounds the tasks of one kind that run at a time. Clients are served round-robin: each has at most one task in the queue for a core,
-/// and its other tasks wait for that one.
+/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for
+/// a core, and its other tasks wait for that one.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,
@@ -29,7 +29,7 @@ impl Cores {
     }
 
     /// Runs `work` on a blocking thread when a core is free. Tasks of one client run in the order of its calls, and clients are served
-    /// round-robin. Dropping the future removes the task from the queue; a task that runs continues to its end and keeps its core.
+    /// round-robin. Dropping the future removes the task from the queue; a task that already runs continues to its end and keeps its core.
     ///
     /// # Errors
     /// The error of `work`, or [`ApiError::Overloaded`] after [`QUEUE_TIMEOUT`].

@@ -1,4 +1,4 @@
-//! The errors that a client may receive, and the only table from errors to HTTP and OpenAI's error body.
+//! The errors that a client may receive, and the only table that maps them to HTTP statuses and OpenAI's error body.
 
 use crate::dispatch::DispatchError;
 use axum::{
@@ -50,7 +50,7 @@ pub(crate) enum ApiError {
     Template(#[source] minijinja::Error),
     #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,
-    /// The text is OpenAI's, because some clients search for it.
+    /// The message is the same as OpenAI's, because some clients search for it.
     #[error(
         "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
          {}, {new_tokens} in the completion). Please reduce the length of the {} or completion.",
@@ -107,7 +107,7 @@ pub(crate) enum ApiError {
     Dispatch(#[from] DispatchError),
 }
 
-/// The problem with a field. Its text follows the field's name in the error message.
+/// The problem with a field. In the error message, this text follows the field's name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(crate) enum Problem {
     #[error("is required")]
@@ -206,7 +206,7 @@ struct Parts<'a> {
     kind: &'static str,
     param: Option<&'a str>,
     code: Option<&'static str>,
-    /// Seconds after which the client may retry.
+    /// The number of seconds after which the client may retry.
     retry_after: Option<u16>,
 }
 
@@ -233,21 +233,21 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// Checks a length or number.
+/// Checks that a length or number is at most `max`.
 ///
 /// # Errors
-/// It is greater than `max`.
+/// `found` is greater than `max`.
 pub(crate) fn at_most(param: &str, found: usize, max: usize, unit: &'static str) -> Result<(), ApiError> {
     if found > max { Err(ApiError::invalid(param, Problem::TooMany { max, unit })) } else { Ok(()) }
 }
 
-/// Shortens text of a client that is quoted in an error.
+/// Shortens a client's text that is to be quoted in an error.
 pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
     const BYTES_MAX: usize = 1000;
     if text.len() <= BYTES_MAX { text.into() } else { format!("{}…", &text[..text.floor_char_boundary(BYTES_MAX)]).into() }
 }
 
-/// Replaces Rust's names of types in serde's text by JSON's.
+/// Returns serde's error message with JSON type names in place of Rust's.
 fn in_json_words(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let Some((found, (expected, place))) =

@@ -1,8 +1,8 @@
-//! OpenAI's HTTP API in front of a cluster that works on token ids.
+//! Serves OpenAI's HTTP API for a cluster whose routers and workers process token ids.
 //!
-//! The path of a request: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement and opens the
-//! decode worker's stream, `stream` turns the tokens into text, and `usage` counts them. The response owns everything reserved for a
-//! request (sequences, booking, generation) and releases it when the client disconnects.
+//! The modules that a request passes: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement and
+//! opens the decode worker's stream, `stream` converts the tokens to text, and `usage` counts them. The response owns everything reserved
+//! for a request (sequences, booking, generation) and releases it when the client disconnects.
 
 mod admission;
 mod audit;
@@ -38,13 +38,13 @@ use tandem_proto::channel::Listener;
 /// The maximum number of connections to [`FrontendSettings::admin`].
 const ADMIN_CONNECTIONS_MAX: usize = 256;
 
-/// The frontend cannot run.
+/// Why the frontend cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The list of routers cannot be used.
     #[error(transparent)]
     Routers(#[from] DiscoveryError),
-    /// A block has at least one token.
+    /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
     BlockSize,
     /// The listener's address cannot be read.
@@ -52,8 +52,8 @@ pub enum FrontendError {
     Serve(#[from] std::io::Error),
 }
 
-/// Serves HTTP until the process drains and every request has ended, or until it stops. While it drains, new requests are
-/// refused with 503; requests that still run at the stop end with an error event.
+/// Serves HTTP until the process drains and every request has ended, or until the process stops. While it drains, new requests are
+/// refused with 503. Requests that still run when it stops end with an error event.
 ///
 /// # Errors
 /// The settings cannot be used, or the routers' addresses cannot be watched.
@@ -92,7 +92,7 @@ pub async fn run(
     }
 }
 
-/// Resolves after the stop, when the streams have had the time to send their last events.
+/// Resolves a moment after the process was stopped, so that the streams can send their last events.
 async fn after_stop(shutdown: &Shutdown) {
     const LAST_EVENTS: Duration = Duration::from_millis(200);
     shutdown.stopped().await;

@@ -10,9 +10,9 @@ use tandem_proto::v1::FailureReason;
 
 /// The maximum number of workers in [`FrontendMetrics::reporting`].
 const WORKERS_MAX: usize = 4096;
-/// The status of a request whose client disconnected, as in nginx.
+/// The status that is counted for a request whose client disconnected, as in nginx.
 pub(crate) const CLIENT_CLOSED: u16 = 499;
-/// The label of cached tokens whose tier is not known.
+/// The value of the label `tier` for cached tokens whose tier is not known.
 const TIER_UNKNOWN: &str = "unknown";
 /// The known cache tiers.
 const TIERS: [&str; 1] = ["device"];
@@ -46,7 +46,7 @@ pub(crate) struct FrontendMetrics {
     request_completion_tokens: Histogram,
     request_cached_tokens: Histogram,
     request_cached_ratio: Histogram,
-    /// Workers that report cached tokens.
+    /// The workers that have reported cached tokens.
     reporting: Mutex<HashSet<String>>,
 }
 
@@ -58,7 +58,7 @@ impl Endpoint {
         }
     }
 
-    /// OpenTelemetry's name of the operation.
+    /// Returns OpenTelemetry's name for the operation.
     pub(crate) fn operation(self) -> &'static str {
         match self {
             Self::Chat => "chat",
@@ -72,7 +72,7 @@ impl FrontendMetrics {
         let gauge = |name, help| registry.gauge(name, help, &[]);
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
-        // Counters of failures exist from the start, so that an alert sees the step from 0 to 1.
+        // Counters of failures exist from the start, so that an alert sees the change from 0 to 1.
         for reason in (0..).map_while(|number| FailureReason::try_from(number).ok()) {
             attempts_failed(registry, reason).increment(0);
         }
@@ -116,7 +116,7 @@ impl FrontendMetrics {
         self.requests(endpoint, false, status.as_str()).increment(1);
     }
 
-    /// Counts a request that has its reply.
+    /// Counts an admitted request whose reply was sent, and records its duration.
     pub(crate) fn finished(&self, endpoint: Endpoint, model_known: bool, status: StatusCode, duration: Duration) {
         self.requests(endpoint, model_known, status.as_str()).increment(1);
         self.request_duration.record(duration.as_secs_f64());
@@ -131,7 +131,7 @@ impl FrontendMetrics {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// Counts a prompt whose answer is complete. `worker` prefilled it.
+    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
@@ -158,14 +158,14 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // Also for 0 cached tokens, so that the source's counter exists.
+        // If no tier was reported, the counter is updated even for 0 cached tokens, so that it exists for this source.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
         }
     }
 
-    /// Counts prompts without a report, and warns of a worker that has stopped reporting.
+    /// Counts a prompt whose cached tokens the worker did not report, and warns of a worker that has stopped reporting them.
     fn note_report(&self, cached: &Cached, worker: &str) {
         let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {

@@ -1,4 +1,4 @@
-//! The prompts that ended last: their usage, their workers and the duration of each stage; no text and no token ids.
+//! The prompts that ended last, for the dashboard: their usage, workers and timeline, but no text and no token ids.
 
 use crate::{clock::unix_ms, usage::CachedSource};
 use parking_lot::Mutex;
@@ -16,27 +16,27 @@ pub(crate) struct Recent {
 
 #[derive(Default)]
 struct Ring {
-    /// Records added since the start: the number of the newest.
+    /// How many records were added since the start, which is also the number of the newest record.
     added: u64,
     records: VecDeque<Arc<Record>>,
 }
 
-/// A prompt that ended.
+/// The record of a prompt that ended.
 #[derive(Debug, Serialize)]
 pub(crate) struct Record {
-    /// Counted from 1, without gaps.
+    /// The record's number. Records are numbered from 1 without gaps.
     number: u64,
     ended_unix_ms: u64,
     #[serde(flatten)]
     finished: Finished,
 }
 
-/// What is recorded of a prompt at its end.
+/// The fields that are known when a prompt ends.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finished {
     pub(crate) endpoint: &'static str,
     pub(crate) streamed: bool,
-    /// The status of the whole request; 499: the client disconnected.
+    /// The HTTP status of the whole request; 499: the client disconnected.
     pub(crate) status: u16,
     pub(crate) samples: usize,
     pub(crate) prompt_tokens: u32,
@@ -56,7 +56,7 @@ pub(crate) struct PromptDetails {
     pub(crate) cached_tokens_source: CachedSource,
     pub(crate) cached_tokens_by_tier: BTreeMap<String, u32>,
     pub(crate) overlap_blocks: u32,
-    /// Id of the prefill worker; `None`: the decode worker prefilled.
+    /// The prefill worker's id; `None`: the decode worker computed the prompt itself.
     pub(crate) prefill_worker: Option<String>,
     pub(crate) decode_worker: Option<String>,
     pub(crate) ttft_ms: f64,
@@ -66,7 +66,7 @@ pub(crate) struct PromptDetails {
     pub(crate) migrations: u32,
 }
 
-/// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before.
+/// The time at which each stage ended, in milliseconds from the request's arrival; `None`: the prompt ended before that stage did.
 #[derive(Debug, Serialize)]
 pub(crate) struct Stages {
     /// The request was tokenized, and a placement was requested.
@@ -77,15 +77,15 @@ pub(crate) struct Stages {
     pub(crate) scheduled_ms: Option<f64>,
     /// The chunks of the prefill. Empty: all tokens were cached, or the worker did not report them.
     pub(crate) chunks: Vec<Chunk>,
-    /// All of the prompt's KV was on the decode worker.
+    /// The decode worker had all of the prompt's KV.
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// Attempts before the one that generated the first token; empty without a first token.
+    /// The failed attempts before the attempt that generated the first token; empty if no attempt did.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 
-/// The tokens of a prompt that one engine step computed; the 64th chunk holds those of all later steps.
+/// The tokens of a prompt that one engine step computed. The 64th chunk includes the tokens of all later steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct Chunk {
     pub(crate) start_ms: f64,
@@ -105,7 +105,7 @@ impl Recent {
         Self { max, ring: Mutex::default() }
     }
 
-    /// Adds a prompt that ends now, and removes the oldest record if there are more than `max`.
+    /// Adds the record of a prompt that ends now, and removes the oldest record if there are more than `max`.
     pub(crate) fn add(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
         let mut ring = self.ring.lock();
@@ -117,7 +117,7 @@ impl Recent {
         drop(oldest);
     }
 
-    /// The records with numbers greater than `after`, the oldest first.
+    /// Returns the records with numbers greater than `after`, the oldest first.
     pub(crate) fn after(&self, after: u64) -> Vec<Arc<Record>> {
         let ring = self.ring.lock();
         let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);

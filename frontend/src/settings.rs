@@ -11,44 +11,45 @@ use tokio::net::TcpListener;
 
 /// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
-    /// The routers' gRPC addresses. Each request goes to a healthy one; any of them can take over what another has booked.
+    /// The routers' gRPC addresses. Each request is sent to one healthy router. If it is lost, any other router can book the request.
     pub routers: MemberSource,
-    /// The operator's name of the cluster; a router of another cluster is not used.
+    /// The name that the operator gave the cluster. A router of another cluster is not used.
     pub cluster: String,
     /// The served model.
     pub model: ServedModel,
-    /// Tokens in a block; equal in the whole cluster.
+    /// The number of tokens in a block. All processes of a cluster have the same.
     pub block_size: u32,
-    /// The maximum of running sequences (prompts × `n`); further requests are refused with 503.
+    /// The maximum number of running sequences (prompts × `n`). Requests beyond it are refused with 503.
     pub concurrent_sequences: usize,
-    /// The maximum of running sequences of one client (account, else address); its further requests are refused with 429.
+    /// The maximum number of running sequences of one client (account, else address). The client's requests beyond it are refused with 429.
     pub sequences_per_client: Option<usize>,
-    /// The longest accepted body, in bytes. `None`: it follows from the model's context, 4 to 32 MiB.
+    /// The maximum size of a body, in bytes. `None`: it is computed from the length of the model's context, as 4 to 32 MiB.
     pub body_max_bytes: Option<usize>,
-    /// The maximum of all bodies that are read or parsed at a time, in bytes, not counting the first 16 KiB of each; further requests
-    /// are refused with 503.
+    /// The maximum total size of the bodies that are read or parsed at a time, in bytes, without the first 16 KiB of each body. Requests
+    /// beyond it are refused with 503.
     pub bodies_max_bytes: usize,
-    /// The maximum of open connections; further ones are closed with 503.
+    /// The maximum number of open connections. Connections beyond it are closed with a 503 response.
     pub connections_max: usize,
-    /// The maximum of open connections from one address (an IPv6 /64), except trusted proxies. 0: no limit for one address.
+    /// The maximum number of open connections from one address (for IPv6: from one /64 network). Trusted proxies have no such limit. 0: no
+    /// address has it.
     pub connections_per_address_max: usize,
-    /// Names accepted in `Host`, besides IP addresses and localhost. Checked if the listener is on a loopback address or the list is not
-    /// empty: a web page can give its own name any address, but cannot change the `Host` that the browser sends.
+    /// Names accepted in the header `Host`, in addition to IP addresses and localhost. `Host` is checked if the listener is on a loopback
+    /// address or this list is not empty: a web page's name can resolve to any address, but the page cannot change the browser's `Host`.
     pub allowed_hosts: Vec<String>,
-    /// The listener of `/metrics` and `/dashboard`. `None`: they are served with the API.
+    /// The listener of `/metrics` and `/dashboard`. `None`: the API's listener serves them.
     pub admin: Option<TcpListener>,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
-    /// Placements tried before a request is given up.
+    /// The maximum number of attempts up to the first token, after which the request fails. A resume has the same maximum.
     pub attempts: u32,
     /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
     pub attempt_timeout: Duration,
-    /// How often a generation whose worker is lost is resumed on another worker. 0: it ends with an error event.
+    /// How many times a generation whose worker is lost is resumed on another worker. 0: it ends with an error.
     pub resumes: u32,
-    /// A client that reads nothing of its response for this long is disconnected, which releases its request's sequences.
+    /// A client that reads nothing of its response for this long is disconnected, which releases the sequences of its request.
     pub unread_max: Duration,
-    /// The time without an event after which a stream sends a comment, so that proxies keep the connection (they time out after 15 seconds
-    /// at the earliest). Status and headers are sent with the first token or comment; later errors are events in a response with status 200.
+    /// The time without an event after which a stream sends a comment, so that proxies keep the connection open. Their shortest timeout is
+    /// 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with status 200.
     pub keep_alive: Duration,
     /// The number of finished prompts that the dashboard shows. 0: there is no dashboard.
     pub dashboard_requests: usize,
@@ -56,26 +57,26 @@ pub struct FrontendSettings {
     pub audit_result: Option<PathBuf>,
     /// Creates the spans of requests.
     pub tracer: Tracer,
-    /// The header with a request's account, for the ledger and the isolation of accounts. A proxy that authenticates clients sets it;
-    /// requests of untrusted peers with this header are refused.
+    /// The name of the header with a request's account, for the ledger and the isolation of accounts. A proxy that authenticates clients
+    /// sets the header. Requests of untrusted peers with this header are refused.
     pub account_header: Option<HeaderName>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
-    /// Peers that may send the account header and `traceparent`, and see details of the cluster. Empty: all peers, if the listener is on
-    /// loopback (or in memory), for requests that were not forwarded; else none.
+    /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. Empty: if the
+    /// listener is on loopback or in memory, all peers are trusted whose requests were not forwarded; else none is.
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
 }
 
-/// Which requests share cached KV. Requests for another model, or with another `cache_salt`, never do.
+/// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
-    /// Requests of all clients.
+    /// Requests of all clients share it.
     #[default]
     Shared,
-    /// Requests of one account. Requests without an account share only with each other.
+    /// Requests of the same account share it. Requests without an account share it only with each other.
     Account,
 }
 
@@ -93,7 +94,7 @@ pub enum ExposeDetails {
 }
 
 impl FrontendSettings {
-    /// The defaults for one router (`host:port`) and a model.
+    /// Returns the default settings for this router (`host:port`) and model.
     pub fn new(router: impl Into<String>, model: ServedModel) -> Self {
         Self {
             routers: MemberSource::List(vec![router.into()]),

@@ -1,4 +1,4 @@
-//! Divides a shared resource among clients.
+//! Counts and limits what each client uses of a resource.
 
 use parking_lot::Mutex;
 use std::{
@@ -8,10 +8,10 @@ use std::{
 };
 use tokio::sync::Semaphore;
 
-/// What is in use of a resource, in total and by client.
+/// How much of a resource is in use, in total and by each client.
 pub(crate) struct Counts<K> {
     pub(crate) all: usize,
-    /// Clients that use nothing have no entry.
+    /// The amount that each client uses. A client that uses nothing has no entry.
     pub(crate) by_key: HashMap<K, usize>,
 }
 
@@ -33,7 +33,7 @@ impl<K: Clone + Eq + Hash> Counts<K> {
         }
     }
 
-    /// Takes back an earlier [`Counts::add`].
+    /// Reverts an earlier [`Counts::add`].
     pub(crate) fn remove(&mut self, key: Option<&K>, count: usize) {
         self.all -= count;
         if let Some(key) = key
@@ -47,10 +47,11 @@ impl<K: Clone + Eq + Hash> Counts<K> {
     }
 }
 
-/// Semaphores of one size, one for each client that holds or waits for permits.
+/// One semaphore, all of the same size, for each client that holds permits or waits for them.
 pub(crate) struct Shares<K> {
     permits: usize,
-    /// Never more entries than open connections: unused ones are removed at the next call of [`Shares::of`].
+    /// The semaphores in use, by client. Unused ones are removed at the next call of [`Shares::of`], so there are never more than open
+    /// connections.
     in_use: Mutex<HashMap<K, Weak<Semaphore>>>,
 }
 
@@ -59,7 +60,7 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         Self { permits: permits.min(Semaphore::MAX_PERMITS), in_use: Mutex::default() }
     }
 
-    /// Returns the client's semaphore. It is the same for all calls while the semaphore or one of its permits is held.
+    /// Returns the client's semaphore. All calls return the same semaphore while it or one of its permits is held.
     pub(crate) fn of(&self, client: &K) -> Arc<Semaphore> {
         let mut in_use = self.in_use.lock();
         in_use.retain(|_, share| share.strong_count() > 0);

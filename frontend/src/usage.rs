@@ -1,4 +1,4 @@
-//! Builds the field `usage` of all endpoints, streamed or not.
+//! Computes the field `usage` of all answers, whole or streamed.
 
 use crate::dispatch::placement::Placement;
 use serde::Serialize;
@@ -8,11 +8,11 @@ use tandem_proto::v1::Scheduled;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum CachedSource {
-    /// The worker that prefilled has counted them.
+    /// The worker that computed the prompt has reported the number.
     Worker,
-    /// The worker reported nothing; the router knew this overlap.
+    /// The worker reported no number. The number is the overlap that the router knew.
     RouterEstimate,
-    /// The worker reported nothing and no overlap was known, so 0 is reported.
+    /// The worker reported no number and the router knew no overlap, so the number is 0.
     Unknown,
 }
 
@@ -26,17 +26,17 @@ impl CachedSource {
     }
 }
 
-/// Prompt tokens whose KV came from a cache. Fixed with the first token.
+/// The prompt tokens whose KV came from a prefix cache. They do not change after the first token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cached {
     pub(crate) tokens: u32,
     pub(crate) source: CachedSource,
-    /// Cached tokens by cache tier, as the worker reported them; empty if it reported none.
+    /// The cached tokens of each cache tier, as the worker reported them; empty if the worker reported no tiers.
     pub(crate) by_tier: BTreeMap<String, u32>,
 }
 
-/// Returns the cached tokens of the attempt that generated the first token: the number that its worker reported (0 included), else
-/// the placement's overlap. A placement with a block size of 0 has no information about caches.
+/// Returns the cached tokens of the attempt that generated the first token. Their number is the one that the worker reported, even if it
+/// is 0, else the placement's overlap. A placement with a block size of 0 has no information about caches.
 pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens
@@ -52,17 +52,17 @@ pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, promp
     Cached { tokens, source: CachedSource::RouterEstimate, by_tier }
 }
 
-/// The usage of one prompt, with all its samples.
+/// The usage of one prompt and all its samples.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PromptUsage {
     pub(crate) prompt_tokens: u32,
-    /// The sum over all samples.
+    /// The number of generated tokens of all samples.
     pub(crate) completion_tokens: u32,
-    /// `None` until the first token.
+    /// The cached tokens; `None` until the first token.
     pub(crate) cached: Option<Cached>,
 }
 
-/// OpenAI's usage object. All fields are always present.
+/// OpenAI's object `usage`. All fields are always present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
@@ -75,17 +75,17 @@ pub(crate) struct Usage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct PromptTokensDetails {
     pub(crate) cached_tokens: u32,
-    /// 0: prompts are text.
+    /// Always 0, because prompts are text.
     audio_tokens: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 struct CompletionTokensDetails {
-    /// 0: reasoning is not separated from the answer.
+    /// Always 0, because reasoning is not separated from the answer.
     reasoning_tokens: u32,
 }
 
-/// Returns the usage of a request: the sum over its prompts.
+/// Returns the usage of a request, which is the sum of its prompts' usage.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
     let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32);
     for prompt in prompts {
@@ -119,20 +119,20 @@ mod tests {
         use CachedSource::{RouterEstimate, Unknown, Worker};
         let reported = |tokens| Some(Scheduled { cached_tokens: tokens, ..Scheduled::default() });
         let cases = [
-            // A report is used, 0 included, also if the prediction is higher.
+            // The worker's report is used, even if it is 0 or the router's estimate is higher.
             (reported(Some(32)), placement(9, Some(9), 16), 100, 32, Worker),
             (reported(Some(0)), placement(9, Some(9), 16), 100, 0, Worker),
             (reported(Some(48)), placement(9, Some(9), 0), 100, 48, Worker),
-            // No report: the overlap of the worker that prefills.
+            // Without a report, the number is the overlap of the worker that computes the prompt.
             (reported(None), placement(9, Some(3), 16), 100, 48, RouterEstimate),
             (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
             (None, placement(2, None, 16), 100, 32, RouterEstimate),
             (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
-            // Never more than the prompt, and no overflow.
+            // The number is never greater than that of the prompt's tokens, and does not overflow.
             (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
             (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
             (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),
-            // Nothing known.
+            // Neither the worker nor the router knows the number.
             (reported(None), placement(9, None, 0), 100, 0, Unknown),
             (None, placement(9, None, 0), 100, 0, Unknown),
             (reported(None), placement(9, Some(9), 0), 100, 0, Unknown),

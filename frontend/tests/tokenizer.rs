@@ -1,4 +1,4 @@
-//! Compares the tokenizer with llama.cpp's on stored texts. Needs the real model: `TANDEM_MODEL=….gguf`.
+//! Compares the tokenizer's ids with those of llama.cpp for stored texts. Needs `TANDEM_MODEL`, the path of the real model's GGUF file.
 
 use serde::Deserialize;
 use tandem_frontend::{ServedModel, Special};
@@ -8,7 +8,7 @@ use tandem_model::Gguf;
 struct Golden {
     text: String,
     ids: Vec<u32>,
-    /// Names of special tokens are parsed.
+    /// Whether the names of special tokens become their ids.
     special: bool,
 }
 

@@ -12,10 +12,10 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// After a limit has passed, the time for which this frontend waits for the worker's report of it.
+/// The worker itself reports that the prefill has not begun in time. The frontend waits for that report for this long after the limit.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// The facts about the attempt that generated the first token. They never change.
+/// The facts about the attempt that generated the first token. A resume on another worker does not change them.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
@@ -30,15 +30,15 @@ pub(crate) struct Facts {
     /// Time at which all of the prompt's KV was on the decode worker.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
-    /// Earlier attempts, each with the time and the reason of its end.
+    /// Earlier, failed attempts, each with the time and the reason of its failure.
     pub(crate) failed: Vec<(Instant, FailureReason)>,
 }
 
-/// The work of an attempt: a whole prompt, or the rest of an interrupted generation.
+/// What an attempt has to generate: the whole answer to a prompt, or the rest of an interrupted generation.
 #[derive(Clone, Copy)]
 pub(super) struct Work<'a> {
     pub(super) prompt: &'a Prompt,
-    /// The samples to resume, each with the tokens it has; empty: all samples begin.
+    /// The samples to resume, each with the tokens generated so far; empty: all samples start from the prompt.
     pub(super) resumed: &'a [ResumedSample],
     /// Time at which the first placement was requested.
     pub(super) requested_at: Instant,
@@ -47,16 +47,16 @@ pub(super) struct Work<'a> {
 /// An attempt that has generated a token. Dropping it ends the request on the workers.
 pub(super) struct Attempt {
     pub(super) number: u32,
-    /// The decode worker's instance.
+    /// The instance id of the decode worker.
     pub(super) instance_id: String,
-    /// Messages up to the first token that were not returned to the caller yet.
+    /// Received messages, up to the one with the first token, that [`Attempt::next`] has not returned yet.
     pending: VecDeque<Message>,
     replies: Streaming<GenerateReply>,
 }
 
 /// Why an attempt ended before its last token.
 pub(crate) struct AttemptError {
-    /// The instance to exclude from the next placement.
+    /// The id of the instance to exclude from the next placement.
     pub(super) instance_id: String,
     /// `InvalidRequest`: the request can never run on this cluster. For any other reason, another worker may succeed.
     pub(super) reason: FailureReason,
@@ -64,7 +64,7 @@ pub(crate) struct AttemptError {
 }
 
 impl Work<'_> {
-    /// Runs one attempt up to its first token. `number` counts the attempts at a prompt from 1, because ledgers identify attempts by it.
+    /// Runs one attempt up to its first token. `number` counts the attempts at a prompt from 1; ledgers identify attempts by it.
     /// The prefill has to begin within `start_timeout`; `None`: it may wait in the worker's queue. Cancel-safe: dropping the future
     /// closes the stream.
     ///
@@ -86,7 +86,7 @@ impl Work<'_> {
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        // The worker reports which process is late. If it does not report in time, it is itself at fault.
+        // The decode worker reports which worker is late. If it does not report in time, it is itself at fault.
         let deadline = start_timeout.map(|limit| placed_at + limit + REPORT_DELAY_MAX);
         let late = || error(FailureReason::Timeout);
         let opening = client.generate(self.request(&placement, number, start_timeout));
@@ -133,7 +133,7 @@ impl Work<'_> {
             sampling: Some(prompt.sampling.clone()),
             samples: prompt.samples,
             prefill: placement.prefill.as_ref().map(|prefill| prefill.worker.clone()),
-            // Those of a resumed prompt were sent before.
+            // The first attempt has already sent the logprobs of a resumed prompt.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
             generated: resumed.to_vec(),
             account: prompt.account.clone(),
@@ -141,7 +141,7 @@ impl Work<'_> {
         }
     }
 
-    /// The report of a failed attempt to the router.
+    /// Returns the message that reports a failed attempt to the router.
     pub(super) fn failed(&self, error: &AttemptError) -> AttemptFailed {
         let generated_tokens = self.resumed.iter().map(|sample| sample.tokens.len() as u32).sum();
         AttemptFailed { instance_id: error.instance_id.clone(), reason: error.reason.into(), generated_tokens }
@@ -149,7 +149,7 @@ impl Work<'_> {
 }
 
 impl Attempt {
-    /// Returns the next message. There is one until every sample has ended. Cancel-safe.
+    /// Returns the next message. Must not be called after every sample has ended. Cancel-safe.
     ///
     /// # Errors
     /// The worker reports a failure or is lost.
@@ -185,13 +185,13 @@ async fn next_message(replies: &mut Streaming<GenerateReply>, instance_id: &str)
                 return Err(AttemptError { instance_id, reason, message: failure.message });
             }
             Some(message) => return Ok(message),
-            // A kind of message that a later version added.
+            // A message of a kind that a later version has added is skipped.
             None => {}
         }
     }
 }
 
-/// Returns `None` if the deadline passes before `coming` resolves.
+/// Returns the output of `coming`, or `None` if the deadline passes before `coming` resolves.
 async fn in_time<T>(deadline: Option<Instant>, coming: impl Future<Output = T>) -> Option<T> {
     match deadline {
         None => Some(coming.await),

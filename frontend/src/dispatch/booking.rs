@@ -1,7 +1,7 @@
-//! The booking of one request: the load that a router counts for it, for as long as a `Route` stream is open.
+//! The booking of one request: the load that a router counts for the request while its `Route` stream is open.
 //!
-//! When the stream breaks or the router drains, another router books the request on the workers where it runs. While none can, the
-//! request continues without a booking.
+//! When the stream fails or the router drains, another router books the request on the workers where it runs. While no router can book
+//! it, the request continues without a booking.
 
 use super::{
     error::DispatchError,
@@ -14,14 +14,14 @@ use futures::{FutureExt, future::BoxFuture};
 use std::{convert::Infallible, sync::Arc};
 use tandem_proto::v1::{AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
 
-/// A request's booking. Dropping it ends it.
+/// A request's booking. It ends when this value is dropped.
 pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Resolves to the stream to another router; set when the router was lost or drains.
+    /// Books the request with another router and resolves to that stream; set when the current router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
-    /// The placement that another router has to book if this one is lost.
+    /// The placement that another router has to book if the current router is lost.
     existing: ExistingPlacement,
 }
 
@@ -36,7 +36,7 @@ impl Booking {
         Ok((Self { routers: Arc::clone(routers), stream: Some(stream), rebooking: None, existing }, placement))
     }
 
-    /// Requests another placement after a failed attempt, from another router if its own was lost or drains.
+    /// Requests another placement after a failed attempt, from another router if the booking's own router was lost or drains.
     ///
     /// # Errors
     /// No router can place it.
@@ -47,7 +47,7 @@ impl Booking {
             let mut stream = match self.stream.take() {
                 Some(stream) if !stream.draining => stream,
                 draining => {
-                    // The other router books the previous placement first, so that it excludes the failed instance from the next.
+                    // The other router books the previous placement first, so that it excludes the failed instance from the next placement.
                     let rebooked = self.routers.book(&self.existing_prompt(prompt)).await;
                     rebooked.or_else(|error| draining.ok_or(error))?
                 }
@@ -73,14 +73,15 @@ impl Booking {
     /// Reports the attempt's first token to the router, which then releases the prompt's prefill load.
     pub(super) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
         self.existing.prefilling = false;
-        // It would book the prefill, too.
+        // A rebooking that has already begun would book the finished prefill, too.
         self.rebooking = None;
         if let Some(stream) = &self.stream {
             stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }
     }
 
-    /// Keeps the request booked, with other routers if necessary. Never returns. Cancel-safe: a later call continues.
+    /// Keeps the request booked: books it with another router whenever its router is lost or drains. Never returns. Cancel-safe: a later
+    /// call continues.
     pub(super) async fn maintain(&mut self, prompt: &Prompt) -> Infallible {
         loop {
             match &mut self.stream {
@@ -102,7 +103,7 @@ impl Booking {
         }
     }
 
-    /// Ends the booking after the whole answer.
+    /// Ends the booking of a request whose answer is complete.
     pub(super) async fn close(self) {
         if let Some(stream) = self.stream {
             stream.close().await;
@@ -114,7 +115,7 @@ impl Booking {
     }
 }
 
-/// The placement while its prompt is prefilled.
+/// Converts a placement for booking by another router, with the prompt's prefill still to be done.
 fn before_first_token(placement: &Placement) -> ExistingPlacement {
     ExistingPlacement {
         decode_instance_id: placement.decode.worker.instance_id.clone(),

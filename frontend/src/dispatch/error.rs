@@ -1,4 +1,4 @@
-//! Why a prompt got no result.
+//! The error of a prompt that got no result.
 
 use tandem_proto::v1::FailureReason;
 use tonic::Status;
@@ -28,7 +28,7 @@ pub(crate) enum DispatchError {
 }
 
 impl From<Status> for DispatchError {
-    /// The status of a failed call to a router.
+    /// Converts the status of a failed call to a router.
     fn from(status: Status) -> Self {
         Self::Router(Box::new(status))
     }

@@ -1,5 +1,5 @@
 //! Places a prompt and generates its answer: requests a placement from a router, opens the decode worker's stream, and retries on other
-//! workers until the first token. A generation whose worker is lost later is resumed on another worker from the tokens it has.
+//! workers until the first token. A generation whose worker is lost later is resumed on another worker after the tokens generated so far.
 
 mod attempt;
 mod booking;
@@ -33,7 +33,7 @@ pub(crate) struct Dispatcher {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// Limits of attempts and resumes: see [`FrontendSettings`](crate::FrontendSettings).
+/// Limits of attempts and resumes. The fields are those of [`FrontendSettings`](crate::FrontendSettings).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) attempts: u32,
@@ -42,7 +42,7 @@ pub(crate) struct Limits {
     pub(crate) resumes: u32,
 }
 
-/// A running generation: its latest attempt and its booking. Dropping it ends the request on the workers and the booking.
+/// A running generation: its latest attempt and its booking. Dropping it ends the request on the workers, and ends the booking.
 pub(crate) struct Generation {
     pub(crate) facts: Facts,
     attempt: Attempt,
@@ -51,13 +51,13 @@ pub(crate) struct Generation {
 }
 
 impl Dispatcher {
-    /// Connects to each worker when it is first used.
+    /// Opens no connection to a worker before its first use.
     pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
         let limits = Limits { attempts: limits.attempts.max(1), ..limits };
         Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
     }
 
-    /// Returns the placement that a router would choose for the prompt now, and its reasons.
+    /// Returns the placement that a router would choose for the prompt now, and the reasons for it.
     ///
     /// # Errors
     /// No router answers.
@@ -71,7 +71,7 @@ impl Dispatcher {
         self.routers.explain(request).await
     }
 
-    /// Places the prompt and waits for its first token, on other workers if an attempt fails. Cancel-safe: dropping the future closes
+    /// Places the prompt and waits for its first token. If an attempt fails, tries other workers. Cancel-safe: dropping the future closes
     /// all streams.
     ///
     /// # Errors
@@ -86,8 +86,8 @@ impl Dispatcher {
         timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
 
-    /// Resumes the samples that have not ended, each from the tokens it has generated, on another worker. The facts remain those of the
-    /// first attempt. Cancel-safe like [`Dispatcher::start`].
+    /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
+    /// the attempt that generated the first token. Cancel-safe like [`Dispatcher::start`].
     ///
     /// # Errors
     /// The generation may not be resumed again, or no attempt generated a token.
@@ -100,7 +100,7 @@ impl Dispatcher {
     ) -> Result<Generation, DispatchError> {
         let Generation { facts, attempt, resumes, mut booking } = lost;
         let number = attempt.number;
-        // A worker that is only slow must not generate at the same time as the next one.
+        // A worker that is slow but not lost must not generate at the same time as the next worker.
         drop(attempt);
         let reason = error.reason;
         tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %error.instance_id, "stream lost");
@@ -126,7 +126,7 @@ impl Dispatcher {
         }
     }
 
-    /// Runs attempts, the first with this number, until one generates a token.
+    /// Runs attempts until one generates a token. `number` is the number of the first attempt.
     async fn first_token(
         &self,
         work: Work<'_>,
@@ -146,7 +146,7 @@ impl Dispatcher {
             let error = match attempt {
                 Ok((attempt, mut facts)) => {
                     facts.failed = failed;
-                    // The router's prediction was for the prompt without generated tokens.
+                    // The router compares the report with its prediction, which does not include a resume's generated tokens.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     booking.prefill_finished(reported.filter(|_| work.resumed.is_empty())).await;
                     return Ok(Generation { facts, attempt, resumes: 0, booking });
@@ -172,10 +172,10 @@ impl Dispatcher {
 }
 
 impl Generation {
-    /// Returns the next reply to the prompt, and keeps the request booked while it waits. Cancel-safe.
+    /// Returns the worker's next message, and keeps the request booked while it waits. Cancel-safe.
     ///
     /// # Errors
-    /// The attempt failed: the generation can be resumed.
+    /// The attempt failed. The generation can be resumed.
     pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<Message, AttemptError> {
         tokio::select! {
             biased;
@@ -184,7 +184,7 @@ impl Generation {
         }
     }
 
-    /// The error of an attempt whose decode worker sent an invalid reply.
+    /// Returns the error for the current attempt if a reply of its decode worker is invalid or reports a failure.
     pub(crate) fn failed(&self, reason: FailureReason) -> AttemptError {
         AttemptError::new(&self.attempt.instance_id, reason)
     }

@@ -1,4 +1,4 @@
-//! A router's decision. The optional fields of the message are checked here, once.
+//! A router's placement. The message's optional fields are checked when it is converted from the wire format.
 
 use tandem_proto::v1;
 
@@ -6,21 +6,21 @@ use tandem_proto::v1;
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
     pub(crate) decode: PlacedWorker,
-    /// The prefill worker; `None`: the decode worker prefills.
+    /// The prefill worker; `None`: the decode worker computes the prompt itself.
     pub(crate) prefill: Option<PlacedWorker>,
-    /// Tokens in a block; 0 if the router has no information about caches.
+    /// The number of tokens in a block; 0 if the router has no information about caches.
     pub(crate) block_size: u32,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct PlacedWorker {
     pub(crate) worker: v1::WorkerRef,
-    /// Leading blocks of the prompt that the worker was known to have cached.
+    /// The number of leading blocks of the prompt that the worker was known to have cached.
     pub(crate) overlap_blocks: u32,
 }
 
 impl Placement {
-    /// The placement that a router sent; `None` if it names no decode worker.
+    /// Converts the placement that a router sent; `None` if it has no decode worker.
     pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size }: v1::Placement) -> Option<Self> {
         let placed = |v1::Candidate { worker, overlap_blocks, .. }| Some(PlacedWorker { worker: worker?, overlap_blocks });
         Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size })

@@ -12,24 +12,24 @@ use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// The maximum time for which the end of an answer waits for the router to read the last message.
+/// The maximum time for which a finished request waits for the router to read the last message.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// The maximum of unread messages to a router: a prompt, a few failures, the end of the prefill.
+/// The maximum number of messages that wait to be sent on a stream. A request sends few: the prompt, failures, the end of the prefill.
 const OUTGOING_MAX: usize = 8;
 
-/// A router that can be called. Cheap to clone.
+/// A router's address and client. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Router {
     pub(super) address: Arc<str>,
     pub(super) client: RouterClient<Channel>,
 }
 
-/// An open stream. Dropping it ends the booking.
+/// An open `Route` stream. Dropping it ends the booking.
 pub(super) struct RouterStream {
     pub(super) address: Arc<str>,
     requests: mpsc::Sender<RouteRequest>,
     replies: Streaming<RouteReply>,
-    /// The router drains: another one has to book the request.
+    /// Whether the router drains. If so, another router has to book the request.
     pub(super) draining: bool,
 }
 
@@ -37,7 +37,7 @@ impl RouterStream {
     /// Opens a stream and resolves when the router has read the prompt.
     ///
     /// # Errors
-    /// The router belongs to another cluster or cannot be reached.
+    /// The router is unreachable, refuses the stream, or belongs to another cluster.
     pub(super) async fn open(router: &Router, prompt: RoutePrompt) -> Result<Self, DispatchError> {
         let (requests, outgoing) = mpsc::channel(OUTGOING_MAX);
         let message = Some(Message::Prompt(prompt));
@@ -73,7 +73,7 @@ impl RouterStream {
         }
     }
 
-    /// Sends a message. If the router is lost, the next wait for a reply fails.
+    /// Sends a message. Reports no error: if the router is lost, the next wait for a reply fails.
     pub(super) async fn send(&self, message: Message) {
         self.requests.send(RouteRequest { message: Some(message) }).await.ok();
     }
@@ -89,7 +89,8 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking after the router has read all messages. Dropping the stream could lose the last one (the cached tokens).
+    /// Ends the booking after the router has read all messages. Only dropping the stream could lose the last message, which reports the
+    /// cached tokens.
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

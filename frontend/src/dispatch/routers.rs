@@ -1,7 +1,7 @@
 //! The known routers, their health, and the order in which they are used.
 //!
-//! Requests are sent round-robin to the healthy routers. A router that fails a request becomes unhealthy and is used last, until the
-//! check of all routers, once a second, finds it healthy.
+//! Requests are sent round-robin to the healthy routers. A router that fails a request becomes unhealthy and is used last, until a
+//! health check, which runs once a second for all routers, finds it healthy.
 
 use super::{
     error::DispatchError,
@@ -27,18 +27,18 @@ use tokio::{
 };
 use tonic::{Code, Response, Status};
 
-/// The maximum time for a router's view or explanation.
+/// The maximum time for a router to send its view of the cluster or the explanation of a placement.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time for a placement if there is another router. Placing takes less than a millisecond.
+/// The maximum time to wait for one router's placement or booking if there is another router. Placing takes less than a millisecond.
 const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time for which a request waits for the first routers, such as those in etcd, which answers within milliseconds.
+/// The maximum time for which a request waits while no router is known, as before etcd's first answer, which takes milliseconds.
 const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time between two tries to book a running request.
 const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 pub(crate) struct Routers {
     network: Network,
-    /// The identity that this frontend and the cluster must have in common.
+    /// The frontend's identity, with which the routers' identity must agree.
     pub(crate) identity: Identity,
     metrics: Arc<FrontendMetrics>,
     known: Mutex<Known>,
@@ -48,7 +48,7 @@ pub(crate) struct Routers {
 #[derive(Default)]
 struct Known {
     routers: BTreeMap<Arc<str>, KnownRouter>,
-    /// Counts requests, for the round-robin order.
+    /// Incremented for each request. Selects the router with which the round-robin order begins.
     round: usize,
 }
 
@@ -65,24 +65,24 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// The kind of a list of members.
+/// The source of a list of routers. It decides what happens to known routers that the list lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
-    /// An operator's list: other routers are not used.
+    /// A list from the operator. Other routers are not used.
     Static,
-    /// A list from etcd. A healthy router that is missing is kept, because it may have lost etcd and still place requests.
+    /// A list from etcd. A healthy router that the list lacks is kept: it may have lost its connection to etcd and still place requests.
     Advisory,
 }
 
 impl Routers {
-    /// The `members` count as healthy until a call fails. Each is connected to when it is first used.
+    /// The routers in `members` count as healthy until a call fails. No connection is opened before its first use.
     pub(crate) fn new(members: &BTreeSet<String>, network: Network, identity: Identity, metrics: Arc<FrontendMetrics>) -> Self {
         let routers = Self { network, identity, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
         routers.set_members(members, MemberList::Static);
         routers
     }
 
-    /// Replaces the known routers. Requests that are booked with removed ones remain so.
+    /// Replaces the known routers. Requests that are booked with a removed router remain booked there.
     pub(crate) fn set_members(&self, members: &BTreeSet<String>, list: MemberList) {
         let mut known = self.known.lock();
         known.routers.iter_mut().for_each(|(address, router)| router.is_member = members.contains(&**address));
@@ -100,8 +100,8 @@ impl Routers {
         self.publish_count(&known);
     }
 
-    /// Requests the view of the cluster from all routers at the same time. Yields the answers as they arrive, each with the router's
-    /// address, and updates the routers' health.
+    /// Requests each router's view of the cluster, from all routers at the same time. Yields the answers as they arrive, each with the
+    /// router's address, and updates the routers' health.
     pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
         let view = |Router { address, mut client }: Router| async move {
             let view = reply(client.workers(WorkersRequest {})).await;
@@ -115,10 +115,10 @@ impl Routers {
         self.by_health().0.into_iter().map(view).collect::<FuturesUnordered<_>>()
     }
 
-    /// Requests an explanation from one router after the other until one answers.
+    /// Requests the explanation of a placement from one router after the other, until a router answers.
     ///
     /// # Errors
-    /// None answers; the error is the last router's.
+    /// No router answers. The error is that of the last router tried.
     pub(super) async fn explain(&self, request: ExplainRequest) -> Result<ExplainReply, DispatchError> {
         let mut last = no_router();
         for Router { mut client, .. } in self.by_health().0 {
@@ -130,10 +130,10 @@ impl Routers {
         Err(last)
     }
 
-    /// Requests a placement from one router after the other until one can place the prompt.
+    /// Requests a placement from one router after the other, until a router can place the prompt.
     ///
     /// # Errors
-    /// No router can place it, or one reports that it can never run.
+    /// No router can place the prompt, or a router reports that it can never run.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
         let mut last = no_router();
         let routers = self.candidates().await;
@@ -144,13 +144,13 @@ impl Routers {
                 let placement = stream.placement().await?;
                 Ok((stream, placement))
             };
-            // If there is no other router, only the time for the first token bounds the wait.
+            // If there is no other router, only the first token's timeout bounds the wait.
             let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
-                    // "No worker" is more specific than an unreachable router.
+                    // A router's report that no worker is available says more than the error of an unreachable router.
                     if !matches!(last, DispatchError::NoWorker { .. }) {
                         last = error;
                     }
@@ -161,10 +161,10 @@ impl Routers {
         Err(last)
     }
 
-    /// Books a placed request with the first router that can.
+    /// Tries the routers in order until one books a request that is already placed.
     ///
     /// # Errors
-    /// No router can book it; the error is the last router's.
+    /// No router can book it. The error is that of the last router tried.
     pub(super) async fn book(&self, prompt: &RoutePrompt) -> Result<RouterStream, DispatchError> {
         let mut last = no_router();
         for router in self.round_robin() {
@@ -179,7 +179,7 @@ impl Routers {
         Err(last)
     }
 
-    /// The same as [`Routers::book`], but waits until a router can.
+    /// Like [`Routers::book`], but retries until a router has booked the request.
     pub(super) async fn book_when_possible(self: Arc<Self>, prompt: RoutePrompt) -> RouterStream {
         loop {
             let mut healthy = self.healthy.subscribe();
@@ -195,7 +195,7 @@ impl Routers {
         self.known.lock().routers.len()
     }
 
-    /// Sets a router's health. An unhealthy one that is no member is removed.
+    /// Sets a router's health. A router that becomes unhealthy and is missing from the latest list of members is removed.
     pub(super) fn set_health(&self, address: &str, health: Health) {
         let mut known = self.known.lock();
         if let Some(router) = known.routers.get_mut(address) {
@@ -207,7 +207,7 @@ impl Routers {
         self.publish_count(&known);
     }
 
-    /// Marks the router unhealthy, unless the failure is the request's or the cluster's. Returns the error.
+    /// Marks the router unhealthy, unless the request or the lack of workers caused the failure. Returns the error.
     fn note_failure(&self, address: &str, error: DispatchError) -> DispatchError {
         let router_is_fine = match &error {
             DispatchError::Router(status) => matches!(status.code(), Code::InvalidArgument | Code::ResourceExhausted),
@@ -221,7 +221,7 @@ impl Routers {
         error
     }
 
-    /// The routers in the order in which they are used. If none is known, as before the first answer of etcd, waits for the first ones.
+    /// Returns the routers in the order in which a request tries them. If no router is known, as before etcd's first answer, waits for one.
     async fn candidates(&self) -> Vec<Router> {
         if self.len() == 0 {
             let mut healthy = self.healthy.subscribe();
@@ -230,7 +230,7 @@ impl Routers {
         self.round_robin()
     }
 
-    /// The healthy routers before the unhealthy ones. Each call begins with the next router of each kind.
+    /// Returns the healthy routers, then the unhealthy ones. Both groups are rotated by one router from call to call.
     fn round_robin(&self) -> Vec<Router> {
         let round = {
             let mut known = self.known.lock();
@@ -244,7 +244,7 @@ impl Routers {
         routers
     }
 
-    /// The healthy routers before the unhealthy ones, and the number of healthy ones.
+    /// Returns the healthy routers followed by the unhealthy ones, and the number of healthy routers.
     fn by_health(&self) -> (Vec<Router>, usize) {
         let known = self.known.lock();
         let all = known.routers.iter().map(|(address, KnownRouter { client, health, .. })| {
@@ -262,7 +262,7 @@ impl Routers {
     }
 }
 
-/// Bounds the wait for one router by [`PLACEMENT_TIMEOUT`], so that another one can be used.
+/// Bounds the wait for one router by [`PLACEMENT_TIMEOUT`], after which the caller can try another router.
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, DispatchError>>) -> Result<T, DispatchError> {
     timeout(PLACEMENT_TIMEOUT, answer).await.unwrap_or(Err(DispatchError::RouterClosed))
 }

@@ -1,4 +1,4 @@
-//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both read the same events.
+//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both forms are made from the same [`AnswerEvent`]s.
 
 use super::{
     app::App,
@@ -24,13 +24,13 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun. `first` is the first event; `None` if the first comment is due before.
+/// The reply to a request whose answer has begun. `first` is a stream's first event; `None` if a comment has to be sent before it.
 pub(super) enum Reply {
     Whole(Response),
     Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },
 }
 
-/// Events with the index of their prompt.
+/// The events of all prompts, each with the index of its prompt.
 type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
 
 /// A request that is being answered.
@@ -43,7 +43,7 @@ pub(super) struct Run {
     echoed_len: Vec<usize>,
     logprobs: bool,
     pub(super) endpoint: Endpoint,
-    /// The interval between comments while a stream has no tokens to send.
+    /// The interval at which a stream without tokens to send sends comments.
     pub(super) keep_alive: Duration,
     id: String,
     created: u64,
@@ -53,11 +53,11 @@ pub(super) struct Run {
 /// A prompt's text that is still to be echoed.
 struct Echo {
     text: String,
-    /// The text is echoed with its logprobs, when they have arrived.
+    /// Whether the text is echoed with its logprobs, and so waits for them.
     with_logprobs: bool,
 }
 
-/// Runs the job to the end of its answer or, if it is streamed, to its first event or the first comment.
+/// Runs the job to the end of its answer. If the answer is streamed, only until its first event or until a comment has to be sent.
 ///
 /// # Errors
 /// The answer failed before it began. A later error is an event of the stream.
@@ -120,14 +120,14 @@ impl Run {
             Err(error) => return Some(Err(error.into())),
         };
         if let AnswerEvent::Delta(delta) = &mut event {
-            // Offsets count from the beginning of the answer's text, an echoed prompt included.
+            // Offsets count from the beginning of the answer's text, which includes an echoed prompt.
             delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echoed_len[index]);
         }
         self.progress.record(index, &event);
         Some(Ok((index, event)))
     }
 
-    /// Returns the prompt's own text with its logprobs, once, if it is to be echoed. It precedes all generated text.
+    /// Returns the text of a prompt that is to be echoed, with its logprobs if requested, before any generated text. Returns it only once.
     ///
     /// # Errors
     /// The worker did not send the requested logprobs of the prompt.
@@ -195,7 +195,7 @@ impl Run {
     }
 }
 
-/// Describes the request in its span, without its content.
+/// Records the request's parameters in its span, without the prompt's text.
 fn describe(incoming: &Incoming, options: &Options) {
     let (span, endpoint) = (&incoming.admitted.span, incoming.admitted.endpoint);
     if !span.is_sampled() {
@@ -217,7 +217,7 @@ fn describe(incoming: &Incoming, options: &Options) {
     span.set("tandem.stream", options.stream.is_some());
 }
 
-/// A choice of a whole answer, as far as it has been generated.
+/// One choice of an answer that is not streamed, as far as it has been generated.
 #[derive(Default)]
 struct WholeChoice {
     text: String,

@@ -25,11 +25,11 @@ const ACCOUNT_MAX: usize = 64;
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// The options in a request's headers. The peer may send them.
+/// The options in a request's headers. They have passed the check that this peer may send them.
 pub(super) struct HeaderOptions {
     /// The answer has the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,
-    /// The reply is an explanation of the placement (`x-tandem-explain`).
+    /// The reply explains the placement instead of answering the prompt (`x-tandem-explain`).
     pub(super) explain: bool,
     pub(super) account: String,
 }
@@ -50,9 +50,9 @@ pub(crate) struct App {
     pub(super) trust: Trust,
     account_header: Option<HeaderName>,
     cache_isolation: CacheIsolation,
-    /// The start of this process, in seconds since 1970; clients see it as the model's creation time.
+    /// The time at which this process started, in seconds since 1970. Clients see it as the model's creation time.
     pub(super) since: u64,
-    /// The prompts shown on the dashboard; `None`: there is no dashboard.
+    /// The ended prompts that the dashboard shows; `None`: there is no dashboard.
     pub(super) recent: Option<Arc<Recent>>,
     pub(super) audit: Option<LastAudit>,
 }
@@ -85,7 +85,7 @@ impl App {
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
-        // A body larger than one client's half of the budget never fits: 413, because a client may retry after 503.
+        // A client has half of the budget, so a larger body can never be read. It is refused with 413: a client would retry after 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
@@ -112,7 +112,7 @@ impl App {
     /// Reads the options in a request's headers.
     ///
     /// # Errors
-    /// This peer may not send one of the headers, or the account name is malformed.
+    /// The peer sent a header that it may not send, or the account name is malformed.
     pub(super) fn header_options(&self, headers: &HeaderMap, trusted: bool) -> Result<HeaderOptions, ApiError> {
         Ok(HeaderOptions {
             details: self.trust.flag(headers, DETAILS, trusted)?,
@@ -121,7 +121,7 @@ impl App {
         })
     }
 
-    /// The cache namespace of a request: model, `cache_salt`, and the account if accounts are isolated.
+    /// Returns a request's cache namespace: model, `cache_salt`, and the account if accounts are isolated.
     pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
         let namespace = Namespace::new(&self.model.id, &self.model.revision, "", cache_salt);
         match self.cache_isolation {
@@ -133,7 +133,7 @@ impl App {
     /// Reads the request's account.
     ///
     /// # Errors
-    /// The peer is not trusted to set it, or the name is not valid in the ledger.
+    /// The peer is not trusted to set the account, or the ledger does not allow the name.
     fn account(&self, headers: &HeaderMap, trusted: bool) -> Result<String, ApiError> {
         let Some(name) = &self.account_header else { return Ok(String::new()) };
         let mut values = headers.get_all(name).iter();
@@ -147,7 +147,7 @@ impl App {
         };
         let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
-        // A header that occurs twice is refused: the client may have sent one of the two.
+        // A header that occurs twice is refused: one of the two may come from the client and not from the proxy.
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
     }

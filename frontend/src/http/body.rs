@@ -1,7 +1,7 @@
 //! Reads request bodies within bounds of size, speed and memory.
 //!
-//! A body is read before the request reserves sequences, so a slow or huge body uses only memory for the bytes that have arrived. The
-//! number of connections bounds the number of bodies.
+//! A body is read before the request reserves sequences, so a slow or huge body uses only the memory of the bytes that have arrived.
+//! The limit on connections also limits the number of bodies.
 
 use crate::{admission::Client, error::ApiError, shares::Shares};
 use axum::{
@@ -17,42 +17,42 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-/// The minimum speed of a body. It is low for any network connection, but prevents that many slow requests use up all connections.
+/// The minimum speed of a body. Any network connection is faster, but many slow requests cannot use up all connections.
 const BYTES_PER_SECOND: u32 = 16 << 10;
-/// The maximum pause of a body, and its maximum delay behind [`BYTES_PER_SECOND`]: enough for a few lost packets.
+/// The maximum time without a byte of a body, and its maximum delay behind [`BYTES_PER_SECOND`]. A few lost packets cause less.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// The first bytes of each body do not count, so that ordinary requests are read while large ones fill the budget. 8,192 connections
-/// hold 128 MiB of these at most.
+/// The first bytes of each body do not count towards the budget, so that ordinary requests are read while large ones fill it. With
+/// 8,192 connections, the uncounted bytes use 128 MiB at most.
 const UNCOUNTED_BYTES: usize = 16 << 10;
-/// A body that grows beyond this is moved to a memory mapping of its own.
+/// A body that grows beyond this size is moved from the heap to a memory mapping.
 const MAPPED_FROM_BYTES: usize = 256 << 10;
-/// The maximum of bytes that are discarded of a refused body.
+/// The maximum number of bytes of a refused body that are read and discarded.
 const DISCARD_BYTES: usize = 64 << 20;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Reads the bodies of all requests of a process.
+/// Reads the bodies of all requests, with a common memory budget.
 pub(super) struct Bodies {
     max: usize,
     budget: Arc<Semaphore>,
-    /// At most half of the budget for each client.
+    /// Each client's share, which is half of the budget.
     shares: Shares<Client>,
 }
 
-/// What a body uses of the client's share and of the whole budget; released on drop.
+/// The permits for a body's bytes, from the client's share and from the whole budget. Dropping them releases the bytes.
 pub(super) type Held = Vec<OwnedSemaphorePermit>;
 
 impl Bodies {
-    /// `max`: bytes of one body. `budget`: bytes of all bodies that are read or parsed at a time.
+    /// `max` is the maximum size of one body; `budget` is that of all bodies that are read or parsed at a time. Both are in bytes.
     pub(super) fn new(max: usize, budget: usize) -> Self {
         let shares = Shares::new(budget.div_ceil(2));
         Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
     }
 
-    /// Reads a whole body of this client.
+    /// Reads a request's whole body. The body counts towards this client's share of the budget.
     ///
     /// # Errors
-    /// It is too large, too slow, not whole, not sent as plain JSON, or the budget is spent. After an error the rest of the body is read,
-    /// within bounds, because the client reads the reply only after it has sent its request.
+    /// The body is too large, too slow, incomplete or not plain JSON, or the budget is used up. If more of the body may arrive, it is read
+    /// and discarded, within bounds, because a client reads the reply only after it has sent its request.
     pub(super) async fn read(
         &self,
         client: Option<&Client>,
@@ -77,7 +77,7 @@ impl Bodies {
         let budgets = client.map(|client| self.shares.of(client)).into_iter().chain([Arc::clone(&self.budget)]);
         let held = budgets.map(|budget| budget.try_acquire_many_owned(0).map_err(|_| ApiError::BodyBudget));
         let mut held = held.collect::<Result<Held, _>>()?;
-        // Without an announced length, the mapping has the size of the largest body.
+        // If the client announces no length, the mapping has the maximum size of a body.
         let announced = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
         let max = announced.map_or(self.max, |announced| announced.min(self.max));
         let (mut bytes, mut deadline) = (Buffer::new(max), Instant::now() + PAUSE_MAX);
@@ -99,7 +99,7 @@ impl Bodies {
 }
 
 /// The bytes of one body so far. A large body is stored in an anonymous memory mapping, which uses memory only for written pages and
-/// returns it to the system at once. With buffers on the heap, 50 clients that sent 32 MiB each left a process with twice the budget in use.
+/// returns it to the system at once. With heap buffers, 50 clients that each sent 32 MiB left the process with twice the budget in use.
 enum Buffer {
     Heap { bytes: BytesMut, max: usize },
     Mapped { mapping: MmapMut, len: usize },
@@ -117,7 +117,7 @@ impl Buffer {
         }
     }
 
-    /// Appends `data`; the body has then no more than `max` bytes.
+    /// Appends `data`. The caller has checked that the body then has at most `max` bytes.
     ///
     /// # Errors
     /// The system has no address space for the mapping.
@@ -146,7 +146,7 @@ impl Buffer {
     }
 }
 
-/// Takes this many bytes more from each budget.
+/// Takes this many more bytes from each semaphore in `held`: the client's share and the whole budget.
 fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
     let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
     for permit in held {
@@ -156,8 +156,8 @@ fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that the body is sent as JSON, which browsers send to another site only after a CORS preflight; this server grants none. Forms
-/// and plain text need no preflight. A request without a content type needs an Authorization header, which requires a preflight, too.
+/// Checks that the content type is JSON. Browsers send JSON to another site only after a CORS preflight, which this server refuses; they
+/// send forms and plain text without one. A request without a content type needs an Authorization header, which also needs a preflight.
 fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
@@ -172,7 +172,7 @@ fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     if is_json { Ok(()) } else { Err(ApiError::ContentType) }
 }
 
-/// Reads the rest of a body without keeping it, within bounds.
+/// Reads and discards the rest of a body, within bounds of size and time.
 pub(super) async fn discard(mut body: Body) {
     let read = async {
         let mut discarded = 0;
@@ -196,7 +196,7 @@ mod tests {
         HeaderMap::from_iter([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))])
     }
 
-    /// A body of `chunks` chunks, one every `pause`.
+    /// Returns a body of `chunks` chunks of `bytes` bytes each, with a `pause` before each chunk.
     fn paced(chunks: usize, bytes: usize, pause: Duration) -> Body {
         let chunks = stream::iter(0..chunks).then(move |_| async move {
             tokio::time::sleep(pause).await;
@@ -209,7 +209,7 @@ mod tests {
     async fn a_body_may_take_long_but_must_not_be_slow() {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         let second = Duration::from_secs(1);
-        // Half a minute at the least rate.
+        // The body arrives for half a minute at the minimum speed.
         let read = bodies.read(None, &json(), paced(30, BYTES_PER_SECOND as usize, second)).await;
         assert_eq!(read.ok().map(|read| read.0.len()), Some(30 * BYTES_PER_SECOND as usize));
         for (bytes, pause, gives_up_s) in [(1, second, 5), (BYTES_PER_SECOND as usize / 2, second, 9), (1 << 19, second * 6, 5)] {

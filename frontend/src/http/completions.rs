@@ -33,10 +33,10 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     check_texts(&model, prompts.iter().map(Input::text_bytes), "prompt")?;
     incoming.reserve(prompts.len(), &options)?;
     let all_bytes = prompts.iter().map(Input::text_bytes).sum();
-    // The prompt's own logprobs are only reported for an echoed prompt.
+    // A prompt's own logprobs are reported only if the prompt is echoed.
     let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
     let mut ready = Vec::with_capacity(prompts.len());
-    // One after the other, so that prompts of other requests are encoded in between.
+    // The prompts are encoded one after the other, so that prompts of other requests are encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
         let encoder = Arc::clone(&model);
         let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;

@@ -1,40 +1,40 @@
-//! Limits of bodies and prompts that follow from the length of the model's context.
+//! Limits on bodies and prompts, computed from the length of the model's context.
 
 use crate::{
     error::{ApiError, at_most},
     model::ServedModel,
 };
 
-/// The maximum of bytes per token of the context. Prose has 4 to 6 bytes a token, source code up to 12; runs of spaces have more.
+/// The maximum number of text bytes per token of the context. Prose has 4 to 6 bytes per token, source code up to 12, runs of spaces more.
 const BYTES_PER_TOKEN: usize = 32;
-/// The limit for models with a short context, so that a batch of short prompts fits.
+/// The minimum of [`prompt_bytes_max`], so that a request with many short prompts fits even if the model's context is short.
 const PROMPT_BYTES_MIN: usize = 1 << 20;
-/// JSON may write a character of text in up to 6 bytes (`\u001f`), mostly in 1 or 2.
+/// The bytes of body allowed per byte of text. JSON may write one character in 6 bytes (`\u001f`), but mostly uses 1 or 2.
 const BODY_BYTES_PER_PROMPT_BYTE: usize = 4;
-/// The limit for any context: 128k tokens of prose have less than 1 MiB.
+/// The maximum of [`body_bytes_max`] for any context. For comparison: 128k tokens of prose have less than 1 MiB.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// JSON values other than tokens: enough for the maximum number of messages.
+/// The allowed number of JSON values other than tokens. It suffices for the maximum number of messages.
 const OTHER_ELEMENTS: usize = 64 << 10;
 
-/// The maximum of all texts of a request together, in bytes: it bounds the time of tokenizing.
+/// Returns the maximum total size of a request's texts, in bytes. It bounds the time of tokenizing.
 pub(super) fn prompt_bytes_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_MIN)
 }
 
-/// The default maximum of a body, in bytes.
+/// Returns the default maximum size of a body, in bytes.
 pub(super) fn body_bytes_max(context_length: u32) -> usize {
     prompt_bytes_max(context_length).saturating_mul(BODY_BYTES_PER_PROMPT_BYTE).min(BODY_BYTES_MAX)
 }
 
-/// The maximum of JSON values in a body: it bounds the memory and the time of parsing.
+/// Returns the maximum number of JSON values in a body. It bounds the memory and the time of parsing.
 pub(super) fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Checks that texts can fit, before they are encoded, which would take minutes for the longest accepted body.
+/// Checks by their length that texts can fit into the context. Encoding the longest accepted body to find out would take minutes.
 ///
 /// # Errors
-/// A text, or all together, are too long.
+/// A single text is too long, or all texts together are.
 pub(super) fn check_texts(
     model: &ServedModel,
     texts_bytes: impl Iterator<Item = usize>,
@@ -51,10 +51,10 @@ pub(super) fn check_texts(
     at_most(param, all, prompt_bytes_max(context_length), "bytes of text")
 }
 
-/// Checks that prompt and new tokens (at least `new_tokens`) fit into the model's context.
+/// Checks that the prompt and `new_tokens` further tokens fit into the model's context.
 ///
 /// # Errors
-/// They do not fit.
+/// The tokens do not fit.
 pub(super) fn check_context(
     model: &ServedModel,
     prompt_tokens: usize,
@@ -67,7 +67,7 @@ pub(super) fn check_context(
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
         return Ok(());
     }
-    // The error names the prompt if no new token fits after it, else the limit of new tokens.
+    // The error names the prompt's parameter if the prompt alone fills the context, else the parameter that limits new tokens.
     let param_at_fault = if prompt_tokens >= context_length { param } else { limit_param };
     Err(ApiError::ContextLength { context_length, prompt_tokens, new_tokens, prompt: param, param: param_at_fault })
 }

@@ -1,4 +1,4 @@
-//! Header `x-tandem-explain: true`: replies with the current best placement of each prompt and its reasons, instead of an answer.
+//! The reply to the header `x-tandem-explain: true`: each prompt's current best placement and the reasons for it, instead of an answer.
 
 use super::{app::App, incoming::Job};
 use crate::{

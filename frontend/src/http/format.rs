@@ -1,4 +1,4 @@
-//! The JSON of answers: of both endpoints, whole and in chunks.
+//! The JSON of both endpoints' answers, whole or in chunks.
 
 use super::progress::Details;
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
 use serde::{Serialize, Serializer};
 use tandem_kv::TokenId;
 
-/// An answer or a chunk of one.
+/// A whole answer, or a chunk of a streamed answer.
 #[derive(Serialize)]
 pub(super) struct Envelope<'a> {
     pub(super) id: &'a str,
@@ -18,7 +18,7 @@ pub(super) struct Envelope<'a> {
     pub(super) created: u64,
     pub(super) model: &'a str,
     pub(super) choices: Vec<Choice<'a>>,
-    /// `None`: the answer has no such field; `Some(None)`: it is null.
+    /// `None`: the answer has no field `usage`; `Some(None)`: the field is null.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -76,7 +76,7 @@ pub(super) struct TextLogprobs {
     text_offset: Vec<usize>,
 }
 
-/// Alternatives in their order, written as an object.
+/// A token's alternatives, written as a JSON object in this order.
 struct Alternatives(Vec<(String, f32)>);
 
 impl Serialize for Alternatives {
@@ -93,7 +93,7 @@ impl Endpoint {
         }
     }
 
-    /// The field `object` of a whole answer.
+    /// Returns the field `object` of a whole answer.
     pub(super) fn object(self) -> &'static str {
         match self {
             Self::Chat => "chat.completion",
@@ -108,13 +108,13 @@ impl Endpoint {
         }
     }
 
-    /// The first chunk of a choice in a chat: the role alone.
+    /// Returns the first chunk of a chat's choice, which has the role but no text; `None` for plain completions.
     pub(super) fn role(self, index: usize) -> Option<Choice<'static>> {
         let delta = ChatDelta { role: Some("assistant"), content: Some("") };
         (self == Self::Chat).then_some(Choice::ChatDelta { index, delta, logprobs: None, finish_reason: None })
     }
 
-    /// A chunk of a choice: more text, or its end.
+    /// Returns a chunk of a choice with further text, or with the finish reason.
     pub(super) fn chunk<'a>(
         self,
         index: usize,
@@ -148,7 +148,7 @@ impl Endpoint {
     }
 }
 
-/// The logprobs of tokens, to be written in the format of an endpoint.
+/// The logprobs of tokens, from which each endpoint's JSON is made.
 #[derive(Clone, Copy)]
 pub(super) struct Logprobs<'a> {
     pub(super) model: &'a ServedModel,
@@ -174,7 +174,7 @@ impl Logprobs<'_> {
         let alternatives = |entry: &TokenLogprobs| {
             let logprob = entry.logprob?;
             let mut list: Vec<_> = entry.top.iter().map(|(token, logprob)| (text(*token), finite(*logprob))).collect();
-            // The chosen token is always one of them.
+            // The list always includes the token itself.
             if !entry.top.iter().any(|(token, _)| *token == entry.token) {
                 list.push((text(entry.token), finite(logprob)));
             }
@@ -189,13 +189,13 @@ impl Logprobs<'_> {
     }
 }
 
-/// JSON has no infinity; vLLM writes the same number.
+/// Replaces infinity, which JSON does not have, by the number that vLLM writes in its place.
 fn finite(logprob: f32) -> f32 {
     const IMPOSSIBLE: f32 = -9999.0;
     if logprob.is_finite() { logprob } else { IMPOSSIBLE }
 }
 
-/// A token's text; invalid UTF-8 is written as by OpenAI.
+/// Returns a token's text. Invalid UTF-8 is written as OpenAI writes it.
 fn token_text(model: &ServedModel, token: TokenId) -> String {
     let bytes = model.tokenizer.bytes(token);
     match std::str::from_utf8(bytes) {

@@ -1,5 +1,5 @@
-//! Refuses requests of web pages of other sites (cross-site request forgery), and of pages whose name resolves to this server's address
-//! (DNS rebinding). Browsers send a request's origin in headers that pages cannot change; other clients do not send them.
+//! Refuses requests that browsers send for pages of other sites (cross-site request forgery), or for pages whose name resolves to this
+//! server's address (DNS rebinding). Only browsers send a request's origin, in headers that pages cannot change.
 
 use super::{body::discard, request_id::with_id};
 use crate::error::ApiError;
@@ -13,14 +13,14 @@ use axum::{
 use std::{net::IpAddr, sync::Arc};
 use tandem_proto::channel::Listener;
 
-/// The names accepted in `Host`, besides IP addresses; `None`: all.
+/// The names accepted in the header `Host`, in addition to IP addresses; `None`: all names are accepted.
 type Hosts = Option<Arc<[String]>>;
 
-/// Adds the checks to `routes`. Names are checked if the listener is on a loopback address or names are given.
+/// Adds the checks to `routes`. `Host` is checked if the listener is on a loopback address or `allowed_hosts` is not empty.
 pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
-    // The last layer is the outermost: refusals have a request id, too.
+    // The last layer is the outermost one, so that refusals have a request id, too.
     routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(with_id))
 }
 
@@ -35,13 +35,13 @@ async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Resp
     next.run(request).await
 }
 
-/// Reads the body before the reply: a client reads it only after it has sent its request.
+/// Reads the body before it replies, because a client reads the reply only after it has sent its request.
 async fn refused(request: Request, error: ApiError) -> Response {
     discard(request.into_body()).await;
     error.into_response()
 }
 
-/// Whether `Host` names this server. HTTP/1.0 clients may omit it; browsers do not.
+/// Whether the header `Host` names this server. HTTP/1.0 clients may omit the header; browsers never do.
 fn names_this_server(headers: &HeaderMap, hosts: &[String]) -> bool {
     let Some(host) = headers.get(header::HOST) else { return true };
     let Ok(authority) = Authority::try_from(host.as_bytes()) else { return false };
@@ -50,7 +50,7 @@ fn names_this_server(headers: &HeaderMap, hosts: &[String]) -> bool {
     is_ip || name.eq_ignore_ascii_case("localhost") || hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
 }
 
-/// Whether a page of another origin sends the request. A link to a page of this server is harmless: the other page cannot read the
+/// Whether a page of another origin sends the request. Following a link from there does not count: the other page cannot read the
 /// response.
 fn is_cross_origin(headers: &HeaderMap, method: &Method) -> bool {
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
@@ -60,7 +60,7 @@ fn is_cross_origin(headers: &HeaderMap, method: &Method) -> bool {
     match (text("sec-fetch-site"), text("origin")) {
         (Some("same-origin" | "none"), _) | (None, None) => false,
         (Some(_), _) => true,
-        // Browsers before 2023 send the origin only.
+        // Browsers from before 2023 send only `Origin`.
         (None, Some(origin)) => origin.split_once("://").map(|(_, authority)| authority) != text("host"),
     }
 }

@@ -1,4 +1,4 @@
-//! Liveness, readiness, metrics and the API's description.
+//! The endpoints for liveness, readiness, metrics and the API's description.
 
 use super::app::App;
 use axum::{
@@ -16,7 +16,7 @@ pub(super) async fn live() -> Response {
     status(StatusCode::OK, "ok")
 }
 
-/// Readiness: 200 while a request can be served.
+/// Replies with 200 while a request can be served, else with 503 and the reason.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     match app.readiness().await {
         Ok(()) => status(StatusCode::OK, "ready"),
@@ -26,7 +26,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     if let Some(audit) = &app.audit {
-        // Updates the gauges, or logs why it cannot.
+        // The read updates the gauges, and logs its failures itself.
         let _ = audit.read().await;
     }
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()

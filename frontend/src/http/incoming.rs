@@ -1,4 +1,4 @@
-//! An admitted request: parses its body, reserves its sequences, and tokenizes its texts.
+//! Parses an admitted request's body, reserves the request's sequences, and tokenizes its texts.
 
 use super::{
     app::{App, HeaderOptions},
@@ -17,12 +17,12 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::TokenId;
 
-/// Bodies longer than this are parsed on a blocking thread; shorter ones take less than a millisecond.
+/// Bodies longer than this are parsed on a blocking thread. Parsing a shorter body takes less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
-/// Texts longer than this are tokenized on a blocking thread; shorter ones take a millisecond at most.
+/// Texts longer than this are tokenized on a blocking thread. Tokenizing a shorter text takes a millisecond at most.
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
 
-/// An admitted request and the contents of its headers.
+/// An admitted request and what was read from its headers.
 pub(super) struct Incoming {
     pub(super) app: Arc<App>,
     /// The request id, which this server generates.
@@ -30,21 +30,21 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
-    /// The client whose limits count this request.
+    /// The client to whose limits this request counts; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
-    /// The body's share of the memory budget. It is released when the prompts are encoded.
+    /// The permits for the body's memory. They are released when the prompts are encoded.
     pub(super) body: body::Held,
 }
 
 /// A request that is ready to run.
 pub(super) struct Job {
-    /// The prompts, each with its text if that is to be echoed.
+    /// The prompts, each with its text if the text is to be echoed.
     pub(super) prompts: Vec<(Prompt, Option<String>)>,
     pub(super) options: Options,
 }
 
 impl Incoming {
-    /// Parses the body's JSON; a long one on a blocking thread.
+    /// Parses the body's JSON. A long body is parsed on a blocking thread.
     ///
     /// # Errors
     /// The body is not a valid request.
@@ -56,7 +56,7 @@ impl Incoming {
         self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
     }
 
-    /// Runs `encode`, which tokenizes this many bytes of text; a long text on a blocking thread.
+    /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text it runs on a blocking thread.
     ///
     /// # Errors
     /// `encode` fails, or no core is free in time.
@@ -71,7 +71,7 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
-    /// Reserves the sequences of this many prompts, all or none.
+    /// Reserves all sequences of this many prompts, or fails.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.
@@ -82,7 +82,7 @@ impl Incoming {
     /// Checks that the request names the served model.
     ///
     /// # Errors
-    /// It names another one, or none.
+    /// The request names another model, or none.
     pub(super) fn check_model(&mut self, model: Option<&str>) -> Result<(), ApiError> {
         match model {
             None => Err(ApiError::invalid("model", Problem::Missing)),
@@ -94,7 +94,7 @@ impl Incoming {
         }
     }
 
-    /// The `index`th prompt of the request, from its tokens.
+    /// Returns the prompt with these tokens. `index` is its position in the request, from which its id is made.
     pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
         let namespace = self.app.namespace(&self.header_options.account, &options.cache_salt);
         let rest_of_context = self.app.model.context_length.saturating_sub(tokens.len() as u32);

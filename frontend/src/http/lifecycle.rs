@@ -1,4 +1,4 @@
-//! A request from its headers to its reply: admission, body, answer, and the count of its outcome.
+//! Handles a request from its headers to its reply: admits it, reads its body, answers it, and counts its outcome.
 
 use super::{
     answer::{Reply, respond},
@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Admits a request, makes a job of its body with `prepare`, and replies with the job's answer. Every outcome is counted.
+/// Admits a request, converts its body to a job with `prepare`, and replies with the job's answer. Every outcome is counted.
 pub(super) async fn handle<F>(app: Arc<App>, endpoint: Endpoint, request: Request, prepare: F) -> Response
 where
     F: AsyncFnOnce(&mut Incoming, Bytes) -> Result<Job, ApiError>,
@@ -40,15 +40,15 @@ where
     };
     let HttpRequestId(id) = parts.extensions.get().cloned().expect("the outermost layer sets the id");
     let trusted = app.trust.trusts(&parts);
-    // `traceparent` of an untrusted peer neither continues its trace nor decides about sampling.
+    // The `traceparent` of an untrusted peer is ignored: its trace is not continued, and it does not decide about sampling.
     let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
     let span = app.tracer.request(&traceparent, endpoint.operation());
-    // Routers and workers continue this span, or the proxy's span if this one is not sampled.
+    // Routers and workers continue this span, or the proxy's span if this span is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     admitted.span = span;
     let header_options = app.header_options(&parts.headers, trusted);
     let client = client(header_options.as_ref().map_or("", |options| &options.account), &app, &parts);
-    // A client can read the reply only after its whole body was read.
+    // The body is read even if the headers are refused: a client reads the reply only after it has sent its whole body.
     let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
     let ((bytes, held), header_options) = match read.and_then(|read| Ok((read, header_options?))) {
         Ok(both) => both,
@@ -77,7 +77,8 @@ fn refused(id: &str, mut admitted: Admitted, error: ApiError) -> Response {
     error.into_response()
 }
 
-/// The client that the request counts for: its account, else its address; `None` for a listed proxy's, which many clients share.
+/// Returns the client to whose limits the request counts: its account, else its address. `None` if that is the address of a trusted
+/// proxy, which many clients share.
 fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
     if !account.is_empty() {
         return Some(Client::Account(account.to_owned()));
@@ -86,7 +87,7 @@ fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
     (!app.trust.lists(address)).then(|| Client::Address(Peer::from(address)))
 }
 
-/// Returns the header's value if it has the form of W3C's trace context, else an empty string.
+/// Returns the value of the header `traceparent` if it has the form that W3C's trace context requires, else an empty string.
 fn traceparent(headers: &HeaderMap) -> String {
     let value = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let valid = value.len() == 55 && value.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');

@@ -1,4 +1,4 @@
-//! The HTTP API: routes, bodies, answers.
+//! The HTTP API: routes, request bodies and answers.
 
 mod answer;
 mod app;
@@ -34,7 +34,7 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// The routes of the OpenAI API, and the operator's pages unless they have another listener.
+/// Returns the routes of the OpenAI API and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`).
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
     let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
@@ -46,7 +46,7 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     finished(routes, app)
 }
 
-/// The routes of the admin listener: the operator's pages, and explanations of placements for the dashboard.
+/// Returns the routes of the admin listener: the operator's pages, and the explanations of placements that the dashboard requests.
 pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
@@ -69,7 +69,8 @@ fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
     dashboard.route("/metrics", get(health::metrics))
 }
 
-/// On the API's listener the dashboard is only for peers that may request details, because it shows those of all clients' requests.
+/// Refuses the dashboard to peers that may not request details, because it shows the details of all clients' requests. This applies
+/// only to the API's listener.
 async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     if !app.trust.exposes(app.trust.trusts(&parts)) {
@@ -78,7 +79,7 @@ async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next)
     next.run(Request::from_parts(parts, body)).await
 }
 
-/// Adds the routes and layers that every listener has.
+/// Adds the routes and layers that all listeners have.
 fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
     routes
         .route("/health", get(health::live))

@@ -9,7 +9,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// `max_model_len` is vLLM's name of the context length.
+/// Returns the model's description. `max_model_len` is vLLM's name for the context length.
 fn model(app: &App) -> Value {
     let (id, max_model_len) = (&app.model.id, app.model.context_length);
     json!({ "id": id, "object": "model", "created": app.since, "owned_by": "tandem", "max_model_len": max_model_len })

@@ -1,4 +1,4 @@
-//! The progress of a request: the usage, workers and times of its prompts.
+//! The progress of a request: the usage, the workers and the timeline of each of its prompts.
 
 use crate::{
     dispatch::Facts,
@@ -15,21 +15,21 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk};
 use tokio::time::Instant;
 
-/// The progress of one request. Dropping it records each prompt for the dashboard, if there is one.
+/// The progress of one request. Dropping it records each prompt for the dashboard, if there is a dashboard.
 pub(super) struct Progress {
     since: Instant,
     pub(super) samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
     span: Span,
-    /// The finish reasons of ended samples, for the trace.
+    /// The finish reasons of the samples that have ended, for the trace.
     finish_reasons: Vec<&'static str>,
     recording: Option<Recording>,
     /// The outcome of the request as an HTTP status.
     status: u16,
 }
 
-/// The destination of a request's records, and their common fields.
+/// Where a request's records are stored for the dashboard, and the fields that they have in common.
 pub(super) struct Recording {
     pub(super) recent: Arc<Recent>,
     pub(super) endpoint: &'static str,
@@ -39,17 +39,17 @@ pub(super) struct Recording {
 struct PromptProgress {
     request_id: RequestId,
     usage: PromptUsage,
-    /// `None` before the first token.
+    /// The facts about the attempt that generated the first token; `None` before that token.
     facts: Option<Box<Facts>>,
-    /// The prefill of the attempt that generated the first token, if its worker has reported it.
+    /// The prefill's chunks in the attempt that generated the first token; empty unless the worker reports them.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// Time at which the latest token of each sample arrived.
+    /// The time at which each sample's latest token arrived.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
 }
 
-/// The extension object `tandem`: of the only prompt, or of each.
+/// The answer's extension object `tandem`: one object if the request has one prompt, else a list with an object for each prompt.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(super) enum Details {
@@ -58,7 +58,7 @@ pub(super) enum Details {
 }
 
 impl Progress {
-    /// `prompts`: the request id and the number of tokens of each.
+    /// `prompts` yields each prompt's request id and number of tokens.
     pub(super) fn new(
         since: Instant,
         samples: usize,
@@ -99,7 +99,7 @@ impl Progress {
             }
             AnswerEvent::Delta(delta) if delta.tokens > 0 => prompt.record_tokens(delta, &self.metrics),
             AnswerEvent::Resumed => prompt.migrations += 1,
-            // A resumed generation prefills again, but the timeline is that of the first attempt.
+            // A resumed generation prefills again, but the timeline shows the attempt that generated the first token.
             AnswerEvent::Prefilled(chunks) if prompt.migrations == 0 => prompt.chunks.clone_from(chunks),
             AnswerEvent::Finished => prompt.ended_at = Some(Instant::now()),
             AnswerEvent::Delta(_) | AnswerEvent::PromptLogprobs(_) | AnswerEvent::Prefilled(_) => {}
@@ -110,7 +110,7 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
-    /// Ends a complete answer: counts every prompt, once.
+    /// Called when the answer is complete. Counts every prompt in the metrics.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();
         self.trace();
@@ -120,7 +120,7 @@ impl Progress {
         }
     }
 
-    /// Ends an answer with an error.
+    /// Called when the answer ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
     }
@@ -169,12 +169,12 @@ impl Drop for Progress {
 }
 
 impl PromptProgress {
-    /// The milliseconds from the request's arrival to the end of each stage.
+    /// Returns the milliseconds from the request's arrival to the end of each stage.
     fn stages(&self, since: Instant) -> Stages {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
         let scheduled_ms = facts.and_then(|facts| facts.scheduled_at).map(ms);
-        // The worker counts from its report of the prefill's begin.
+        // The worker reports each chunk's time relative to the begin of the prefill.
         let chunks = scheduled_ms.map(|from| {
             let chunk = |chunk: &PrefillChunk| Chunk {
                 start_ms: from + f64::from(chunk.start_ms),
@@ -202,7 +202,7 @@ impl PromptProgress {
         if let Some(last) = self.last_token_at.get_mut(delta.sample as usize)
             && let Some(before) = last.replace(now)
         {
-            // Tokens of one delta share the time since the previous one.
+            // Each token of a delta is recorded with an equal share of the time since the previous delta.
             let gap = now.duration_since(before).as_secs_f64() / f64::from(delta.tokens);
             for _ in 0..delta.tokens {
                 metrics.inter_token_latency.record(gap);

@@ -1,4 +1,4 @@
-//! Whether a request could be served now, and if not, what the operator can do.
+//! Checks whether a request could be served now, and states what the operator can do if not.
 
 use super::app::App;
 use crate::dispatch::{DispatchError, MemberList};
@@ -11,7 +11,7 @@ use tandem_proto::{
 };
 use tonic::Code;
 
-/// The interval of the routers' health checks. A recovered router is used again after this time at the latest.
+/// The interval at which all routers' health is checked. A recovered router is used again after this time at the latest.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why no request can be served.
@@ -25,7 +25,7 @@ pub(super) enum NotReady {
     ClusterMismatch(#[from] Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    /// The router's own text.
+    /// The router reports why it cannot place a request. This is its message.
     #[error("{0}")]
     Cluster(String),
 }
@@ -46,15 +46,15 @@ impl App {
         found
     }
 
-    /// Each router's readiness.
+    /// Requests all routers' views of the cluster, and yields for each router whether it could place a request.
     fn answers(&self) -> impl Stream<Item = Result<(), NotReady>> {
         self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()))
     }
 
-    /// Checks that this router could place a request.
+    /// Checks by a router's view that the router could place a request.
     ///
     /// # Errors
-    /// It is unreachable, belongs to another cluster, or has no worker for a request.
+    /// The router is unreachable, belongs to another cluster, or has no worker for a request.
     pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), NotReady> {
         let view = view.map_err(|error| match error {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
@@ -64,7 +64,7 @@ impl App {
         view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(NotReady::Cluster(why.clone())))
     }
 
-    /// Combines the readiness of all routers.
+    /// Combines the results of [`App::judge`] for all routers.
     ///
     /// # Errors
     /// This process drains, or no router can place a request.
@@ -75,17 +75,17 @@ impl App {
         }
     }
 
-    /// The readiness before any router has answered.
+    /// Returns the readiness before any router has answered.
     fn without_routers(&self) -> Result<(), NotReady> {
         Err(if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router })
     }
 
-    /// Watches the list of routers and checks their health. Logs every change of the readiness, and updates its gauge. Never returns.
-    /// Cancel-safe.
+    /// Watches the list of routers and checks their health. Logs every change of this process's readiness, and updates its gauge. Never
+    /// returns. Cancel-safe.
     pub(crate) async fn watch_routers(&self, mut members: Members) -> Infallible {
         let mut logged = None;
         loop {
-            // All routers are checked, also while this process drains: a running request may have to be booked with a recovered one.
+            // All routers are checked, even while this process drains: a running request may have to be booked with a recovered router.
             let now = self.judge_all(self.answers().collect::<Vec<_>>().await);
             self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
             if logged.as_ref() != Some(&now) {
@@ -108,7 +108,7 @@ impl App {
     }
 }
 
-/// The better of two results; of two errors, the more specific one.
+/// Returns the better of two routers' results. Of two errors, returns the more specific one.
 fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
     let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,

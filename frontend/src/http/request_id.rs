@@ -1,4 +1,4 @@
-//! Gives every request an id, which every response has as `x-request-id`.
+//! Gives every request an id, which its response has in the header `x-request-id`.
 
 use axum::{
     extract::Request,
@@ -9,11 +9,11 @@ use axum::{
 
 const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The id of a request, an extension of it. This server generates it, whatever the client sends.
+/// A request's id, stored in the request's extensions. This server generates it, whatever the client sends.
 #[derive(Clone)]
 pub(super) struct HttpRequestId(pub(super) String);
 
-/// A layer that sets the id, also for refusals, the dashboard and unknown paths.
+/// The layer that sets the id. It is also applied to refusals, the dashboard and unknown paths.
 pub(super) async fn with_id(mut request: Request, next: Next) -> Response {
     let id = uuid::Uuid::new_v4().simple().to_string();
     let value = HeaderValue::from_str(&id).expect("hexadecimal digits are a valid header value");

@@ -1,5 +1,5 @@
-//! A streamed answer as server-sent events, in OpenAI's order: a role (chat), text, a finish reason for each choice, usage if
-//! requested, `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
+//! A streamed answer as server-sent events, in OpenAI's order: each choice's role (chat only), text and finish reason, then usage if
+//! requested, and `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
 //! connection open: clients skip them, and proxies see that the stream is active.
 
 use super::{
@@ -24,7 +24,7 @@ use serde::Serialize;
 use std::convert::Infallible;
 use tokio::time::timeout;
 
-/// A comment line, which the specification of server-sent events recommends to prevent timeouts of proxies.
+/// A comment line. The specification of server-sent events recommends such comments against proxies' timeouts.
 const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 
 /// A running streamed answer. It owns everything that was reserved for the request, and releases it when the client disconnects.
@@ -32,11 +32,11 @@ struct Events {
     run: Run,
     usage: StreamUsage,
     admitted: Admitted,
-    /// The event that came before the headers were sent.
+    /// The answer's first event, if it occurred before the response's headers were sent.
     first: Option<(usize, AnswerEvent)>,
 }
 
-/// Returns the response whose body is the stream. `first`: see [`Reply::Stream`](super::answer::Reply).
+/// Returns the response whose body is the stream. `first` is described at [`Reply::Stream`](super::answer::Reply).
 pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Option<(usize, AnswerEvent)>) -> Response {
     let late = first.is_none().then(|| Ok(Bytes::from_static(KEEP_ALIVE)));
     let events = Events { run, usage, admitted, first };
@@ -50,7 +50,7 @@ pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Op
 }
 
 impl Events {
-    /// Returns bytes to send, at least one event or comment, and the rest of the stream, `None` after the last bytes.
+    /// Returns at least one event or comment as bytes to send, and the rest of the stream, which is `None` after the last bytes.
     async fn next(mut self) -> (Bytes, Option<Self>) {
         let mut out = Vec::new();
         loop {
@@ -75,7 +75,7 @@ impl Events {
                 self.admitted.finish(error.status());
                 return (out.into(), None);
             }
-            // Some events write nothing, and an empty chunk would end the body.
+            // Some events write no bytes, and an empty chunk would end the body.
             if !out.is_empty() {
                 return (out.into(), Some(self));
             }
@@ -115,12 +115,12 @@ impl Events {
         write_event(out, &self.chunk(vec![choice], self.usage.in_every_chunk.then(|| self.run.progress.usage())));
     }
 
-    /// A chunk. All chunks have the field `usage` if the client requested it, else none has.
+    /// Returns a chunk. If the client requested usage, every chunk has the field `usage`; otherwise no chunk has it.
     fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Usage>) -> Envelope<'a> {
         self.run.envelope(self.run.endpoint.chunk_object(), choices, self.usage.at_end.then_some(usage))
     }
 
-    /// Writes the end of the stream: usage and details, if the client requested them, in a chunk without choices.
+    /// Writes the end of the stream: a chunk without choices that has usage and details if the client requested them, then `[DONE]`.
     fn write_end(&mut self, out: &mut Vec<u8>) {
         self.run.progress.finish();
         if self.usage.at_end || self.run.details {

@@ -1,5 +1,5 @@
-//! Decides which peers may send the headers that need trust: those that set a request's account, continue a trace, or request details
-//! of the cluster.
+//! Decides which peers may send the headers that only trusted peers may send: those that set a request's account, continue a trace, or
+//! request details of the cluster.
 
 use crate::{
     error::ApiError,
@@ -10,19 +10,19 @@ use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
 
-/// The headers that proxies add to requests that they forward.
+/// The headers that proxies add to the requests they forward.
 const FORWARDED: [HeaderName; 4] =
     [header::FORWARDED, header::VIA, HeaderName::from_static("x-forwarded-for"), HeaderName::from_static("x-real-ip")];
 
-/// An extension of requests to the admin listener: every peer that reaches it is trusted.
+/// Marks a request to the admin listener, as an extension of the request. Every peer that reaches that listener is trusted.
 #[derive(Clone, Copy)]
 pub(super) struct OnAdminListener;
 
-/// The peers that are trusted.
+/// The settings that decide which peers are trusted.
 pub(crate) struct Trust {
-    /// Empty: peers on this host, if `local`.
+    /// The networks of the trusted proxies. Empty: peers on this host are trusted if `local`.
     proxies: Vec<IpNet>,
-    /// The listener can be reached only from this host.
+    /// Whether the listener can be reached only from this host.
     local: bool,
     expose: ExposeDetails,
 }
@@ -32,8 +32,8 @@ impl Trust {
         Self { proxies, local, expose }
     }
 
-    /// Whether the request comes from a trusted peer: a listed proxy. Without a list, any program on this host, if the listener is local
-    /// and the request was not forwarded.
+    /// Whether the request comes from a trusted peer, which is one of `proxies`. If `proxies` is empty, every program on this host is
+    /// trusted, if the listener is local and the request was not forwarded.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
         if request.extensions.get::<OnAdminListener>().is_some() {
             return true;
@@ -41,16 +41,16 @@ impl Trust {
         if self.proxies.is_empty() {
             return self.local && FORWARDED.iter().all(|name| !request.headers.contains_key(name));
         }
-        // A listener in memory has no addresses.
+        // Requests over a network in memory have no peer address.
         request.extensions.get().is_some_and(|PeerAddress(address)| self.lists(*address))
     }
 
-    /// Whether this is a listed proxy's address.
+    /// Whether this is the address of one of `proxies`.
     pub(super) fn lists(&self, address: IpAddr) -> bool {
         contains(&self.proxies, address)
     }
 
-    /// Whether a peer may see where prompts are cached.
+    /// Whether a peer may see where prompts are cached. `trusted` states whether the peer is trusted.
     pub(super) fn exposes(&self, trusted: bool) -> bool {
         match self.expose {
             ExposeDetails::Never => false,
@@ -62,7 +62,8 @@ impl Trust {
     /// Whether this header is `true`.
     ///
     /// # Errors
-    /// It is, and this peer may not send it. If it were ignored, an explanation would become a generation, which is billed.
+    /// The header is `true`, and this peer may not send it. It is not ignored: then a request for an explanation would be answered and
+    /// billed like any other.
     pub(super) fn flag(&self, headers: &HeaderMap, name: HeaderName, trusted: bool) -> Result<bool, ApiError> {
         let wanted = wants(headers, &name);
         if wanted && !self.exposes(trusted) { Err(ApiError::Untrusted { header: name }) } else { Ok(wanted) }
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
     use axum::http::Request;
 
-    /// Whether a request from `peer` with this header is trusted.
+    /// Whether a request from `peer` that has this header is trusted.
     fn trusts(trust: &Trust, peer: &str, header: Option<&str>) -> bool {
         let mut request = Request::builder();
         if let Some(name) = header {

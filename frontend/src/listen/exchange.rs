@@ -1,4 +1,4 @@
-//! The progress of the current request on a connection, shared by the service and the socket.
+//! The progress of the current exchange (request and answer) on a connection, shared by the HTTP service and the socket.
 
 use axum::body::Body;
 use bytes::Bytes;
@@ -9,14 +9,14 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-/// The current exchange; HTTP/1.1 has one at a time on a connection.
+/// The current exchange. An HTTP/1.1 connection has one exchange at a time.
 #[derive(Default)]
 pub(super) struct Exchange(Mutex<State>);
 
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) phase: Phase,
-    /// The client understands interim responses (HTTP/1.1).
+    /// Whether the client understands interim responses (HTTP/1.1).
     pub(super) interim: bool,
 }
 
@@ -28,7 +28,7 @@ pub(super) enum Phase {
     Waiting,
     /// The body of a request is arriving.
     Reading,
-    /// The request is complete, and no byte of its answer was sent.
+    /// The request is complete, and no byte of its answer has been sent.
     Answering,
     /// The answer is being sent.
     Sending,
@@ -67,7 +67,7 @@ impl Exchange {
     }
 }
 
-/// A body that calls `ended` at its end or when it is dropped.
+/// A body that calls `ended` when it ends or is dropped.
 pub(super) struct Watched<F: FnMut()> {
     body: Body,
     ended: F,

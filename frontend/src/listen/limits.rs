@@ -1,4 +1,4 @@
-//! Limits the number of open connections, in total and from one address.
+//! Limits the number of open connections, in total and from each address.
 
 use crate::{metrics::FrontendMetrics, shares::Counts};
 use ipnet::IpNet;
@@ -8,27 +8,27 @@ use std::{
     sync::Arc,
 };
 
-/// The address of a request's connection: an extension of every request that came over TCP.
+/// The address of a connection's peer. Every request over TCP has it as an extension.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PeerAddress(pub(crate) IpAddr);
 
-/// The client that a connection counts for: an IPv4 address, or the /64 network of an IPv6 address, because one host may use all
-/// addresses of such a network.
+/// The unit whose connections are counted together: an IPv4 address, or the /64 network of an IPv6 address, because one host may use
+/// all addresses of such a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Peer(pub(crate) IpAddr);
 
-/// Counts open connections and refuses further ones.
+/// Counts open connections, and refuses connections beyond the limits.
 pub(crate) struct ConnectionLimits {
     all_max: usize,
-    /// The most connections from one address; 0: no limit.
+    /// The maximum number of connections from one address; 0: no limit.
     per_peer_max: usize,
-    /// Peers without a limit of their own: they forward the requests of many clients.
+    /// Peers to which `per_peer_max` does not apply, because they forward the requests of many clients.
     proxies: Vec<IpNet>,
     open: Mutex<Counts<Peer>>,
     metrics: Arc<FrontendMetrics>,
 }
 
-/// The permit of one connection; released on drop.
+/// The permit for one open connection. Dropping it frees the connection's place in the limits.
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
     pub(super) address: Option<PeerAddress>,
@@ -54,7 +54,7 @@ impl ConnectionLimits {
         Self { all_max, per_peer_max, proxies, open: Mutex::default(), metrics }
     }
 
-    /// Returns a permit for a connection from this address (a network in memory has none); `None` if a limit is reached.
+    /// Returns a permit for a connection from this address, or `None` if a limit is reached. `address` is `None` in a network in memory.
     pub(super) fn acquire(self: &Arc<Self>, address: Option<IpAddr>) -> Option<ConnectionPermit> {
         let peer = address.map(Peer::from);
         let bounded = self.per_peer_max > 0 && !address.is_some_and(|address| contains(&self.proxies, address));

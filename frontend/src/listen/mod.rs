@@ -1,4 +1,4 @@
-//! Accepts connections, limits their number and their times, and detects clients that have disconnected.
+//! Accepts connections, limits their number, applies HTTP's timeouts, and detects clients that have disconnected.
 
 mod exchange;
 mod limits;
@@ -27,12 +27,12 @@ use tokio::{
 };
 use tokio_util::{either::Either, sync::CancellationToken};
 
-/// The maximum of memory for reading from a connection, including request line and headers. Proxies allow headers of 8 to 32 KiB;
-/// 8,192 connections use 256 MiB at most.
+/// The maximum size of a connection's read buffer, which has to hold the request line and headers. Proxies allow headers of 8 to 32 KiB.
+/// The buffers of 8,192 connections use 256 MiB at most.
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
-/// Accepts connections until `drained` resolves, then serves the open ones to the end of their requests. Dropping the future closes
-/// all connections.
+/// Accepts connections until `drained` resolves, then serves the open connections to the end of their requests. Dropping the future
+/// closes all connections.
 pub(crate) async fn serve(
     listener: Listener,
     routes: Router,
@@ -63,12 +63,12 @@ pub(crate) async fn serve(
     while connections.join_next().await.is_some() {}
 }
 
-/// Returns the next connection and its address, which a connection in memory does not have. Cancel-safe.
+/// Returns the next connection and its peer's address, which a connection in memory does not have. Cancel-safe.
 async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Option<IpAddr>) {
     match arrivals {
         Arrivals::Tcp(listener) => {
             let (stream, address) = axum::serve::Listener::accept(listener).await;
-            // Otherwise a small event waits up to 40 ms for the client's delayed acknowledgement of the previous one.
+            // Without this option, a small event waits up to 40 ms for the client's delayed acknowledgement of the previous event.
             if let Err(error) = stream.set_nodelay(true) {
                 tracing::debug!(%error, "TCP_NODELAY cannot be set");
             }
@@ -81,7 +81,7 @@ async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Op
     }
 }
 
-/// Sends the reason for closing a connection beyond the limit, without waiting for the client.
+/// Sends a 503 response on a connection that exceeds a limit and is to be closed. Does not wait for the client.
 fn refuse(stream: &TcpStream) {
     let error = ApiError::Connections;
     let body = error.body().to_string();
@@ -89,7 +89,7 @@ fn refuse(stream: &TcpStream) {
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
-    // A new socket's buffer is empty, so this rarely fails; if it does, the client sees the connection close.
+    // A new socket's send buffer is empty, so this rarely fails. If it fails, the client sees only that the connection is closed.
     let _ = stream.try_write((head + &body).as_bytes());
 }
 
@@ -97,7 +97,7 @@ fn refuse(stream: &TcpStream) {
 struct Serving {
     routes: Router,
     unread_max: Duration,
-    /// When it is cancelled, the connection closes after the answer of its request.
+    /// When this token is cancelled, the connection closes after the answer to its current request.
     ending: CancellationToken,
     permit: ConnectionPermit,
 }

@@ -1,11 +1,11 @@
-//! A connection's socket with HTTP's timeouts, and with a probe of whether a client that has closed its sending half still reads.
+//! A connection's socket with HTTP's timeouts, and with a probe that finds out whether a client that has sent a FIN still reads.
 //!
-//! The timeouts for a request's head and between requests are separate; hyper's `header_read_timeout` would be one for both.
+//! A request's head and the pause between requests have separate timeouts. hyper's `header_read_timeout` would be the same for both.
 //!
 //! A FIN before the answer begins may mean that the client has disconnected, or that it has closed only its sending half and still reads.
 //! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses
-//! (`102 Processing`) are written, which HTTP/1.1 clients skip. After the first byte of the answer, a FIN means that the client has
-//! disconnected, unless its half was closed before: then the writes of the answer fail.
+//! (`102 Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has
+//! disconnected. A client that has closed its sending half before is detected when a write of the answer fails.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -23,28 +23,28 @@ use tokio_io_timeout::TimeoutWriter;
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The maximum time between requests. Load balancers keep a connection for 60 s; they close it first, because a request sent while
-/// this side closes would fail.
+/// The maximum time between requests. Load balancers close an idle connection after 60 s. They must close it before this side does,
+/// because a request sent while this side closes would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
-/// The time between interim responses: doubled each time, from the first value to the second.
+/// The first and the longest pause between interim responses. The pause doubles each time.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
 
 /// A socket that reports end of file when the client is too slow or has disconnected.
 pub(super) struct Timed<S> {
-    /// Fails when the client reads no buffered bytes for `unread_max`.
+    /// The socket. Its writes fail when the client reads none of the buffered bytes for `unread_max`.
     io: Pin<Box<TimeoutWriter<S>>>,
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
-    /// The wait that `clock` is set for.
+    /// The wait for which `clock` is set.
     armed: Option<Wait>,
-    /// Bytes of the next request have arrived.
+    /// Whether bytes of the next request have arrived.
     head_began: bool,
-    /// All written bytes were handed to the socket.
+    /// Whether all written bytes were handed to the socket.
     flushed: bool,
-    /// The client has closed its sending half.
+    /// Whether the client has closed its sending half.
     ended: bool,
-    /// The client closed its sending half before its answer began, and still reads.
+    /// Whether a probe has found that a client which closed its sending half before the answer began still reads.
     half_closed: bool,
     probe_pause: Duration,
 }
@@ -73,7 +73,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         }
     }
 
-    /// Resolves `time` after the first call for this wait.
+    /// Is ready once `time` has passed since the first call for this wait.
     fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
         if self.armed != Some(wait) {
             self.armed = Some(wait);
@@ -82,7 +82,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         self.clock.as_mut().poll(cx)
     }
 
-    /// Resolves when the half-closed client has disconnected.
+    /// Is ready when a client that has closed its sending half has disconnected.
     fn poll_disconnected(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             if self.armed == Some(Wait::Probe) {
@@ -90,7 +90,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             }
             match self.io.as_mut().poll_write(cx, INTERIM) {
                 Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
-                // The client's buffers are full: it does not read.
+                // The buffers on the way to the client are full, so the client does not read.
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
             }
@@ -103,7 +103,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
-    /// Reports end of file when the connection is to be closed.
+    /// Reports end of file if the connection has to be closed.
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.ended {
@@ -120,7 +120,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
         }
         let State { phase, interim } = this.exchange.state();
         match (phase, this.ended) {
-            // The end of the previous answer was not flushed yet.
+            // The end of the previous answer has not been flushed yet.
             (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
             (Phase::Waiting | Phase::Reading, true) => {}
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
@@ -156,7 +156,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
         ready!(this.io.as_mut().poll_flush(cx))?;
         if !std::mem::replace(&mut this.flushed, true) && matches!(this.exchange.state().phase, Phase::Waiting | Phase::Answering)
         {
-            // The next wait begins now; a read sets its clock.
+            // The next wait begins now, and the next `poll_read` sets its clock.
             cx.waker().wake_by_ref();
         }
         Poll::Ready(Ok(()))
@@ -168,7 +168,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// Called when hyper writes: a request was read, and the next bytes belong to another one.
+    /// Called when hyper writes. Then a request has been read, and the next bytes that arrive belong to another request.
     fn note_write(&mut self) {
         self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);

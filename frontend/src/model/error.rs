@@ -2,7 +2,7 @@
 
 use tandem_model::ModelError;
 
-/// Why a model cannot be served. Each text ends with advice.
+/// Why a model cannot be served. Each message ends with advice.
 #[derive(Debug, thiserror::Error)]
 pub enum ServedModelError {
     /// The model's files are incomplete or malformed.
@@ -14,28 +14,28 @@ pub enum ServedModelError {
     /// The pre-tokenizer is not one of the supported ones.
     #[error("unsupported pre-tokenizer {0}: only gpt-2, smollm, llama-bpe and qwen2 are supported; choose another model")]
     PreTokenizer(String),
-    /// An added token changes the text around it.
+    /// An added token would change the text around it.
     #[error("added token {0} uses lstrip, rstrip or single_word (unsupported); choose another model")]
     AddedToken(String),
     /// The post-processor adds more than one token before a text.
     #[error("the tokenizer's post-processor adds more than one leading token (unsupported); choose another model")]
     PostProcessor,
-    /// Token ids are far beyond the number of tokens.
+    /// The highest token id is far beyond the number of tokens.
     #[error("the tokenizer's ids go up to {0}, far beyond its number of tokens: the file is damaged, fetch it again")]
     TokenIds(usize),
     /// A merge is not a pair of tokens.
     #[error("the model file's list of merges is damaged: fetch it again")]
     Merge,
-    /// Vocabulary and merges do not match.
+    /// The tokenizer cannot be built, for example because vocabulary and merges do not match.
     #[error("the model file's tokenizer cannot be used: fetch it again")]
     Tokenizer(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The special tokens' names are too many or too long.
+    /// There are too many special tokens, or their names are too long.
     #[error("the model file's special tokens cannot be used: fetch it again")]
     SpecialTokens(#[from] aho_corasick::BuildError),
     /// The chat template does not compile.
     #[error("the model file's chat template cannot be used: take another conversion of the model")]
     Template(#[from] minijinja::Error),
-    /// The chat template does not end within its limits.
+    /// The chat template exceeds the limits on steps or bytes for a short conversation.
     #[error(
         "the model file's chat template takes more than {0} steps or {1} bytes for a conversation of four short messages: \
          take another conversion of the model"

@@ -8,7 +8,7 @@ use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::TokenId;
 use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
 
-/// Names of control tokens that end an answer in the supported model families, besides those that a model's files name.
+/// Names of control tokens that end an answer in the supported model families, in addition to those that a model's files name.
 const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
 
 /// The served model as the frontend uses it.
@@ -17,20 +17,21 @@ pub struct ServedModel {
     pub id: String,
     /// Identifies the weights and the arithmetic; part of the cache namespace.
     pub revision: String,
-    /// The longest sequence, in tokens.
+    /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
     /// The model's tokenizer.
     pub tokenizer: Tokenizer,
     /// The tokens that end an answer.
     pub stop_tokens: Vec<TokenId>,
-    /// The chat template; `None`: the model is no chat model.
+    /// The chat template; `None`: the model has none and cannot answer chats.
     pub(crate) template: Option<ChatTemplate>,
     /// The token before the text of a plain completion, if the model has one.
     pub(crate) bos: Option<TokenId>,
 }
 
 impl ServedModel {
-    /// The model of a GGUF file, served under the name `id`. `revision` identifies the file's content: see [`tandem_model::revision`].
+    /// Loads the model of a GGUF file, served under the name `id`. `revision` identifies the file's content: see
+    /// [`tandem_model::revision`].
     ///
     /// # Errors
     /// The file is malformed, or its tokenizer or chat template is not supported.
@@ -50,7 +51,7 @@ impl ServedModel {
         })
     }
 
-    /// The model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` identifies the content of
+    /// Loads the model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` identifies the content of
     /// its files: see [`tandem_model::revision`].
     ///
     /// # Errors
@@ -71,7 +72,7 @@ impl ServedModel {
         })
     }
 
-    /// The model of `--engine sim`: bytes are tokens, conversations are ChatML.
+    /// Returns the model of `--engine sim`. Each byte is a token, and the chat template is ChatML.
     pub fn sim(id: impl Into<String>) -> Self {
         Self {
             id: id.into(),
@@ -84,20 +85,20 @@ impl ServedModel {
         }
     }
 
-    /// The same model with a context of at most this many tokens.
+    /// Returns the same model with its context limited to this many tokens.
     pub fn with_context_length(mut self, tokens: u32) -> Self {
         self.context_length = self.context_length.min(tokens);
         self
     }
 
-    /// The length in bytes beyond which a rendered conversation cannot fit into the context. Guard characters make a text at most four
-    /// times as long, because each has three bytes and follows at least one byte of text.
+    /// Returns the length in bytes beyond which a rendered conversation cannot fit into the context. The factor 4 is for guard characters
+    /// ([`Tokenizer::mark`]): each has three bytes and follows at least one byte of text.
     pub(crate) fn rendered_bytes_max(&self) -> usize {
         4 * self.context_length as usize * self.tokenizer.token_bytes_max
     }
 }
 
-/// The tokens that the model's files name, and those of the supported families.
+/// Returns the tokens that end an answer: those that the model's files name, and those in [`ANSWER_ENDS`].
 fn stop_tokens(tokenizer: &Tokenizer, named: impl IntoIterator<Item = TokenId>) -> Vec<TokenId> {
     let mut tokens: Vec<TokenId> = named.into_iter().collect();
     tokens.extend(ANSWER_ENDS.iter().filter_map(|name| tokenizer.special_id(name)));
@@ -112,7 +113,7 @@ mod tests {
     use crate::prompt::Turn;
     use std::{fs, path::Path};
 
-    /// A directory without weights: nothing here reads them.
+    /// Writes a model's files to a directory, without weights, which the frontend does not read.
     fn directory(at: &Path) {
         let files = [
             (
@@ -158,7 +159,7 @@ mod tests {
         assert_eq!(model.stop_tokens, [2, 3], "the model's own and the family's");
         assert_eq!(rendered(&model), "<s>a</s>");
 
-        // Newer files win over older ones.
+        // The files of newer libraries take precedence over those of older ones.
         fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("the folder is writable");
         fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("the folder is writable");
         let model = served(folder.path());

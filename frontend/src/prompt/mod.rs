@@ -1,4 +1,4 @@
-//! Turns a conversation or a text into a prompt: chat template, tokenizer, sequence hashes.
+//! Converts a conversation or a text to a prompt, with chat template, tokenizer and sequence hashes.
 
 mod template;
 mod tokenizer;
@@ -8,8 +8,8 @@ pub use tokenizer::{EncodeError, Special, Tokenizer};
 
 use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};
 
-/// The hashes of the blocks that a worker may reuse: of all full ones, except one that ends with the last token, because that
-/// token is always computed.
+/// Returns the hashes of the blocks that a worker may reuse. These are all full blocks, except a block that ends with the prompt's last
+/// token, because that token is always computed.
 pub(crate) fn reusable_hashes(key: &HashKey, namespace: &Namespace, block_size: u32, tokens: &[TokenId]) -> Vec<SequenceHash> {
     let reusable = &tokens[..tokens.len().saturating_sub(1)];
     sequence_hashes(key, namespace, block_size.max(1) as usize, reusable)

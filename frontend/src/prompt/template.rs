@@ -5,16 +5,16 @@ use minijinja::{Environment, Error, ErrorKind, context, syntax::SyntaxConfig, va
 use serde::Serialize;
 use std::io;
 
-/// ChatML, the format of `--engine sim`.
+/// The template of ChatML, the conversation format of `--engine sim`.
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 const NAME: &str = "chat";
 
-/// The maximum of instructions of one rendering. The templates of the supported families need fewer than 300 for each message; this
-/// allows 600 for each of the maximum of messages, and takes about half a second.
+/// The maximum number of instructions for one rendering. The templates of the supported families need fewer than 300 per message. This
+/// limit allows 600 per message for the maximum number of messages; executing it takes about half a second.
 const STEPS_MAX: u64 = 10_000_000;
-/// The maximum of bytes for the short conversations of [`ChatTemplate::new`]. Templates with built-in instructions write a few kilobytes.
+/// The maximum text size for the short conversations of [`ChatTemplate::new`]. Templates with a built-in system message write a few KB.
 const PROBE_BYTES_MAX: usize = 1 << 20;
 
 /// A model's chat template, compiled.
@@ -24,7 +24,7 @@ pub(crate) struct ChatTemplate {
     eos: String,
 }
 
-/// A turn of a conversation.
+/// One message of a conversation.
 #[derive(Serialize)]
 pub(crate) struct Turn<'a> {
     /// `system`, `user` or `assistant`.
@@ -35,7 +35,7 @@ pub(crate) struct Turn<'a> {
 /// Why a conversation cannot be rendered.
 #[derive(Debug)]
 pub(crate) enum RenderError {
-    /// The template refuses the conversation, or fails.
+    /// The template refuses the conversation, or its execution fails.
     Refused(Error),
     /// The template executes more than [`STEPS_MAX`] instructions.
     Steps,
@@ -64,11 +64,11 @@ impl io::Write for Bounded {
 }
 
 impl ChatTemplate {
-    /// Compiles a template with the settings of Hugging Face: a block's line end is trimmed, and Python's methods work. Renders two short
-    /// conversations, which a template may refuse, to find one that does not end.
+    /// Compiles a template with Hugging Face's settings: the line end after a block tag is trimmed, and methods of Python's types work. To
+    /// detect a template that does not end, renders two short conversations, which the template may refuse.
     ///
     /// # Errors
-    /// The template does not compile, or does not end within its limits.
+    /// The template does not compile, or exceeds the limits for a short conversation.
     pub(crate) fn new(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
         let mut environment = Environment::new();
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -88,15 +88,15 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The template of `--engine sim`.
+    /// Returns the template of `--engine sim`.
     pub(crate) fn chatml() -> Self {
         Self::new(CHATML, "", "<|im_end|>").expect("the built-in template compiles")
     }
 
-    /// Renders the conversation and the beginning of the assistant's next turn, at most `bytes_max` bytes.
+    /// Renders the conversation, followed by the beginning of the assistant's next message. The text has at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// The template refuses the conversation, or exceeds its steps or `bytes_max`.
+    /// The template refuses the conversation, or exceeds [`STEPS_MAX`] or `bytes_max`.
     pub(crate) fn render(&self, turns: &[Turn<'_>], bytes_max: usize) -> Result<String, RenderError> {
         let context = context! {
             messages => Serde(turns),
@@ -150,7 +150,7 @@ mod tests {
     fn template_that_never_ends_is_refused_at_start() {
         const ROUNDS: &str = "{% for a in range(9999) %}{% for b in range(9999) %}";
         for body in ["{% set x = b %}", "text"] {
-            // Always, and only for a conversation with an answer.
+            // The template never ends, for all conversations or only for the one that includes an answer.
             for condition in ["true", "messages | length > 2"] {
                 let source = format!("{{% if {condition} %}}{ROUNDS}{body}{{% endfor %}}{{% endfor %}}{{% endif %}}");
                 let refused = ChatTemplate::new(&source, "", "").map(drop).expect_err(&source);

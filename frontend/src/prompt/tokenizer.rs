@@ -1,8 +1,7 @@
-//! Turns text into token ids and token ids into bytes.
+//! Converts text to token ids, and token ids to bytes.
 //!
-//! A text is first split at special tokens (those of a model's control vocabulary, such as `<|im_start|>`); the text between them is
-//! encoded by the model's own algorithm. In a *guarded* text some names of special tokens are marked as plain text:
-//! [`Tokenizer::mark`].
+//! A text is first split at the names of special tokens (those of a model's control vocabulary, such as `<|im_start|>`). The text between
+//! them is encoded by the model's own algorithm. In a *guarded* text, [`Tokenizer::mark`] has marked some of these names as plain text.
 
 use crate::model::error::ServedModelError;
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -21,7 +20,7 @@ use tokenizers::{
     },
 };
 
-/// GGUF's token types that are used here.
+/// The GGUF token types that the tokenizer distinguishes.
 mod kind {
     pub(super) const NORMAL: i32 = 1;
     pub(super) const UNKNOWN: i32 = 2;
@@ -34,13 +33,13 @@ mod kind {
 pub struct Tokenizer {
     algorithm: Algorithm,
     tokens: Vec<Token>,
-    /// The maximum of text bytes that one token stands for.
+    /// The maximum number of bytes of text that one token stands for.
     pub(crate) token_bytes_max: usize,
-    /// Finds special tokens in a text that may hold them.
+    /// Finds the names of special tokens in a text in which these names become their ids.
     special: Literals,
-    /// Finds user-defined tokens, which are special in every text.
+    /// Finds the names of user-defined tokens, which become their ids in every text.
     always: Literals,
-    /// Finds the names of control tokens, for [`Tokenizer::mark`].
+    /// Finds the names of control tokens that [`Tokenizer::mark`] marks.
     control: AhoCorasick,
 }
 
@@ -52,7 +51,7 @@ enum Algorithm {
 }
 
 struct Token {
-    /// The bytes of its text; for a special token its name.
+    /// The bytes of the token's text, or of a special token's name.
     bytes: Box<[u8]>,
     special: bool,
 }
@@ -62,7 +61,7 @@ struct Literals {
     ids: Vec<TokenId>,
 }
 
-/// Whether special tokens are recognised in a text.
+/// How the names of control tokens in a text are encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
     /// The name of a control token is encoded as its id.
@@ -71,7 +70,7 @@ pub enum Special {
     Text,
 }
 
-/// The text cannot be encoded.
+/// The error of a text that cannot be encoded.
 #[derive(Debug, thiserror::Error)]
 #[error("the tokenizer failed")]
 pub struct EncodeError(#[source] Box<dyn std::error::Error + Send + Sync>);
@@ -80,7 +79,7 @@ pub struct EncodeError(#[source] Box<dyn std::error::Error + Send + Sync>);
 const GUARDS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 impl Tokenizer {
-    /// The tokenizer of `--engine sim`: each byte is a token.
+    /// Returns the tokenizer of `--engine sim`: each byte is a token.
     pub(crate) fn sim() -> Self {
         let plain = (0..=u8::MAX).map(|byte| Token { bytes: [byte].into(), special: false });
         let special = ["<|im_start|>", "<|im_end|>"].map(|name| Token { bytes: name.as_bytes().into(), special: true });
@@ -97,7 +96,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokenizer of a GGUF file: byte-level BPE with one of the supported pre-tokenizers.
+    /// Builds the tokenizer of a GGUF file, which must be byte-level BPE with one of the supported pre-tokenizers.
     ///
     /// # Errors
     /// The file's tokenizer is not supported or malformed.
@@ -119,7 +118,8 @@ impl Tokenizer {
         Self::assemble(encoder, &data.tokens, &data.token_types)
     }
 
-    /// The tokenizer of a `tokenizer.json`, which must be byte-level BPE, and the token that it puts before every text, if any.
+    /// Builds the tokenizer of a `tokenizer.json`, which must be byte-level BPE. Also returns the token that the file puts before every
+    /// text, if any.
     ///
     /// # Errors
     /// The file's tokenizer is not supported or malformed.
@@ -136,7 +136,7 @@ impl Tokenizer {
         }
         let whole = tokenizers::Tokenizer::from_bytes(json).map_err(ServedModelError::Tokenizer)?;
         let first = leading_token(&whole)?;
-        // `encode_cut` finds special tokens, because the library does not know guard characters.
+        // The library gets no added tokens: it does not know guard characters, so `encode_cut` finds special tokens itself.
         let added: Vec<AddedToken> = serde_json::from_value(file["added_tokens"].take()).map_err(broken)?;
         file["added_tokens"] = serde_json::json!([]);
         for step in ["post_processor", "truncation", "padding"] {
@@ -166,7 +166,7 @@ impl Tokenizer {
         Ok((Self::assemble(encoder, &tokens, &kinds)?, first))
     }
 
-    /// `kinds` holds GGUF's type of each token.
+    /// Builds the tokenizer from the library's encoder. `kinds` has the GGUF type of each token.
     fn assemble(encoder: tokenizers::Tokenizer, tokens: &[String], kinds: &[i32]) -> Result<Self, ServedModelError> {
         let named = |wanted: &[i32]| -> Vec<(String, TokenId)> {
             let wanted = (0..).zip(tokens).zip(kinds).filter(|((_, text), kind)| wanted.contains(kind) && !text.is_empty());
@@ -182,7 +182,7 @@ impl Tokenizer {
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
         let tokens: Vec<Token> = all.collect();
-        // Unicode composition (NFC) shortens a text at most four times.
+        // Unicode composition (NFC) makes a text at most four times shorter.
         let shrinks = if encoder.get_normalizer().is_some() { 4 } else { 1 };
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
@@ -190,7 +190,7 @@ impl Tokenizer {
             tokens,
             special: Literals::new(named(&[kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED]))?,
             always: Literals::new(named(&[kind::USER_DEFINED]))?,
-            // A name of one character cannot be marked.
+            // A name of one character is omitted, because a guard character cannot split it.
             control: automaton(control.iter().map(|(name, _)| name).filter(|name| name.chars().count() > 1))?,
         })
     }
@@ -200,12 +200,12 @@ impl Tokenizer {
         self.tokens.len()
     }
 
-    /// The minimum of tokens that a text of this many bytes has.
+    /// Returns the minimum number of tokens of a text with this many bytes.
     pub(crate) fn tokens_min(&self, text_bytes: usize) -> usize {
         text_bytes.div_ceil(self.token_bytes_max)
     }
 
-    /// Encodes a text, without leading or trailing tokens.
+    /// Encodes a text. Adds no token before or after it.
     ///
     /// # Errors
     /// The model's tokenizer fails on it.
@@ -214,7 +214,7 @@ impl Tokenizer {
         self.encode_cut(text, literals, None)
     }
 
-    /// Encodes a text in which the names of special tokens become their ids, except those that `guard` marks.
+    /// Encodes a text in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`.
     ///
     /// # Errors
     /// The model's tokenizer fails on it.
@@ -222,11 +222,11 @@ impl Tokenizer {
         self.encode_cut(text, &self.special, Some(guard))
     }
 
-    /// Returns a character that occurs in none of `texts`; `None` if all candidates occur.
+    /// Returns a guard character that occurs in none of `texts`; `None` if every candidate occurs in them.
     pub(crate) fn guard<'a>(texts: impl Iterator<Item = &'a str>) -> Option<Guard> {
         let mut free: Vec<char> = GUARDS.collect();
         for text in texts {
-            // Quick for most texts: the candidates have a common first byte.
+            // The candidates have the same first byte in UTF-8. Most texts lack it, so one quick search suffices.
             if text.as_bytes().contains(&0xEF) {
                 free.retain(|guard| !text.contains(*guard));
             }
@@ -234,10 +234,10 @@ impl Tokenizer {
         free.first().map(|char| Guard(*char))
     }
 
-    /// Marks every name of a control token as plain text, by the guard character after its first character.
+    /// Marks every name of a control token as plain text, by inserting the guard character after the name's first character.
     pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
         let mut text = text.to_owned();
-        // Names may overlap, so this is repeated until none is left.
+        // Names may overlap, so the search is repeated until no unmarked name is left.
         while self.control.is_match(&text) {
             let mut marked = String::with_capacity(text.len() + 16);
             let mut last = 0;
@@ -254,23 +254,23 @@ impl Tokenizer {
         text
     }
 
-    /// The bytes of a token's text; of a special token its name.
+    /// Returns the bytes of a token's text, or of a special token's name.
     pub fn bytes(&self, token: TokenId) -> &[u8] {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token has no visible text.
+    /// Whether the token has no visible text. That includes unknown ids.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
 
-    /// The id of the special token with this name.
+    /// Returns the id of the special token with this name, if there is one.
     pub(crate) fn special_id(&self, name: &str) -> Option<TokenId> {
         let id = self.tokens.iter().position(|token| token.special && &*token.bytes == name.as_bytes())?;
         Some(id as TokenId)
     }
 
-    /// Decodes tokens into text, special tokens into their names.
+    /// Decodes tokens to text. A special token becomes its name.
     pub fn decode(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes(*token)).copied().collect();
         String::from_utf8_lossy(&bytes).into_owned()
@@ -310,7 +310,7 @@ struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// `lstrip`, `rstrip` and `single_word` would change the text around the token.
+    /// A token for which this, `rstrip` or `single_word` is true is refused, because it would change the text around it.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]
@@ -319,16 +319,16 @@ struct AddedToken {
     single_word: bool,
 }
 
-/// Whether the pre-tokenizer turns texts into bytes.
+/// Whether the pre-tokenizer converts texts to bytes.
 fn is_byte_level(pre_tokenizer: &serde_json::Value) -> bool {
     let parts = pre_tokenizer["pretokenizers"].as_array();
     pre_tokenizer["type"] == "ByteLevel" || parts.is_some_and(|parts| parts.iter().any(|part| part["type"] == "ByteLevel"))
 }
 
-/// The token that the file's post-processor puts before a text, if any.
+/// Returns the token that the file's post-processor puts before every text, if any.
 ///
 /// # Errors
-/// The post-processor does anything else.
+/// The post-processor changes a text in any other way.
 fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, ServedModelError> {
     let ids = |finished| -> Result<Vec<TokenId>, ServedModelError> {
         Ok(whole.encode_fast("a", finished).map_err(ServedModelError::Tokenizer)?.get_ids().to_vec())
@@ -341,19 +341,19 @@ fn leading_token(whole: &tokenizers::Tokenizer) -> Result<Option<TokenId>, Serve
     }
 }
 
-/// The steps before the merges.
+/// The steps that split a text before BPE merges are applied.
 struct Cut {
     pre_tokenizer: PreTokenizerWrapper,
-    /// Letters and their accents are composed into one character first (NFC).
+    /// Whether a letter and its accents are first composed to one character (NFC).
     composed: bool,
-    /// A word that is a token is not composed of smaller tokens.
+    /// Whether a word that is itself a token is encoded as that token, without merges.
     whole_words: bool,
 }
 
 impl Cut {
-    /// The pre-tokenizer that GGUF files call `name`.
+    /// Returns the steps of the pre-tokenizer that GGUF files call `name`.
     fn named(name: &str) -> Result<Self, ServedModelError> {
-        /// From the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which cut numbers into digits.
+        /// These expressions are from the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which split numbers into single digits.
         const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         const QWEN_2: &str =
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -374,7 +374,7 @@ impl Cut {
     }
 }
 
-/// See [`Tokenizer::guard`].
+/// A guard character: see [`Tokenizer::mark`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard(char);
 
@@ -393,7 +393,7 @@ fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick,
     Ok(AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(names)?)
 }
 
-/// Maps GPT-2's visible character for each byte back to the byte.
+/// Returns a map from GPT-2's visible character for each byte to that byte.
 fn byte_of_char() -> HashMap<char, u8> {
     let visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut hidden = (256..).filter_map(char::from_u32);

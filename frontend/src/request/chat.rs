@@ -13,10 +13,10 @@ use crate::{
 };
 use tandem_kv::TokenId;
 
-/// The request as checked.
+/// A checked request.
 pub(crate) struct Chat {
     pub(crate) options: Options,
-    /// The client's limit on generated tokens; `None` if it set none.
+    /// The client's limit on generated tokens; `None` if the client set none.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) limit_param: &'static str,
     turns: Vec<(&'static str, String)>,
@@ -52,7 +52,7 @@ fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'stat
         let param = |field: &str| format!("messages[{index}].{field}");
         let role = match message.role.as_deref() {
             None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
-            // `developer` is the newer name of `system`; templates know the older one.
+            // `developer` is the newer name of `system`. Chat templates know only `system`.
             Some("system" | "developer") => "system",
             Some("user") => "user",
             Some("assistant") => "assistant",
@@ -78,12 +78,13 @@ fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiEr
 }
 
 impl Chat {
-    /// Bytes of all messages' text.
+    /// Returns the total size of the messages' text, in bytes.
     pub(crate) fn text_bytes(&self) -> usize {
         self.turns.iter().map(|(_, content)| content.len()).sum()
     }
 
-    /// The cost of rendering and encoding, in bytes of text: the template runs for each message, also for one without text.
+    /// Returns the cost of rendering and encoding as a number of bytes of text. It has a fixed cost per message, even without text, because
+    /// the template runs for each message.
     pub(crate) fn encoding_bytes(&self) -> usize {
         const MESSAGE: usize = 256;
         self.text_bytes() + MESSAGE * self.turns.len()

@@ -16,10 +16,10 @@ use tandem_kv::TokenId;
 
 /// The default of `max_tokens`, as in OpenAI's API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
-/// Continuations of all prompts together.
+/// The maximum number of choices in an answer: `n` for each prompt.
 const CHOICES_MAX: usize = 1024;
 
-/// The request as checked.
+/// A checked request.
 pub(crate) struct Completion {
     pub(crate) options: Options,
     pub(crate) max_tokens: u32,
@@ -59,7 +59,7 @@ impl CompletionRequest {
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
-            // 0 is allowed for an echoed prompt only: without new tokens there would be no answer.
+            // 0 is allowed only if the prompt is echoed. Otherwise the answer would be empty.
             Some(Whole(found)) => options::token_count("max_tokens", found, u32::from(!echo))?,
         };
         options::check_min_tokens(&options, Some(max_tokens))?;
@@ -76,7 +76,7 @@ impl Input {
         }
     }
 
-    /// Encodes the prompt; the text is returned if it is to be echoed.
+    /// Encodes the prompt. Also returns its text if the prompt is to be echoed.
     ///
     /// # Errors
     /// The tokenizer fails.

@@ -1,5 +1,5 @@
-//! Fields that may have more than one JSON type. Each has a visitor that names the expected types in its errors; the errors of an
-//! untagged enum would not.
+//! Fields that may have more than one JSON type, or that are bounded. Each has a visitor, whose errors name the expected types; the
+//! errors of an untagged enum would not.
 
 use serde::{
     Deserialize,
@@ -9,30 +9,30 @@ use std::marker::PhantomData;
 use tandem_kv::TokenId;
 
 pub(super) const PROMPTS_MAX: usize = 128;
-/// Messages of a conversation; the body's size bounds their length.
+/// The maximum number of messages of a conversation. The maximum size of a body limits their length.
 pub(super) const MESSAGES_MAX: usize = 16_384;
-/// Entries of `logit_bias`, as in OpenAI's API.
+/// The maximum number of entries of `logit_bias`, as in OpenAI's API.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
 pub(super) const STOP_TOKENS_MAX: usize = 256;
-/// More stop strings than any client needs, and few enough to search for all at every token.
+/// The maximum number of stop strings. It is more than any client needs, and few enough to search for all of them at every token.
 pub(super) const STOPS_MAX: usize = 16;
 
-/// A list that builds at most one element more than `MAX`: enough for a check of its length to refuse it.
+/// A list of which at most `MAX` + 1 elements are built, so that a later check of its length can still refuse it.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
-/// An object of numbers, bounded in the same way, in its order and with duplicates.
+/// An object whose values are numbers, bounded like [`Bounded`]. Its entries keep their order and may have the same name.
 #[derive(Default)]
 pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
 
-/// A message's content as one text: content parts are joined by line feeds, null is empty.
+/// A message's content as one text. The parts of a list are joined by line feeds; null becomes an empty text.
 #[derive(Default)]
 pub(crate) struct Content(pub(crate) String);
 
-/// `stop`: one string or several.
+/// The field `stop`, which is one string or a list of strings.
 #[derive(Default)]
 pub(crate) struct Stop(pub(crate) Vec<String>);
 
-/// `prompt`: one prompt or several.
+/// The field `prompt`, which is one prompt or a list of prompts.
 #[cfg_attr(test, derive(Debug, PartialEq))]
 pub(crate) struct Prompts(pub(crate) Vec<Input>);
 
@@ -42,7 +42,7 @@ pub(crate) enum Input {
     Tokens(Vec<TokenId>),
 }
 
-/// An integer; `5.0` is one, too, because some clients write all numbers so.
+/// An integer. `5.0` counts as one, because some clients write all numbers with a decimal point.
 #[derive(Clone, Copy)]
 pub(crate) struct Whole(pub(crate) i64);
 
@@ -73,10 +73,10 @@ impl<T, const MAX: usize> Default for Bounded<T, MAX> {
     }
 }
 
-/// Reads a `T`.
+/// The visitor that reads a `T`.
 pub(super) struct Reader<T>(pub(super) PhantomData<T>);
 
-/// Implements `Deserialize` for a type by the methods of a visitor, whose errors name the expected types.
+/// Implements `Deserialize` for a type, from the methods of its visitor and the expected types that errors name.
 macro_rules! readable {
     ([$($generics:tt)*] $value:ty, $deserialize:ident, $expected:literal, $($methods:tt)*) => {
         impl<'de, $($generics)*> serde::Deserialize<'de> for $value {
@@ -170,7 +170,7 @@ readable! {
     }
 
     fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
-        /// Beyond it an f64 cannot represent every integer.
+        /// The greatest number up to which an f64 represents every integer.
         const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
         if number.fract() == 0.0 && number.abs() <= EXACT {
             return Ok(Whole(number as i64));
@@ -179,7 +179,7 @@ readable! {
     }
 }
 
-/// The first element of a list, which decides about the type of the others.
+/// The first element of the list `prompt`. It determines the type of the other elements.
 enum First {
     Text(String),
     Token(TokenId),
@@ -220,7 +220,7 @@ readable! {
     }
 }
 
-/// Builds the elements of a list, up to one more than `max`, and skips the others.
+/// Appends the remaining elements of a list until there are `max` + 1, and skips the others.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };
@@ -303,7 +303,7 @@ mod tests {
             let Prompts(built) = serde_json::from_str(&list).expect("it is JSON");
             assert_eq!(built.len(), PROMPTS_MAX + 1, "of {element}");
         }
-        // Skipped elements must be valid JSON, too.
+        // The elements that are skipped must also be valid JSON.
         assert!(serde_json::from_str::<Bounded<Counted, 1>>("[1,2,3,x]").is_err());
     }
 }

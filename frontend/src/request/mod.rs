@@ -1,4 +1,4 @@
-//! Requests of clients and their checks. Errors name the field. Unknown fields are ignored, but a known parameter that is not
+//! Clients' requests and their checks. Errors name the field at fault. Unknown fields are ignored, but a known parameter that is not
 //! supported is refused if its value would change the answer.
 
 pub(crate) mod chat;
@@ -14,13 +14,13 @@ pub(crate) use parameters::{ChatRequest, CompletionRequest};
 use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
 
-/// Nesting of objects and lists; requests need five levels.
+/// The maximum nesting of objects and lists. Requests need five levels.
 const NESTING_MAX: usize = 32;
 
 /// Parses a body of at most `elements_max` values, which bounds the memory and the time of parsing.
 ///
 /// # Errors
-/// The body is not valid JSON, too large, or a field has the wrong type.
+/// The body is not valid JSON or has too many values, or a field has the wrong type.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<T, ApiError> {
     let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
     let Extent { deepest, elements } = extent(body);
@@ -31,7 +31,7 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
         return Err(ApiError::Elements { max: elements_max });
     }
     if text.trim_start().starts_with('[') {
-        // serde would read a list as the values of an object's fields.
+        // Without this check, serde would read a list's elements as the values of an object's fields.
         return Err(ApiError::NoObject);
     }
     let mut json = serde_json::Deserializer::from_str(text);
@@ -43,10 +43,10 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
     Ok(request)
 }
 
-/// Classifies serde's error at this path.
+/// Converts serde's error for the field at this path.
 fn unreadable(path: String, source: serde_json::Error) -> ApiError {
     let text = source.to_string();
-    // A number out of an f64's range is valid JSON.
+    // A number beyond the range of an f64 is valid JSON, so it is reported as an error of its field.
     if !source.is_data() && !text.starts_with("number out of range") {
         return ApiError::Json(source);
     }
@@ -60,16 +60,16 @@ fn unreadable(path: String, source: serde_json::Error) -> ApiError {
     ApiError::Type { param, source }
 }
 
-/// The size of a JSON text's values.
+/// The extent of the values in a JSON text.
 #[derive(Debug, PartialEq)]
 struct Extent {
-    /// Levels of nested objects and lists.
+    /// The maximum number of levels of nested objects and lists.
     deepest: usize,
-    /// The number of commas and opening brackets, at least that of the members of all lists and objects.
+    /// The number of commas and opening brackets. All lists and objects together have at most this many members.
     elements: usize,
 }
 
-/// Measures a JSON text without building its values. serde_json does not limit the depth of what it skips.
+/// Measures a JSON text without building its values. serde_json does not limit the nesting of values that it skips.
 fn extent(json: &[u8]) -> Extent {
     let (mut depth, mut deepest, mut elements, mut in_text, mut escaped) = (0_usize, 0, 0, false, false);
     for byte in json {

@@ -1,4 +1,4 @@
-//! The checks of the parameters that both endpoints have.
+//! Checks the parameters that both endpoints have.
 
 use super::{
     fields::{BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
@@ -11,32 +11,32 @@ use crate::{
 use std::collections::HashMap;
 use tandem_proto::v1::Sampling;
 
-/// Continuations of one prompt.
+/// The maximum number of samples of one prompt (`n`).
 const SAMPLES_MAX: i64 = 128;
-/// The longest stop string, in bytes; text of this length may be held back.
+/// The maximum length of a stop string, in bytes. Up to this much text may be held back while it could begin a stop string.
 const STOP_BYTES_MAX: usize = 1024;
 const CACHE_SALT_BYTES_MAX: usize = 256;
 
-/// The parameters as checked.
+/// The checked parameters.
 pub(crate) struct Options {
     pub(crate) samples: u32,
-    /// `max_tokens` and `logprobs` are set by each endpoint.
+    /// The parameters of sampling. Each endpoint sets `max_tokens` and `logprobs` itself.
     pub(crate) sampling: Sampling,
     pub(crate) stop: Vec<String>,
     pub(crate) cache_salt: String,
     pub(crate) stream: Option<StreamUsage>,
 }
 
-/// The chunks of a streamed answer that have usage.
+/// Which chunks of a streamed answer have usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamUsage {
-    /// A last chunk without choices has usage.
+    /// Whether a last chunk without choices is sent, with the usage.
     pub(crate) at_end: bool,
-    /// Every chunk has the usage so far.
+    /// Whether every chunk has the usage so far.
     pub(crate) in_every_chunk: bool,
 }
 
-/// A number's allowed range, with its description for errors.
+/// A number's allowed range, and the description of that range for errors.
 pub(super) struct Range {
     pub(super) low: f64,
     pub(super) high: f64,
@@ -58,7 +58,7 @@ impl Range {
     }
 }
 
-/// Checks a number of tokens, at least `low`.
+/// Checks that a number of tokens is at least `low`.
 ///
 /// # Errors
 /// It is out of range.
@@ -66,13 +66,13 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
     let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
     match u32::try_from(found) {
         Ok(count) if count >= low => Ok(count),
-        // Larger than any context, so the later check against the context refuses it.
+        // This number exceeds every model's context, so a later check against the context refuses it.
         Err(_) if found > 0 => Ok(u32::MAX),
         _ => Err(ApiError::invalid(param, Problem::Range { allowed, found: found as f64 })),
     }
 }
 
-/// Checks the number of alternatives reported for each token; both endpoints have the limit of OpenAI's chat.
+/// Checks the number of alternatives to be reported for each token. Both endpoints have the limit of OpenAI's chat endpoint.
 ///
 /// # Errors
 /// It is out of range.
@@ -81,7 +81,7 @@ pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
     Ok(found as u32)
 }
 
-/// Checks `min_tokens` against the request's limit.
+/// Checks that `min_tokens` is not greater than the request's limit on tokens.
 ///
 /// # Errors
 /// `min_tokens` is greater than the limit.
@@ -96,7 +96,7 @@ impl Common {
     /// Checks the parameters.
     ///
     /// # Errors
-    /// One of them is out of range.
+    /// A parameter is out of range.
     pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
         const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
         const FRACTION: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
@@ -122,7 +122,7 @@ impl Common {
             presence_penalty: PENALTY.check_or("presence_penalty", self.presence_penalty, 0.0)?,
             repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
-            // Random without a seed, so that equal requests get different answers.
+            // Without a client's seed, the seed is random, so that equal requests get different answers.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
             stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default().0, self.ignore_eos.unwrap_or(false), model)?,
             logprobs: None,
@@ -186,7 +186,7 @@ fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamU
     }
     let options = options.unwrap_or_default();
     let at_end = options.include_usage.unwrap_or(false);
-    // As in vLLM, continuous usage needs `include_usage`.
+    // As in vLLM, `continuous_usage_stats` has an effect only with `include_usage`.
     let in_every_chunk = at_end && options.continuous_usage_stats.unwrap_or(false);
     Ok(stream.then_some(StreamUsage { at_end, in_every_chunk }))
 }

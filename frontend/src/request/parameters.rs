@@ -1,5 +1,5 @@
-//! The tables of all parameters. A known but unsupported parameter is accepted if it is null, false, empty, or equal to the value after
-//! `=`, where that does not change the answer.
+//! The tables of all parameters. An unsupported parameter is accepted if its value does not change the answer: null, false, empty, or
+//! equal to the value after `=` in its table.
 
 use super::{
     fields::{Bounded, BoundedMap, Content, LOGIT_BIASES_MAX, MESSAGES_MAX, Prompts, STOP_TOKENS_MAX, Stop, Whole},
@@ -14,7 +14,7 @@ pub(super) struct StreamOptions {
     pub(super) continuous_usage_stats: Option<bool>,
 }
 
-/// A message as sent.
+/// A message of a conversation as the client sent it.
 #[derive(Deserialize)]
 pub(super) struct Message {
     pub(super) role: Option<String>,
@@ -26,21 +26,21 @@ pub(super) struct Message {
     pub(super) function_call: Setting,
 }
 
-/// Defines the parameters of both endpoints, and a request type for each endpoint with its own parameters and those.
+/// Defines a type with the parameters that both endpoints have, and for each endpoint a request type with these and its own parameters.
 macro_rules! parameters {
     ($common:tt unsupported $refused:tt $($name:ident $own:tt unsupported $own_refused:tt)*) => {
         parameters! { @common $common }
         $(parameters! { @request $name $own $common $own_refused $refused })*
     };
     (@common { $($field:ident: $type:ty,)* }) => {
-        /// The parameters of both endpoints as parsed.
+        /// The parsed parameters that both endpoints have.
         pub(super) struct Common {
             $(pub(super) $field: Option<$type>,)*
         }
     };
     (@request $name:ident { $($field:ident: $type:ty,)* } { $($common:ident: $common_type:ty,)* }
      { $($own_refused:ident $(= $own_accepted:literal)*,)* } { $($refused:ident $(= $accepted:literal)*,)* }) => {
-        /// A request as parsed.
+        /// A parsed request.
         #[derive(Deserialize)]
         pub(crate) struct $name {
             pub(crate) model: Option<String>,
@@ -52,7 +52,7 @@ macro_rules! parameters {
         }
 
         impl $name {
-            /// Refuses unsupported parameters, and moves out those of both endpoints.
+            /// Refuses unsupported parameters, and moves out the parameters that both endpoints have.
             pub(super) fn take_common(&mut self) -> Result<Common, ApiError> {
                 $(check(stringify!($own_refused), &self.$own_refused, &[$(accepted($own_accepted))*])?;)*
                 $(check(stringify!($refused), &self.$refused, &[$(accepted($accepted))*])?;)*
@@ -84,7 +84,7 @@ parameters! {
     }
 
     ChatRequest {
-        // `max_completion_tokens` is the newer name of `max_tokens`, which it overrides.
+        // `max_completion_tokens` is the newer name of `max_tokens`. If a request has both, the newer name counts.
         messages: Bounded<Message, MESSAGES_MAX>, max_completion_tokens: Whole, logprobs: bool, top_logprobs: Whole,
     } unsupported {
         // Parameters of OpenAI.

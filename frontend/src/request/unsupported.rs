@@ -1,5 +1,5 @@
-//! Parameters that OpenAI or other servers have and this one does not support. A request with one is refused, unless the parameter's
-//! value does not change the answer.
+//! Parameters that OpenAI or other servers have and this server does not support. A request with such a parameter is refused, unless the
+//! parameter's value does not change the answer.
 
 use super::fields::{Reader, readable};
 use crate::error::{ApiError, Problem};
@@ -8,7 +8,7 @@ use serde::{
     de::{self, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
 };
 
-/// The value of such a parameter, reduced to a few bytes.
+/// The value of an unsupported parameter, reduced to what decides whether it is accepted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Setting {
     /// Absent, null, or an empty string, list or object.
@@ -22,13 +22,13 @@ pub(crate) enum Setting {
     Other,
 }
 
-/// The longest string in a table.
+/// The maximum length of an accepted string in the tables, in bytes.
 const TEXT_BYTES_MAX: usize = 16;
 
 /// Checks that `found` does not change the answer.
 ///
 /// # Errors
-/// It is neither empty, nor one of the `accepted` values, nor `false` (unless `true` is accepted: then `false` changes the answer).
+/// `found` is neither empty, nor an `accepted` value, nor `false`. If `true` is accepted, `false` changes the answer and is an error.
 pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), ApiError> {
     let off = *found == Setting::Bool(false) && !accepted.contains(&Setting::Bool(true));
     if off || *found == Setting::Nothing || accepted.contains(found) {
@@ -37,7 +37,7 @@ pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Resul
     Err(ApiError::invalid(param, Problem::Unsupported))
 }
 
-/// Reads a value of the tables as if a request had it.
+/// Converts an accepted value of the tables to the [`Setting`] that a request with this value would have.
 pub(crate) fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
     Setting::deserialize(value.into_deserializer()).expect("the tables have numbers, texts and booleans")
 }

@@ -8,8 +8,8 @@ use crate::{
 use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
 
-/// Places the prompt, waits for its first token, and yields the answer's events, also after a resume. The stream owns the generation:
-/// dropping it ends the request on the router and the workers.
+/// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The
+/// stream owns the generation: dropping the stream ends the request on the router and the workers.
 pub(crate) fn answers(
     dispatcher: Arc<Dispatcher>,
     model: Arc<ServedModel>,
@@ -25,7 +25,7 @@ pub(crate) fn answers(
 struct Answer {
     dispatcher: Arc<Dispatcher>,
     prompt: Box<Prompt>,
-    /// `None` before the first token.
+    /// The running generation; `None` before the first token.
     generation: Option<Box<Generation>>,
     samples: Samples,
 }

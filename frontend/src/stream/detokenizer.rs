@@ -1,9 +1,9 @@
-//! Turns the bytes of a stream of tokens into text.
+//! Converts the bytes of a stream of tokens to text.
 
 use std::str;
 
-/// Holds back the bytes of an incomplete character. The texts that it emits, concatenated, equal
-/// [`String::from_utf8_lossy`] of all bytes.
+/// Converts bytes to text, and holds back the bytes of an incomplete character. All chunks of text together equal
+/// [`String::from_utf8_lossy`] of all the bytes.
 #[derive(Default)]
 pub(crate) struct Detokenizer {
     held: Vec<u8>,
@@ -18,7 +18,7 @@ impl Detokenizer {
         while let Some(chunk) = chunks.next() {
             text.push_str(chunk.valid());
             let broken = chunk.invalid();
-            // Without a length in the error, the character is incomplete, and more bytes may complete it.
+            // An error without a length means that the character is incomplete: further bytes may complete it.
             if chunks.peek().is_none() && str::from_utf8(broken).is_err_and(|error| error.error_len().is_none()) {
                 incomplete = broken.len();
             } else if !broken.is_empty() {
@@ -29,7 +29,7 @@ impl Detokenizer {
         self.held.drain(..done);
     }
 
-    /// Ends the text: an incomplete character becomes U+FFFD.
+    /// Ends the text. An incomplete character becomes U+FFFD.
     pub(crate) fn finish(&mut self, text: &mut String) {
         if !std::mem::take(&mut self.held).is_empty() {
             text.push(char::REPLACEMENT_CHARACTER);
@@ -41,7 +41,7 @@ impl Detokenizer {
 mod tests {
     use super::*;
 
-    /// Cuts up to 12 bytes into chunks in all possible ways.
+    /// Splits texts of up to 12 bytes into chunks in all possible ways.
     #[test]
     fn text_does_not_depend_on_how_bytes_are_split() {
         let texts: [&[u8]; 8] = [

@@ -6,11 +6,11 @@ use tandem_proto::v1::PrefillChunk;
 
 /// An event of one prompt's answer.
 pub(crate) enum AnswerEvent {
-    /// The first token was generated. Occurs once, before all other events.
+    /// The first token was generated. This event occurs once, before all other events.
     Started(Box<Facts>),
     /// The chunks of the prefill, if the worker reports them.
     Prefilled(Vec<PrefillChunk>),
-    /// The logprobs of the prompt's own tokens, if requested. Occurs before the first delta.
+    /// The logprobs of the prompt's own tokens, if requested. This event occurs before the first delta.
     PromptLogprobs(Vec<TokenLogprobs>),
     Delta(Delta),
     /// The generation was resumed on another worker.
@@ -19,26 +19,26 @@ pub(crate) enum AnswerEvent {
     Finished,
 }
 
-/// New tokens of one sample, or its end.
+/// New tokens of one sample, or the sample's end.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     pub(crate) sample: u32,
-    /// Empty if the new tokens have no complete character.
+    /// The text that can be sent now; empty if no character is complete, or if the text may begin a stop string.
     pub(crate) text: String,
     /// The logprobs of the tokens of `text`, if requested.
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// Tokens generated since the last delta.
+    /// The number of tokens generated since the last delta.
     pub(crate) tokens: u32,
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// Why a sample has ended, as named by OpenAI.
+/// Why a sample has ended. The names are OpenAI's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
     /// The sample ended at a stop token or a stop string.
     Stop,
-    /// The sample reached `max_tokens` or the context's end.
+    /// The sample reached `max_tokens` or the end of the context.
     Length,
 }
 
@@ -58,6 +58,6 @@ pub(crate) struct TokenLogprobs {
     /// The natural logarithm of the token's probability; `None` for the first token of a prompt.
     pub(crate) logprob: Option<f32>,
     pub(crate) top: Vec<(TokenId, f32)>,
-    /// The number of characters before the token.
+    /// The number of characters of the text before the token.
     pub(crate) text_offset: usize,
 }

@@ -1,4 +1,4 @@
-//! Turns a decode worker's replies into the events of an answer: text, logprobs, finish reasons.
+//! Converts a decode worker's replies to the events of an answer, with text, logprobs and finish reasons.
 
 mod answer;
 mod detokenizer;

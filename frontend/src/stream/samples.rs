@@ -1,4 +1,4 @@
-//! The text, tokens and logprobs of each sample of a prompt so far. Computes the events that follow from a reply.
+//! The state of a prompt's samples: the text, tokens and logprobs so far. Computes the events that follow from a worker's reply.
 
 use super::{
     detokenizer::Detokenizer,
@@ -13,23 +13,23 @@ use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, 
 pub(super) struct Samples {
     model: Arc<ServedModel>,
     samples: Vec<Sample>,
-    /// Events that were not returned yet.
+    /// Events that the caller has not fetched yet.
     events: VecDeque<AnswerEvent>,
 }
 
 struct Sample {
-    /// The number of tokens in which stop strings are ignored.
+    /// The number of first tokens in whose text stop strings are ignored.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,
     stop: StopMatcher,
-    /// All tokens before its end, for a resume.
+    /// All tokens before the sample's end, needed to resume it.
     tokens: Vec<TokenId>,
     /// The number of decoded characters, whether sent or held back.
     text_len: usize,
-    /// The number of characters sent.
+    /// The number of characters that were sent.
     emitted_len: usize,
-    /// The logprobs of tokens whose text is held back.
+    /// The logprobs of the tokens whose text is held back.
     logprobs: VecDeque<TokenLogprobs>,
     ended: bool,
 }
@@ -58,7 +58,7 @@ impl Samples {
         self.samples.iter().all(|sample| sample.ended)
     }
 
-    /// The samples that have not ended, each with its tokens so far.
+    /// Returns the samples that have not ended, each with its tokens so far.
     pub(super) fn unfinished(&self) -> Vec<ResumedSample> {
         let generated = |(sample, state): (u32, &Sample)| ResumedSample { sample, tokens: state.tokens.clone() };
         (0..).zip(&self.samples).filter(|(_, state)| !state.ended).map(generated).collect()
@@ -67,7 +67,7 @@ impl Samples {
     /// Applies a reply of the worker.
     ///
     /// # Errors
-    /// The worker reports a failure, or its reply is invalid: its attempt has failed for this reason.
+    /// The worker reports a failure, or its reply is invalid. The attempt has failed for the returned reason.
     pub(super) fn apply(&mut self, reply: Message) -> Result<(), FailureReason> {
         match reply {
             Message::Tokens(tokens) => self.tokens(tokens)?,
@@ -78,7 +78,7 @@ impl Samples {
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These precede the first token, so they belong to a resumed attempt, and the facts are those of the first.
+            // These messages precede an attempt's first token, so here they are those of a resume. They do not change the facts.
             Message::Scheduled(_) | Message::DecodeStarted(_) => {}
         }
         Ok(())
@@ -94,7 +94,7 @@ impl Samples {
         let mut delta = Delta { sample: index, ..Delta::default() };
         for token in tokens {
             if sample.ended {
-                // The worker generated further tokens after a stop string.
+                // The worker does not know the stop strings, so it may generate further tokens. They are ignored.
                 break;
             }
             delta.tokens += 1;
@@ -115,7 +115,7 @@ impl Samples {
             return Ok(());
         }
         let mut delta = Delta { sample: finished.sample, finish: Some(finish), ..Delta::default() };
-        // A stop token counts like any other, but is reported only here.
+        // A stop token counts like any other token, but the worker reports it only in this message.
         delta.tokens = u32::from(finished.stop_token.is_some());
         sample.finish(&mut delta);
         self.emit(delta);
@@ -169,7 +169,7 @@ impl Sample {
         self.emitted_len += delta.text[before..].chars().count();
         self.emit_logprobs(delta);
         if stopped {
-            // The tokens of the stop string are counted, but the answer does not have them.
+            // The tokens of the stop string count as generated, but the answer has neither their text nor their logprobs.
             self.logprobs.clear();
             self.ended = true;
             delta.finish = Some(FinishReason::Stop);
@@ -190,7 +190,7 @@ impl Sample {
         self.ended = true;
     }
 
-    /// Emits the logprobs of tokens that begin in emitted text; of all tokens if no text is held back.
+    /// Emits the logprobs of the tokens that begin in emitted text. If no text is held back, emits the logprobs of all tokens.
     fn emit_logprobs(&mut self, delta: &mut Delta) {
         let all = self.emitted_len == self.text_len;
         while self.logprobs.front().is_some_and(|entry| all || entry.text_offset < self.emitted_len) {

@@ -1,20 +1,20 @@
 //! Finds stop strings in a text that arrives in chunks.
 
-/// Holds back text that may be the beginning of a stop string. The stop string that is complete first ends the answer; of several,
-/// the one that began first. The result does not depend on how the text is split.
+/// Holds back text that may be the beginning of a stop string. The stop string that is complete first ends the answer. If several end
+/// at the same character, the one that began first counts. The result does not depend on how the text is split into chunks.
 pub(crate) struct StopMatcher {
     stops: Vec<String>,
     held: String,
 }
 
 impl StopMatcher {
-    /// The stop strings must not be empty.
+    /// Searches for `stops`, none of which may be empty.
     pub(crate) fn new(stops: Vec<String>) -> Self {
         Self { stops, held: String::new() }
     }
 
     /// Adds a chunk of text, and appends to `out` the text that cannot belong to a stop string. Returns whether a stop string is
-    /// complete; then `out` has all text before it.
+    /// complete. If so, `out` has all text before that stop string.
     pub(crate) fn push(&mut self, chunk: &str, out: &mut String) -> bool {
         if self.stops.is_empty() {
             out.push_str(chunk);
@@ -33,18 +33,18 @@ impl StopMatcher {
         false
     }
 
-    /// Adds a chunk that no stop string may begin in, contain or end in.
+    /// Adds a chunk in which stop strings are ignored: a stop string that begins before it or in it does not count.
     pub(crate) fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
         out.push_str(chunk);
     }
 
-    /// Ends the text, and appends the text held back to `out`.
+    /// Ends the text, and appends the text that was held back to `out`.
     pub(crate) fn finish(&mut self, out: &mut String) {
         out.push_str(&std::mem::take(&mut self.held));
     }
 
-    /// The length in bytes of the longest end of the held text that begins a stop string.
+    /// Returns the length in bytes of the longest suffix of the held text with which a stop string begins.
     fn longest_prefix(&self) -> usize {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         let from = self.held.len().saturating_sub(longest.saturating_sub(1));

@@ -1,4 +1,4 @@
-//! Requests as they reach the cluster, and answers as they reach the client.
+//! Requests as the cluster receives them, and answers as the client receives them.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -30,7 +30,7 @@ async fn chat_answer_whole() {
     let reply = cluster.spawn_post(CHAT, body);
     let call = cluster.call().await;
     let mut prompt = Vec::new();
-    // A message cannot end its turn: a control token's name in it stays text.
+    // A control token's name in a message stays text, so a message cannot end itself and begin another one.
     for (role, content) in [("system", "Be brief."), ("user", "a\nb"), ("assistant", ""), ("user", "x<|im_end|>")] {
         prompt.push(IM_START);
         prompt.extend(ids(&format!("{role}\n{content}")));
@@ -87,7 +87,7 @@ async fn chat_answer_streamed() {
     let sampling = call.request.sampling.clone().expect("it is set");
     assert_eq!((sampling.max_tokens, sampling.stop_token_ids), (None, vec![]));
     call.begin(Some(0)).await;
-    // An incomplete character is not sent.
+    // The three parts split a character. The frontend sends it only once it is complete.
     for part in [&b"a\xE2"[..], b"\x82", b"\xAC"] {
         call.send(tokens(0, part)).await;
     }
@@ -114,7 +114,7 @@ async fn chat_answer_streamed() {
         assert_eq!(event["object"], "chat.completion.chunk");
         assert_eq!(event["id"], events[0]["id"]);
     }
-    // The header requests details, which do not need usage.
+    // A header requests the details. They are sent even if usage was not requested.
     assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
 }
 
@@ -166,7 +166,7 @@ async fn completions_accept_every_kind_of_prompt() {
         let prompts: Vec<_> = calls.iter().map(|call| call.request.prompt.clone()).collect();
         assert_eq!(prompts, expected);
         assert_eq!(calls[0].request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(16));
-        // The last prompt is answered first: choices are in the order of the prompts.
+        // The prompts are answered in reverse order, but the choices must have the order of the prompts.
         for (index, call) in calls.into_iter().enumerate().rev() {
             call.answer(Some(0), &format!("answer {index}")).await;
         }
@@ -299,7 +299,7 @@ async fn models_health_readiness_and_openapi_answer() {
     assert_eq!(unreachable.get("/ready").await.1, json!({ "status": "router unreachable; start it, or correct --router" }));
 }
 
-/// Needs the real model: `TANDEM_MODEL=….gguf`.
+/// Is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.
 #[tokio::test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
 async fn real_models_template_renders_a_conversation() {
@@ -350,7 +350,7 @@ async fn every_answer_has_its_request_id() {
         "/dashboard",
         "/dashboard/main.js",
     ] {
-        // The client's own id is not used.
+        // An id that the client sends is not used.
         named(path, &cluster.send(Method::GET, path, &[("x-request-id", "mine")], "").await, 200);
     }
     for (method, path, status) in [

@@ -1,4 +1,4 @@
-//! Bodies that are too large, too slow, incomplete, or made to be costly.
+//! Bodies that are too large, too slow, incomplete, or constructed to be costly.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -11,7 +11,7 @@ use tokio::{
 
 const JSON: &str = "host: localhost\r\ncontent-type: application/json";
 
-/// Sends a request with this part of its body and this Content-Length.
+/// Sends a request's headers, with `claimed` as its Content-Length, and `body` as the begin of its body.
 async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
     let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ncontent-length: {claimed}\r\nconnection: close\r\n\r\n");
@@ -19,7 +19,7 @@ async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     stream
 }
 
-/// The status and the error code of the answer.
+/// Returns the answer's status and error code.
 async fn answered(mut stream: TcpStream) -> (u16, Value) {
     let mut text = String::new();
     soon(stream.read_to_string(&mut text)).await.expect("the frontend answers and closes");
@@ -32,7 +32,7 @@ fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
     format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
 }
 
-/// Parsed completely, these bodies took 13 to 40 times their size in memory.
+/// When such bodies were still parsed completely, they used 13 to 40 times their size in memory.
 #[tokio::test]
 async fn bodies_with_too_many_values_are_refused() {
     let mut cluster = Cluster::start().await;
@@ -49,7 +49,7 @@ async fn bodies_with_too_many_values_are_refused() {
             let body = repeated(open, element, 1 << 20);
             let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
             assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many_values")), "{path} {open}{element}");
-            // Within the limit of values, the error names the parameter's own limit.
+            // A body with fewer values is parsed, and then the error names the parameter's own limit.
             let body = repeated(open, element, 1 << 17);
             let (status, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
             assert_eq!(status.as_u16(), 400, "{path} {open}{element}: {answer}");
@@ -65,7 +65,7 @@ async fn bodies_with_too_many_values_are_refused() {
 #[tokio::test]
 async fn large_body_of_text_is_answered() {
     let mut cluster = Cluster::start().await;
-    // Larger than what is parsed and encoded on the request's own thread.
+    // This body is so large that it is parsed on a blocking thread.
     let reply = cluster.spawn_post(CHAT, chat(json!({ "unknown_field": "x".repeat(1 << 20) })));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
@@ -74,7 +74,7 @@ async fn large_body_of_text_is_answered() {
 #[tokio::test]
 async fn texts_of_one_request_are_bounded_together() {
     let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
-    // Tokens of this vocabulary stand for up to 12 bytes, so each text could fit into the context of 131,072 tokens.
+    // In this vocabulary a token stands for up to 12 bytes, so each text alone could fit into the context of 131,072 tokens.
     let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
     let (status, answer) = cluster.post(COMPLETIONS, &texts).await.json().await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many")), "{answer}");
@@ -112,7 +112,7 @@ async fn bodies_that_are_not_plain_json_are_refused() {
     }
 }
 
-/// If sequences were reserved before the body was read, one client's unfinished requests would block all others for a minute.
+/// If sequences were reserved before the body was read, one client's unfinished requests would block all other clients for a minute.
 #[tokio::test]
 async fn unfinished_bodies_do_not_block_other_requests() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
@@ -133,11 +133,11 @@ async fn unfinished_bodies_do_not_block_other_requests() {
 async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
     let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 600_000).await;
     let large = |filler: usize| chat(json!({ "unknown_field": "x".repeat(filler) }));
-    // One client may use half of the budget.
+    // One client may use half of the budget, so two bodies of this size do not fit.
     let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
-            // Until the bytes above are read, the budget is free.
+            // Until the frontend has read the bytes above, the budget is free and the request succeeds.
             let mut reply = cluster.spawn_post(CHAT, large(200_000));
             tokio::select! {
                 reply = &mut reply => break reply.expect("the client task runs"),

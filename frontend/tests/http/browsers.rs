@@ -1,4 +1,4 @@
-//! Requests that browsers send for pages of other sites, and the operator's pages on a port of their own.
+//! Requests that browsers send for pages of other sites, and the operator's pages on a separate port.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -27,7 +27,7 @@ async fn page_of_another_site_is_refused() {
     for path in ["/dashboard", "/dashboard/cluster", "/metrics", "/v1/models"] {
         let reply = cluster.send(Method::GET, path, &[("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "cors")], "").await;
         assert_eq!(status_and_code(reply).await.0, 403, "{path}");
-        // Requests of the page itself, and a link to it.
+        // Requests from a page of this server, and navigation to the page by a link, are accepted.
         for headers in [&[("sec-fetch-site", "same-origin")], &[("sec-fetch-mode", "navigate")]] {
             assert_eq!(cluster.send(Method::GET, path, headers, "").await.status(), StatusCode::OK, "{path} {headers:?}");
         }
@@ -71,14 +71,14 @@ async fn admin_listener_has_the_operators_pages_and_the_api_has_not() {
         assert_eq!((get(admin, path).await, get(cluster.frontend, path).await), (200, 200), "{path}");
     }
     assert_eq!(get(admin, "/v1/models").await, 404);
-    // The admin listener explains placements, but generates nothing.
+    // The admin listener explains placements, but generates no answers.
     let body = chat(json!({})).to_string();
     let explained = send(admin, Method::POST, CHAT, &[("x-tandem-explain", "true")], body.clone().into()).await;
     assert_eq!(explained.json().await.1["object"], "tandem.explanation");
     let refused = send(admin, Method::POST, CHAT, &[], body.into()).await;
     assert_eq!(status_and_code(refused).await, (404, json!("admin_port")));
     assert!(cluster.no_call());
-    // The admin listener ends with the API's.
+    // The admin listener closes together with the API's listener.
     cluster.shutdown.stop();
     soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
     assert!(tokio::net::TcpStream::connect(admin).await.is_err());

@@ -1,4 +1,4 @@
-//! Connections: slow ones, idle ones, too many, and clients that close their sending half.
+//! Slow, idle and too many connections, and clients that close their sending half.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -16,7 +16,7 @@ use tokio::{
 
 const LIVE: &str = "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n";
 
-/// A frontend on a network in memory, without a cluster, in paused time.
+/// A frontend on a network in memory, without a cluster. Its tests run in paused time.
 struct Alone {
     dial: mpsc::Sender<DuplexStream>,
     metrics: Metrics,
@@ -39,7 +39,7 @@ impl Alone {
     }
 }
 
-/// What the frontend sends until it closes the connection, and the seconds until then.
+/// Returns what the frontend sends until it closes the connection, and the number of seconds until then.
 async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
     let (since, mut text) = (Instant::now(), String::new());
     stream.read_to_string(&mut text).await.ok();
@@ -53,7 +53,7 @@ async fn head_must_arrive_within_ten_seconds() {
     let mut half = frontend.connect().await;
     half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("it reads");
     assert_eq!(until_closed(half).await.1, 10);
-    // Single bytes do not extend the time.
+    // A client that sends single bytes does not extend the time.
     let (mut read, mut write) = tokio::io::split(frontend.connect().await);
     let dripping = tokio::spawn(async move {
         for byte in LIVE.bytes().cycle() {
@@ -144,7 +144,7 @@ async fn send_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// The client has sent its request and closes its sending half (`printf … | nc -N`).
+/// The client sends its request and closes its sending half, as `printf … | nc -N` does.
 #[tokio::test]
 async fn half_closed_client_gets_its_answer() {
     let mut cluster = Cluster::start().await;
@@ -152,7 +152,7 @@ async fn half_closed_client_gets_its_answer() {
         let mut client = send_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
         client.shutdown().await.expect("it is open");
         let call = cluster.call().await;
-        // The frontend has seen the FIN, and has probed the client more than once.
+        // The interim responses show that the frontend has received the FIN, and has probed the client more than once.
         let mut interim = [0; 54];
         soon(client.read_exact(&mut interim)).await.expect("interim responses are sent");
         assert_eq!(interim, *b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
@@ -168,7 +168,7 @@ async fn half_closed_client_gets_its_answer() {
     cluster.counted("tandem_frontend_cancelled_total 0").await;
 }
 
-/// HTTP/1.0 has no interim responses: a FIN means that the client has disconnected, as for most servers.
+/// HTTP/1.0 has no interim responses, so a FIN counts as the client's disconnection, as with most servers.
 #[tokio::test]
 async fn half_closed_http_1_0_client_counts_as_disconnected() {
     let mut cluster = Cluster::start().await;

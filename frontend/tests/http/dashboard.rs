@@ -1,11 +1,11 @@
-//! The dashboard: its files with their content security policy, and its data.
+//! The dashboard's files, with their content security policy, and the dashboard's data.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 use tandem_proto::v1::{FailureReason, PrefillChunk, PrefillTimeline, finished::FinishReason, generate_reply};
 
-/// The recorded prompts, when there are this many.
+/// Waits until this many prompts are recorded, and returns them.
 async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
     for _ in 0..2000 {
         let (_, found) = cluster.get("/dashboard/requests").await;
@@ -29,7 +29,7 @@ async fn page_loads_only_files_of_this_server() {
     assert!(!policy.contains("unsafe") && !policy.contains("http"), "{policy}");
     let (status, html) = page.text().await;
     assert_eq!(status, StatusCode::OK);
-    // Every file that the page names exists, has the same policy, and comes from this server.
+    // Every file that the page uses exists, has the same policy, and refers to no other server.
     let mut files: Vec<String> = html.split('"').filter(|text| text.starts_with("dashboard/")).map(str::to_owned).collect();
     assert!(files.len() >= 3, "{files:?}");
     let mut seen = 0;
@@ -53,14 +53,14 @@ async fn page_loads_only_files_of_this_server() {
 #[tokio::test]
 async fn records_have_usage_and_times_and_no_content() {
     let mut cluster = Cluster::start().await;
-    // The first attempt fails, the second has a prefill worker.
+    // The first attempt fails. The second attempt has a prefill worker.
     cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(2, 16));
     let request = cluster.spawn_post(COMPLETIONS, completion(json!("a rare wisteria"), json!({ "max_tokens": 5 })));
     let call = cluster.call().await;
     call.begin(Some(32)).await;
     call.send(tokens(0, b"lil")).await;
-    // The report of a prefill worker's chunks may come after the first token.
+    // The message with the prefill's chunks may arrive after the first token.
     let chunks =
         [(0.5, 1.0, 64), (1.5, 2.0, 8)].map(|(start_ms, duration_ms, tokens)| PrefillChunk { start_ms, duration_ms, tokens });
     call.send(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
@@ -101,7 +101,7 @@ async fn records_have_usage_and_times_and_no_content() {
     let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("a number");
     let listed = chunks.iter().map(|chunk| (number(chunk, "duration_ms"), number(chunk, "tokens")));
     assert_eq!(listed.collect::<Vec<_>>(), [(1.0, 64.0), (2.0, 8.0)]);
-    // The last digits are lost in conversions.
+    // The times are compared with a tolerance, because conversions lose the last digits.
     for (chunk, begun) in chunks.iter().zip([0.5, 1.5]) {
         assert!((number(chunk, "start_ms") - scheduled - begun).abs() < 1e-6, "{steps}");
     }
@@ -113,9 +113,9 @@ async fn records_have_usage_and_times_and_no_content() {
 async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     let mut cluster =
         Cluster::with(|settings| (settings.dashboard_requests, settings.attempts, settings.resumes) = (3, 1, 0)).await;
-    // Refused before it runs: only counted.
+    // A request that is refused before it runs is only counted, not recorded.
     assert_eq!(cluster.post(CHAT, &chat(json!({ "max_tokens": -1 }))).await.status(), StatusCode::BAD_REQUEST);
-    // A client that disconnects before its first token.
+    // In this request, the client disconnects before the first token.
     let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     request.abort();
@@ -126,11 +126,11 @@ async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     };
     assert_eq!((outcome(&first), first["number"].as_u64()), ((Some(499), None, false), Some(1)));
     assert_eq!((&first["decode_worker"], &first["streamed"]), (&Value::Null, &json!(true)));
-    // No worker can take it.
+    // In this request, no worker has capacity.
     cluster.place(tandem_proto::v1::route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     assert_eq!(cluster.post(CHAT, &chat(json!({}))).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(outcome(&recorded(&cluster, 2).await[1]), (Some(503), None, false));
-    // Its worker is lost after the first token, and it is not resumed.
+    // In this request, the worker is lost after the first token, and the generation is not resumed.
     let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
@@ -138,7 +138,7 @@ async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
     call.fail(tonic::Status::unavailable("x")).await;
     request.await.expect("it has begun").text().await;
     assert_eq!(outcome(&recorded(&cluster, 3).await[2]), (Some(503), Some(0), true));
-    // Two prompts in one request are two records.
+    // A request with two prompts has two records.
     let request = cluster.spawn_post(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
     for _ in 0..2 {
         let call = cluster.call().await;

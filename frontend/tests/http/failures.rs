@@ -9,7 +9,7 @@ use tandem_proto::v1::{
 };
 use tonic::Status;
 
-/// A chat whose first token has come, and its worker's side.
+/// Starts a streamed chat and returns the worker's side and the client's reply after the first token.
 async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -29,7 +29,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     cluster.place(cluster.unreachable());
     cluster.place(cluster.remote(0, 16));
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
-    // The second attempt: the decode worker blames the prefill worker.
+    // In the second attempt, the decode worker reports that the prefill worker was lost.
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (2, true));
     call.send(scheduled(Some(0))).await;
@@ -39,7 +39,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (3, false));
     assert_eq!((&call.request.request_id, &call.request.prompt), (&second.request_id, &second.prompt));
-    // Without a client's seed a random one is chosen, once for all attempts.
+    // Without a client's seed, a random seed is chosen once for all attempts.
     assert_eq!(call.request.sampling, second.sampling);
     call.answer(Some(0), "ok").await;
     let (_, done) = soon(reply).await.expect("the client task runs").events().await;
@@ -148,7 +148,7 @@ async fn missing_first_token_is_504_and_releases_everything() {
         cluster.routes_closed(1).await;
     }
     cluster.counted("tandem_frontend_inflight_requests 0").await;
-    // The client did not disconnect, and no prompt was finished.
+    // The request does not count as cancelled, and its prompt does not count as finished.
     cluster.counted("tandem_frontend_cancelled_total 0").await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
 }
@@ -158,7 +158,7 @@ async fn stream_gets_comments_until_its_first_token() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(50)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
-    // The prompt is being computed.
+    // The worker has not sent any token yet.
     let mut reply = soon(reply).await.expect("the client task runs");
     assert_eq!((reply.status(), reply.header("content-type")), (StatusCode::OK, Some("text/event-stream; charset=utf-8")));
     for _ in 0..3 {
@@ -255,7 +255,7 @@ async fn one_failed_prompt_ends_the_whole_batch() {
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
 }
 
-/// In every phase: placed and queued, prefilling, streaming; whole and in chunks.
+/// The client disconnects after the placement, during the prefill, or after the first tokens, from whole and from streamed answers.
 #[tokio::test]
 async fn disconnect_closes_both_streams_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
@@ -271,7 +271,7 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
                 call.send(tokens(0, b"ab")).await;
             }
             if phase > 1 && stream {
-                // The client has read a part of the answer.
+                // The client reads a part of the answer before it disconnects.
                 soon(&mut reply).await.expect("the client task runs").more().await;
             } else {
                 reply.abort();
@@ -285,7 +285,7 @@ async fn disconnect_closes_both_streams_and_releases_everything() {
     }
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="499"} 6"#).await;
-    // The only permit is free again.
+    // The only sequence that the limit allows is free again.
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
@@ -313,7 +313,7 @@ async fn drain_finishes_running_requests_and_refuses_new_ones() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();
-    // A running task of the process keeps the grace period open.
+    // This task stands for other work of the process. While it runs, the grace period does not end.
     let (finish, finished_work) = tokio::sync::oneshot::channel::<()>();
     shutdown.spawn(async move {
         finished_work.await.ok();
@@ -353,7 +353,7 @@ async fn small_events_do_not_wait_for_acknowledgements() {
         call.send(tokens(0, b"a")).await;
         reply.more().await;
     }
-    // With Nagle's algorithm against delayed acknowledgements it would be 40 ms an event.
+    // With Nagle's algorithm and delayed acknowledgements, each event would take 40 ms.
     assert!(started.elapsed() < Duration::from_millis(20) * EVENTS, "{:?}", started.elapsed());
 }
 

@@ -1,4 +1,4 @@
-//! The frontend's HTTP API in front of a fake cluster.
+//! Tests of the frontend's HTTP API with a fake cluster.
 #![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime, and real sockets take real time")]
 
 mod answers;

@@ -1,10 +1,10 @@
-//! The OpenAPI document is the server's behaviour: every bound that it states is tried on both sides.
+//! Checks that the server behaves as the OpenAPI document states: every stated bound is tried on both sides.
 
 use crate::support::{CHAT, COMPLETIONS, Cluster, chat, completion};
 use hyper::Method;
 use serde_json::{Map, Value, json};
 
-/// Values of a parameter at the bounds of its schema, and whether the schema allows them.
+/// Returns values at and just beyond the bounds of a parameter's schema, each with whether the schema allows it.
 fn at_bounds(schema: &Value) -> Vec<(Value, bool)> {
     let mut found: Vec<(Value, bool)> = schema["oneOf"].as_array().into_iter().flatten().flat_map(at_bounds).collect();
     let number = |key: &str| schema[key].as_f64();
@@ -21,7 +21,7 @@ fn at_bounds(schema: &Value) -> Vec<(Value, bool)> {
     found
 }
 
-/// A value that the schema allows.
+/// Returns a value that the schema allows.
 fn example(schema: &Value) -> Value {
     match schema["type"].as_str() {
         Some("string") => json!("a"),

@@ -1,10 +1,10 @@
-//! Invalid requests, each with the expected status, param, code, and words of the message.
+//! Invalid requests, each with the status, `param` and `code` that the error must have, and words that its message must contain.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
-/// A request, and the expected status, `param`, `code` and words.
+/// A request, and the expected status, `param`, `code` and words of the error.
 type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
 
 async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
@@ -32,7 +32,7 @@ async fn expect(cluster: &Cluster, path: &str, body: Vec<u8>, expected: (u16, Op
     }
 }
 
-/// What both endpoints refuse.
+/// Returns the rows that both endpoints refuse.
 fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
     let row = |options: Value, param: &'static str, code: &'static str, words: &'static [&'static str]| -> Row {
         (request(options), 400, Some(param), code, words)
@@ -100,7 +100,7 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
     ]
 }
 
-/// Parameters of other servers that would change the answer, with values that do so.
+/// Returns unsupported parameters, each with a value that would change the answer.
 fn unsupported() -> Vec<(&'static str, Value)> {
     let any = json!("x");
     let mut rows: Vec<_> = [
@@ -151,7 +151,7 @@ fn unsupported() -> Vec<(&'static str, Value)> {
     rows
 }
 
-/// Values that do not change the answer.
+/// Returns parameters with values that do not change the answer.
 fn harmless() -> Value {
     json!({
         "allowed_token_ids": null, "bad_words": [], "best_of": 1, "detokenize": true, "echo": false, "guided_json": {}, "n": 1.0,
@@ -280,7 +280,7 @@ async fn invalid_conversations_are_refused() {
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
         row(json!({ "max_tokens": null, "min_tokens": 513 }), "min_tokens", "context_length_exceeded", &["512", "513 in"]),
-        // One byte longer than 512 tokens of the maximum length (12 bytes): refused before it is encoded.
+        // The text is one byte longer than 512 tokens of the maximum length (12 bytes), so it is refused before it is encoded.
         row(
             message(json!({ "role": "user", "content": "x".repeat(12 * 512 + 1) })),
             "messages",
@@ -343,7 +343,7 @@ async fn invalid_bodies_are_refused() {
         for body in ["[1]", "null", "7", "\"x\""] {
             expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
         }
-        // The client's field name is quoted as sent, but shortened.
+        // An error quotes the client's field name as sent, but shortens a long one.
         for (body, param, words) in [
             (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
             (

@@ -1,4 +1,4 @@
-//! Generations that are resumed on another worker after the first token, without a visible change for the client.
+//! Generations that are resumed on another worker after the first token, which the client does not notice.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -37,7 +37,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
-    // Half of a character, and a complete one.
+    // The worker sends a complete character and the first half of the next one.
     first.send(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
     let before = first.request.clone();
     first.fail(Status::unavailable("killed")).await;
@@ -45,7 +45,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     assert_eq!((second.request.attempt, second.request.samples), (2, 1));
     assert_eq!(second.request.generated, [generated(0, &"aé".as_bytes()[..2])]);
     assert_eq!((&second.request.prompt, &second.request.sampling), (&before.prompt, &before.sampling));
-    // The second attempt's cached tokens are not reported.
+    // The cached tokens that the second attempt reports do not count.
     second.begin(Some(32)).await;
     second.send(tokens(0, &"aé".as_bytes()[2..])).await;
     second.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await;
@@ -90,7 +90,7 @@ async fn ended_samples_are_not_resumed_and_logprobs_continue() {
     first.send(likely_tokens(0, b"xyz")).await;
     first.send(finished(0, FinishReason::Length, None)).await;
     first.send(likely_tokens(1, b"abSTO")).await;
-    // The sample has ended, even if its worker computes ahead.
+    // This sample has ended at its stop string, even if the worker has generated further tokens.
     first.send(likely_tokens(2, b"cSTOPd")).await;
     first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
@@ -143,7 +143,7 @@ async fn resumes_are_bounded_and_end_with_an_error_event() {
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
-    // Each resume has as many attempts as a start; when all fail, the error names the loss and not their failures.
+    // Each resume may use as many attempts as the start. When all fail, the client's error is the worker's loss, not the attempts' failure.
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
@@ -167,7 +167,7 @@ async fn resumes_are_bounded_and_end_with_an_error_event() {
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
-/// Ledgers identify attempts by number: one that failed before the router was lost keeps its own.
+/// Ledgers identify attempts by number, so no number is used again, even if an attempt failed before the router was lost.
 #[tokio::test]
 async fn attempt_numbers_stay_unique_when_the_router_is_lost() {
     let mut cluster = Cluster::start().await;
@@ -197,14 +197,14 @@ async fn silent_worker_costs_one_attempt_timeout() {
     assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker reports first which process is late");
     hung.closed().await;
     let second = cluster.call().await;
-    // A prefill that has begun is not bounded by the attempt's timeout.
+    // The attempt's timeout does not apply to a prefill that has begun.
     second.send(scheduled(Some(0))).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
     second.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Timeout, 0));
-    // The last attempt is bounded only by the first token's timeout.
+    // Only the first token's timeout applies to the last attempt.
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     for _ in 0..2 {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;

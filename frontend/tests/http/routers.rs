@@ -1,4 +1,4 @@
-//! Several fake routers: each may place, refuse, hang, drain or be lost.
+//! A frontend with several fake routers, each of which may place, refuse, hang, drain or be lost.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -22,9 +22,9 @@ use tonic::{Status, Streaming};
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     Well,
-    /// It refuses streams and reports that it is not ready.
+    /// The router refuses streams and reports that it is not ready.
     NotReady,
-    /// It takes streams and answers nothing.
+    /// The router accepts streams but never answers.
     Silent,
 }
 
@@ -92,7 +92,7 @@ impl Router for Fake {
     }
 }
 
-/// A cluster whose frontend knows two routers.
+/// Starts a cluster whose frontend knows two routers.
 async fn two() -> (Cluster, Routers) {
     let (opened, streams) = mpsc::unbounded_channel();
     let (mut modes, mut addresses) = (Vec::new(), Vec::new());
@@ -209,7 +209,7 @@ async fn silent_router_is_given_up_for_another() {
     }
 }
 
-/// The order of the two routers does not matter.
+/// Runs the request twice, so that each of the two routers is used first.
 #[tokio::test]
 async fn no_worker_error_wins_over_a_silent_router() {
     let (cluster, mut routers) = two().await;
@@ -236,7 +236,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     assert_eq!(first.prompt.existing, None);
     first.place(cluster.decode).await;
     let call = cluster.call().await;
-    // Before the first token.
+    // The first router is lost before the first token.
     routers.set(first.router, Mode::NotReady);
     drop(first.replies);
     let mut second = routers.opened().await;
@@ -247,7 +247,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     call.begin(Some(0)).await;
     call.send(tokens(0, b"ab")).await;
     assert_eq!(second.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: Some(0) })));
-    // And after it. At first no router is available: the answer continues.
+    // The second router is lost after the first token. At first no other router is available, but the answer continues.
     routers.set(second.router, Mode::NotReady);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
     drop(second.replies);
@@ -260,7 +260,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     }
     assert_eq!(third.prompt.existing, existing(false));
     cluster.counted("tandem_frontend_rebooked_total 2").await;
-    // The worker is lost, too: this router re-routes the request.
+    // Then the worker is lost, too. The router that books the request now places it again.
     call.fail(Status::unavailable("killed")).await;
     let Some(Message::Failed(failed)) = third.receives().await else { panic!("it receives the failure") };
     assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
@@ -286,7 +286,7 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
     first.place(cluster.decode).await;
     let call = cluster.call().await;
     routers.set(first.router, Mode::NotReady);
-    // Both at the same time: the frontend may notice either first.
+    // The router and the prefill worker are lost at the same time, and the frontend may notice either first.
     drop(first.replies);
     call.send(tandem_proto::v1::generate_reply::Message::Failure(failure(FailureReason::PrefillLost, "p0-instance"))).await;
     let received = loop {
@@ -320,7 +320,7 @@ async fn draining_router_keeps_requests_until_they_are_rebooked() {
     routers.set(1, Mode::NotReady);
     cluster.counted("tandem_frontend_routers 0").await;
     first.send(route_reply::Message::Draining(Draining {})).await;
-    // No other router is available: the draining one re-routes once more.
+    // No other router is available, so the draining router places the request again.
     call.fail(Status::unavailable("killed")).await;
     assert!(matches!(first.receives().await, Some(Message::Failed(_))));
     first.place(cluster.decode).await;

@@ -1,4 +1,4 @@
-//! Limits of running sequences: of all clients, and of one.
+//! The limits on running sequences, for all clients together and for one client.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};

@@ -1,4 +1,4 @@
-//! A frontend between a client and a fake cluster: the test places prompts and controls every generation.
+//! A frontend with a fake cluster. The test is the client, places the prompts, and controls every generation.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -39,12 +39,12 @@ pub async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(WAIT_MAX, future).await.expect("it resolves in time")
 }
 
-/// The fake cluster, and the frontend's address.
+/// A running frontend with its fake cluster.
 pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// The router's answers, in order; `None`: it closes the stream. Without any, [`local`].
+    /// The router's next answers, in order; `None`: the router closes the stream. If there are none, it answers with [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
@@ -53,18 +53,18 @@ pub struct Cluster {
     pub server: JoinHandle<Result<(), tandem_frontend::FrontendError>>,
 }
 
-/// A generation that the frontend has opened.
+/// A `Generate` call of the frontend to the decode worker.
 pub struct Call {
     pub request: GenerateRequest,
     replies: mpsc::Sender<Result<GenerateReply, Status>>,
 }
 
-/// A message that the router has received, or the end of a stream.
+/// What the router has received: a message, or the end of a stream.
 #[derive(Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a test receives few of them")]
 pub enum Received {
     Message(route_request::Message),
-    /// The stream has closed: the booking ends.
+    /// The frontend has closed the stream, which ends the booking.
     Closed,
 }
 
@@ -152,7 +152,7 @@ fn worker(name: &str, address: &str) -> WorkerRef {
     }
 }
 
-/// Everything on the decode worker, which holds one block.
+/// A placement without a prefill worker. The decode worker has one of the prompt's blocks cached.
 fn local(decode: SocketAddr) -> Placement {
     let decode = Candidate { worker: Some(worker("d0", &decode.to_string())), overlap_blocks: 1, predicted_blocks: 9 };
     Placement { decode: Some(decode), prefill: None, block_size: 16 }
@@ -163,7 +163,7 @@ impl Cluster {
         Self::with(|_| {}).await
     }
 
-    /// The model is the simulator's, with a context of 512 tokens.
+    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
@@ -190,24 +190,24 @@ impl Cluster {
         self.placements.lock().expect("no test panics with it").push_back(Some(reply));
     }
 
-    /// Makes the router close the stream instead of its next answer.
+    /// Makes the router close the stream in place of its next answer.
     pub fn close_next_route(&self) {
         self.placements.lock().expect("no test panics with it").push_back(None);
     }
 
-    /// A placement with a prefill worker that has this many blocks of the prompt.
+    /// Returns a placement with a prefill worker that has this many of the prompt's blocks cached.
     pub fn remote(&self, overlap_blocks: u32, block_size: u32) -> route_reply::Message {
         let prefill = Candidate { worker: Some(worker("p0", "127.0.0.1:1")), overlap_blocks, predicted_blocks: 50 };
         route_reply::Message::Placement(Placement { prefill: Some(prefill), block_size, ..local(self.decode) })
     }
 
-    /// A placement on a decode worker that is not reachable.
+    /// Returns a placement on a decode worker that is unreachable.
     pub fn unreachable(&self) -> route_reply::Message {
         let decode = Candidate { worker: Some(worker("lost", "127.0.0.1:1")), ..Candidate::default() };
         route_reply::Message::Placement(Placement { decode: Some(decode), prefill: None, block_size: 16 })
     }
 
-    /// The next generation that the frontend opens.
+    /// Waits for the frontend's next call to the decode worker.
     pub async fn call(&mut self) -> Call {
         soon(self.calls.recv()).await.expect("the fake worker runs")
     }
@@ -216,12 +216,12 @@ impl Cluster {
         self.calls.try_recv().is_err()
     }
 
-    /// The next message that the router receives.
+    /// Waits for the next message that the router receives.
     pub async fn received(&mut self) -> Received {
         soon(self.routes.recv()).await.expect("the fake router runs")
     }
 
-    /// Waits until this many route streams have closed.
+    /// Waits until this many further `Route` streams have closed.
     pub async fn routes_closed(&mut self, count: usize) {
         let mut closed = 0;
         while closed < count {
@@ -263,7 +263,7 @@ impl Cluster {
     }
 }
 
-/// The status, `retry-after` and code of an error.
+/// Returns the status, the header `retry-after` and the code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
     let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);
@@ -327,13 +327,13 @@ impl Reply {
         (status, json)
     }
 
-    /// The next bytes of a stream.
+    /// Returns the next bytes of a stream.
     pub async fn more(&mut self) -> String {
         let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("it is whole");
         String::from_utf8(frame.into_data().expect("it has no trailers").to_vec()).expect("events are text")
     }
 
-    /// All events of a stream, and whether `[DONE]` ended it.
+    /// Returns all events of a stream, and whether `[DONE]` ended it.
     pub async fn events(self) -> (Vec<Value>, bool) {
         assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
         let (_, text) = self.text().await;
@@ -341,7 +341,8 @@ impl Reply {
     }
 }
 
-/// Every frame is one line of data, none is empty, and none follows `[DONE]`.
+/// Returns the events in the text of a stream, and whether `[DONE]` ended it. Checks that every event is one line of data, and that no
+/// event follows `[DONE]`.
 pub fn events(text: &str) -> (Vec<Value>, bool) {
     let (mut events, mut done) = (Vec::new(), false);
     for frame in text.split_terminator("\n\n") {
@@ -360,7 +361,7 @@ impl Call {
         self.replies.send(Ok(GenerateReply { message: Some(message) })).await.ok();
     }
 
-    /// Sends a message of a later version, which this one does not know.
+    /// Sends a message that the frontend does not know, as a later version could.
     pub async fn send_unknown(&self) {
         self.replies.send(Ok(GenerateReply { message: None })).await.ok();
     }
@@ -379,14 +380,14 @@ impl Call {
         soon(self.replies.closed()).await;
     }
 
-    /// Reports that the prefill has begun, and that the KV is on the decode worker.
+    /// Reports that the prefill has begun, and that the decode worker has the prompt's KV.
     pub async fn begin(&self, cached_tokens: Option<u32>) {
         self.send(scheduled(cached_tokens)).await;
         let started = DecodeStarted { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
         self.send(generate_reply::Message::DecodeStarted(started)).await;
     }
 
-    /// Generates a whole answer: every sample has `text` and ends at its limit.
+    /// Sends a whole answer, in which every sample has `text` and ends at its limit of tokens.
     pub async fn answer(self, cached_tokens: Option<u32>, text: &str) {
         self.begin(cached_tokens).await;
         for sample in 0..self.request.samples {
@@ -401,13 +402,13 @@ pub fn scheduled(cached_tokens: Option<u32>) -> generate_reply::Message {
     generate_reply::Message::Scheduled(Scheduled { cached_tokens, cached_tokens_by_tier, reported_later: false })
 }
 
-/// Tokens of the simulator's vocabulary are bytes.
+/// Returns a message with one token for each byte, as in the simulator's vocabulary.
 pub fn tokens(sample: u32, bytes: &[u8]) -> generate_reply::Message {
     let token = |byte: &u8| Token { token: (*byte).into(), logprob: None, top: Vec::new() };
     generate_reply::Message::Tokens(Tokens { sample, tokens: bytes.iter().map(token).collect() })
 }
 
-/// The same with a logprob of -0.5, and an alternative `z` of -1.5.
+/// Returns one token for each byte, each with a logprob of -0.5 and the alternative `z` with a logprob of -1.5.
 pub fn likely(bytes: &[u8]) -> Vec<Token> {
     use tandem_proto::v1::TokenLogprob;
     let token = |byte: &u8| Token {

@@ -1,4 +1,4 @@
-//! Chat templates that do not end, by themselves or because of a client's messages.
+//! Chat templates that take too many steps or write too much text, always or only for certain messages of a client.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -7,7 +7,7 @@ use std::fs;
 use tandem_frontend::{ServedModel, ServedModelError};
 use tandem_model::HfDirectory;
 
-/// A model with this chat template and a context of 1,000 tokens; its longest token has 10 bytes.
+/// Returns a model with this chat template and a context of 1,000 tokens. The model's longest token has 10 bytes.
 fn model(template: &str) -> Result<ServedModel, ServedModelError> {
     let special = |id: u32, content: &str| {
         json!({
@@ -41,7 +41,7 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
     ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("it opens"))
 }
 
-/// The error for these messages with this template.
+/// Returns the error for a chat with these messages if the model has this template.
 async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
     let mut cluster = Cluster::with(|settings| settings.model = model).await;

@@ -1,4 +1,4 @@
-//! Multi-tenancy: what accounts share, and which headers of untrusted peers are accepted.
+//! Multi-tenancy: whether accounts share cached KV, and which headers of untrusted peers are accepted.
 
 use crate::support::*;
 use hyper::{Method, StatusCode};
@@ -13,7 +13,7 @@ use tandem_proto::v1::GenerateRequest;
 const TRACE_ID: &str = "0af7651916cd43dd8448eb211c80319c";
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// The test's connections come from no trusted proxy.
+/// Changes the settings so that the test's own connections are not those of a trusted proxy.
 fn untrusted(settings: &mut FrontendSettings) {
     settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("a network")];
 }
@@ -22,7 +22,7 @@ fn accounts(settings: &mut FrontendSettings) {
     settings.account_header = Some("x-account".parse().expect("a name"));
 }
 
-/// The generation that a worker receives for a request with these headers, after its answer.
+/// Sends a request with these headers, answers it, and returns the message that the worker has received for it.
 async fn generate_request(cluster: &mut Cluster, headers: &[(&'static str, &'static str)], options: Value) -> GenerateRequest {
     let (frontend, headers) = (cluster.frontend, headers.to_vec());
     let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });

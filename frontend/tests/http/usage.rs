@@ -15,7 +15,7 @@ fn usage_of(prompt: u64, completion: u64, cached: u64) -> Value {
 
 const PROMPT: &str = "a prompt of exactly forty-eight bytes, as counted";
 
-/// Every source of the number (worker, router's estimate, unknown) on every path.
+/// Tries every source of cached tokens (worker, router's estimate, unknown) at every endpoint, with whole and with streamed answers.
 #[tokio::test]
 async fn every_answer_has_cached_tokens_and_their_source() {
     let mut cluster = Cluster::start().await;
@@ -28,7 +28,7 @@ async fn every_answer_has_cached_tokens_and_their_source() {
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker has two blocks, the decode worker one: the estimate is that of the prefill worker.
+                // The prefill worker has two blocks cached, the decode worker has one. The estimate has to be that of the prefill worker.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {
@@ -38,7 +38,7 @@ async fn every_answer_has_cached_tokens_and_their_source() {
                 let reply = cluster.spawn_post(path, body);
                 let call = cluster.call().await;
                 let prompt_tokens = call.request.prompt.len() as u64;
-                // An estimate is never more than the prompt.
+                // The estimate is never greater than the number of the prompt's tokens.
                 let cached = if source == "router_estimate" { cached.min(prompt_tokens) } else { cached };
                 call.answer(reported, "hello").await;
                 let reply = soon(reply).await.expect("the client task runs");
@@ -81,14 +81,14 @@ async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     let second = cluster.call().await;
     second.begin(Some(16)).await;
     second.send(tokens(0, b"x")).await;
-    // The number is fixed: later reports do not count.
+    // The number does not change after the first token, so this report does not count.
     second.send(scheduled(Some(32))).await;
     second.send(finished(0, FinishReason::Length, None)).await;
     let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
     assert!(cluster.metric(r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#).await);
-    // The router receives the report, to measure its prediction.
+    // The router receives the reported number, with which it measures its prediction.
     let mut released = None;
     while released.is_none() {
         if let Received::Message(RouteMessage::PrefillFinished(message)) = cluster.received().await {
@@ -161,7 +161,7 @@ async fn usage_is_a_field_of_every_chunk_or_of_none() {
             }
         }
     }
-    // With and without usage in the answer.
+    // The metrics count the prompts of all answers, with or without usage in the answer.
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 4").await);
     assert!(cluster.metric("tandem_frontend_inter_token_latency_seconds_count 8").await, "{}", cluster.metrics.render());
 }

@@ -1,4 +1,4 @@
-//! The workers and routers of the cluster and their health: all routers' views, combined.
+//! The cluster's workers and routers and their health, combined from the views of all routers.
 
 use super::super::app::App;
 use crate::{audit::LastAudit, clock::unix_ms, dispatch::DispatchError};
@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, sync::Arc};
 use tandem_proto::v1::{Identity, Load, PlacementTotals, WorkerInfo, WorkerView, WorkersReply};
 
-/// Each router's view, by address.
+/// Each router's view of the cluster, by the router's address.
 type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
 
 impl App {
-    /// The current state of the cluster, from the views of its routers.
+    /// Returns the current state of the cluster, from the views of its routers.
     pub(super) async fn cluster(&self) -> Value {
         let identity = &self.dispatcher.routers.identity;
         let views: Views = self.dispatcher.routers.views().collect().await;
@@ -53,13 +53,14 @@ impl App {
     }
 }
 
-/// The views of routers of this frontend's cluster, with the routers' addresses. Those of other clusters are left out.
+/// Returns the views of the routers in this frontend's cluster, each with its router's address. Routers of other clusters are omitted.
 fn replies<'a>(views: &'a Views, identity: &Identity) -> Vec<(&'a str, &'a WorkersReply)> {
     let replies = views.iter().filter_map(|(address, view)| Some((&**address, view.as_ref().ok()?)));
     replies.filter(|(_, reply)| identity.fits(reply.identity.as_ref().unwrap_or(&Identity::default())).is_ok()).collect()
 }
 
-/// Returns every worker instance that a router knows, by name: the sum of the routers' placements, and the latest report.
+/// Returns every worker instance that any router knows, in the order of names, with the sum of the routers' placements and the latest
+/// load report.
 fn workers(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let mut seen: BTreeMap<(String, String), Vec<&WorkerView>> = BTreeMap::new();
     for worker in replies.iter().flat_map(|(_, reply)| &reply.workers) {
@@ -98,7 +99,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "health": health,
         "problem": problem,
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
-        // Each router's number includes the bookings of the others.
+        // This is no sum: each router's number includes the bookings of the other routers.
         "bookings": views.iter().map(|view| view.bookings).max(),
         "load": loads(&load),
         "cache": load.cache.map(|cache| json!({
@@ -132,7 +133,7 @@ fn loads(load: &Load) -> Value {
     })
 }
 
-/// Members that a router does not route to, with its reason. A worker that another router knows is in both lists.
+/// Returns the workers to which a router does not route, with its reason. A worker to which another router routes is in both lists.
 fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let unavailable = replies.iter().flat_map(|(router, reply)| reply.unavailable.iter().map(move |worker| (router, worker)));
     unavailable

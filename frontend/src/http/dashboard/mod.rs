@@ -1,7 +1,7 @@
-//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. The JSON is computed on request, from
-//! the routers' views and [`Recent`](crate::recent::Recent).
+//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. The JSON is computed for each request
+//! from the routers' views of the cluster and [`Recent`](crate::recent::Recent).
 //!
-//! The page loads only files of this server, which the headers below enforce, and adds data to the document as text, never as markup.
+//! The page loads only files of this server, which [`POLICY`] enforces, and adds data to the document as text, never as markup.
 
 mod cluster;
 
@@ -22,7 +22,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// The page's files: name, content type, content.
+/// The page's files, each with its name, content type and content.
 const FILES: [(&str, &str, &str); 10] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("icon.svg", SVG, include_str!("page/icon.svg")),
@@ -36,7 +36,7 @@ const FILES: [(&str, &str, &str); 10] = [
     ("explain.js", JS, include_str!("page/explain.js")),
 ];
 
-/// Allows only files of this server; inline scripts and styles do not run.
+/// The content security policy: only files of this server are loaded, and inline scripts and styles do not run.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -55,7 +55,7 @@ pub(super) fn routes() -> Router<Arc<App>> {
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
-        // Under the same path as the page, so that a proxy can send all its requests to one of several frontends.
+        // The metrics are also under the page's path, so that a proxy can send all of a page's requests to the same frontend.
         .route("/dashboard/metrics", get(health::metrics))
         .route("/dashboard/{file}", get(file))
 }
@@ -67,7 +67,7 @@ async fn file(Path(name): Path<String>) -> Response {
     }
 }
 
-/// The recorded prompts; with `?after=N`, those with greater numbers.
+/// Returns the recorded prompts; with `?after=N`, only those with numbers greater than N.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };

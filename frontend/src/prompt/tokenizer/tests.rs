@@ -1,4 +1,4 @@
-//! Encoding and decoding.
+//! Tests of encoding and decoding.
 
 use super::*;
 
@@ -38,7 +38,7 @@ fn file_with_another_algorithm_is_refused() {
     assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer(found)) if found == "tekken"));
 }
 
-/// `ci/goldens/make_cuts.py`: ids from Hugging Face's tokenizers and llama.cpp.
+/// The token ids that `ci/goldens/make_cuts.py` has computed with Hugging Face's tokenizers and llama.cpp.
 #[derive(serde::Deserialize)]
 struct Goldens {
     merges: Vec<String>,
@@ -78,7 +78,7 @@ fn pre_tokenizers_cut_as_the_families_own_do() {
     }
 }
 
-/// Like Llama 3's: a leading token, special tokens, and a user-defined one.
+/// Returns a `tokenizer.json` like that of Llama 3, with a leading token, special tokens, and a user-defined token.
 fn tokenizer_json() -> serde_json::Value {
     let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
     bytes.sort_unstable();

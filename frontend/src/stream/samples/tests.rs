@@ -14,7 +14,7 @@ fn finished(sample: u32, reason: finished::FinishReason, stop_token: Option<u32>
     Message::Finished(Finished { sample, reason: reason.into(), stop_token })
 }
 
-/// Applies the replies and returns (sample, text, tokens, finish) of every delta.
+/// Applies the replies, and returns `(sample, text, tokens, finish)` of every resulting delta.
 fn deltas(samples: &mut Samples, replies: Vec<Message>) -> Vec<(u32, String, u32, Option<FinishReason>)> {
     for reply in replies {
         samples.apply(reply).expect("the replies are valid");
@@ -40,7 +40,7 @@ fn stop_string_ends_the_sample_and_its_last_token_counts() {
         ]
     );
     assert!(!samples.all_ended());
-    // A reply for an ended sample changes nothing; the other sample emits the text that was held back.
+    // A reply for a sample that has ended changes nothing. The other sample emits the text that was held back.
     let length = finished::FinishReason::Length;
     let got = deltas(&mut samples, vec![finished(0, length, None), finished(1, length, None)]);
     assert_eq!(got, [(1, "E".into(), 0, Some(FinishReason::Length))]);
