@@ -13,8 +13,8 @@ impl Bytes {
     pub(crate) fn map(path: &Path) -> Result<Self, ModelError> {
         let failed = |source| ModelError::Open { path: path.to_owned(), source };
         let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only, and every byte is a valid `u8`. A file that shrinks while it is mapped would end the process; model files
-        // are put in place by renaming a complete file and are not written afterwards.
+        // SAFETY: the map is read-only, and every byte is a valid `u8`. If a file shrank while it is mapped, the process would be killed;
+        // model files are put in place by renaming a complete file and are not written afterwards.
         #[expect(unsafe_code, reason = "mapping a file is sound only while no process truncates it")]
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(failed)?;
         Ok(Self::Mapped(map))

@@ -5,7 +5,7 @@ use crate::{
     rope::{Scaling, yarn_magnitude},
 };
 
-/// The configuration of a Llama or Qwen model: all sizes are positive, `heads` is a multiple of `kv_heads`, `head_dim` is even.
+/// The configuration of a Llama or Qwen model. All sizes are positive, `heads` is a multiple of `kv_heads`, and `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// Number of transformer layers.
@@ -14,25 +14,25 @@ pub struct ModelConfig {
     pub width: usize,
     /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; each serves `heads ÷ kv_heads` query heads.
+    /// Number of key and value heads. Each serves `heads ÷ kv_heads` query heads.
     pub kv_heads: usize,
     /// Length of a head.
     pub head_dim: usize,
     /// Length of the feed-forward network's inner layer.
     pub ffn: usize,
-    /// RMSNorm's epsilon, added to the mean square.
+    /// RMSNorm's epsilon, which is added to the mean square.
     pub eps: f32,
     /// Parameters of the rotary position embedding.
     pub rope: Rope,
-    /// Queries, keys and values have biases.
+    /// Whether the projections to queries, keys and values have biases.
     pub qkv_biases: bool,
-    /// Every head of queries and keys is normalised before RoPE.
+    /// Whether every query head and key head is normalised before RoPE.
     pub qk_norms: bool,
     /// Longest sequence, in tokens.
     pub context_length: u32,
-    /// Tokens in the vocabulary: rows of the embedding.
+    /// Number of tokens in the vocabulary, which is the number of rows of the embedding.
     pub vocab_size: usize,
-    /// The output head shares the embedding's weights.
+    /// Whether the output head uses the weights of the embedding.
     pub tied: bool,
 }
 
@@ -42,7 +42,7 @@ impl Gguf {
     /// Returns the longest sequence that the model supports, in tokens.
     ///
     /// # Errors
-    /// Fails if the key is missing or has another value.
+    /// Fails if a metadata key is missing or has a value of another type.
     pub fn context_length(&self) -> Result<u32, ModelError> {
         self.u32(&format!("{}.context_length", self.str(ARCHITECTURE)?))
     }
@@ -50,7 +50,7 @@ impl Gguf {
 
 /// The differences between the model families.
 pub(crate) struct Family {
-    /// The order of RoPE pairs in GGUF files.
+    /// Which elements of a head RoPE pairs in GGUF files.
     pairs: Pairs,
     pub(crate) qkv_biases: bool,
     pub(crate) qk_norms: bool,
@@ -109,7 +109,7 @@ impl ModelConfig {
     }
 }
 
-/// A file's numbers, whose keys start with the architecture's name.
+/// Reads a file's numeric metadata, whose keys start with the architecture's name.
 struct Numbers<'a> {
     file: &'a Gguf,
     architecture: &'a str,
@@ -176,7 +176,7 @@ impl Numbers<'_> {
     fn rope_scaling(&self, context_length: u32) -> Result<Scaling, ModelError> {
         let key = |name: &str| format!("rope.scaling.{name}");
         let number = |name: &str| Ok::<_, ModelError>(self.positive(&key(name))?.map(f64::from));
-        // Older conversions have no type, only a factor under one of two names.
+        // Files from older converters have no scaling type, only a factor under one of two names.
         let factor = match number("factor")? {
             None => self.float("rope.scale_linear")?.map(f64::from).filter(|factor| *factor > 0.0),
             factor => factor,
@@ -187,7 +187,7 @@ impl Numbers<'_> {
             "linear" if factor == 1.0 => Ok(Scaling::None),
             "linear" => Ok(Scaling::Linear { factor }),
             "yarn" => {
-                // The share of YaRN's extrapolation, which is 1 in all models of these families.
+                // `yarn_ext_factor` is the share of YaRN's extrapolation, which is 1 in all models of these families.
                 if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
                     return Err(self.wrong(&key("yarn_ext_factor"), "1"));
                 }
@@ -208,7 +208,7 @@ impl Numbers<'_> {
     }
 }
 
-/// Returns the number of rows of the embedding.
+/// Returns the size of the vocabulary: the number of rows of the embedding.
 fn vocab_size(file: &Gguf, width: usize) -> Result<usize, ModelError> {
     const NAME: &str = "token_embd.weight";
     match file.tensor(NAME)?.shape {
@@ -217,7 +217,7 @@ fn vocab_size(file: &Gguf, width: usize) -> Result<usize, ModelError> {
     }
 }
 
-/// Returns the divisors of RoPE frequencies, into which conversions of Llama 3 models have put that family's scaling.
+/// Returns the divisors of RoPE frequencies, if the file has them. Conversions of Llama 3 models store that family's RoPE scaling in them.
 fn rope_divisors(file: &Gguf, pairs: usize) -> Result<Option<Vec<f32>>, ModelError> {
     const NAME: &str = "rope_freqs.weight";
     if !file.has_tensor(NAME) {

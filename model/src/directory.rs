@@ -24,7 +24,7 @@ pub struct HfDirectory {
 struct TensorInfo {
     shard: usize,
     kind: Result<TensorType, Dtype>,
-    /// Innermost dimension first, as in GGUF.
+    /// The dimensions, innermost first as in GGUF.
     shape: Vec<u64>,
     range: Range<usize>,
 }
@@ -53,12 +53,12 @@ const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
 impl HfDirectory {
-    /// Whether a directory has the files of such a model.
+    /// Whether the directory contains a model in this layout.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file() && (path.join(WHOLE).is_file() || path.join(INDEX).is_file())
     }
 
-    /// Reads the configuration and maps the weights into memory; weights are read from disk at their first access.
+    /// Reads the configuration and maps the weight files into memory. Weights are read from disk at their first access.
     ///
     /// # Errors
     /// Fails if a file is missing, damaged or invalid, or if the model is not supported.
@@ -88,14 +88,14 @@ impl HfDirectory {
         Ok(Self { path: path.to_owned(), shards, tensors, config })
     }
 
-    /// Returns the existing files of the model, in the order of their names.
+    /// Returns the paths of the model's files that exist, in the order of their names.
     pub(crate) fn files(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
         let mut names = shard_names(path)?;
         names.extend([CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION, TEMPLATE].map(str::to_owned));
         Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
-    /// Returns the tokenizer's file, and what other files say about text.
+    /// Returns the content of the tokenizer's file, and what other files say about special tokens and the chat template.
     ///
     /// # Errors
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
@@ -162,7 +162,7 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
-/// Returns the names of the weight files: those in the index, or else the single file.
+/// Returns the names of the weight files: those in the index, or the single file if there is no index.
 fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
     let Some(bytes) = read_optional(path, INDEX)? else {
         return Ok(BTreeSet::from([WHOLE.to_owned()]));
@@ -170,7 +170,7 @@ fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
     shards_of_index(&bytes)
 }
 
-/// Returns the names of the weight files in an index, in order. Each is a plain name within the directory.
+/// Returns the names of the weight files that the index lists, in order. Each is a plain file name without a directory.
 ///
 /// # Errors
 /// Fails if the index is not valid JSON, names no files, or names files of other directories.
@@ -225,7 +225,7 @@ impl TokenField {
     }
 }
 
-/// One template, or several with names.
+/// One chat template, or several with names.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TemplateField {

@@ -10,7 +10,7 @@ pub enum ModelError {
     Open { path: PathBuf, source: io::Error },
     #[error("this is not a GGUF file: give the path of a .gguf file")]
     NotGguf,
-    /// A big-endian file shows as a huge number.
+    /// In a big-endian file `found` is a huge number.
     #[error("GGUF version {found} is not supported, only version 3: convert the file with a current llama.cpp")]
     Version { found: u32 },
     #[error("the model file ends inside its {part}: it is incomplete, fetch it again")]
@@ -27,15 +27,15 @@ pub enum ModelError {
     Architecture { found: String },
     #[error("the model file has no tensor {name}: use another conversion of the model")]
     MissingTensor { name: String },
-    /// Dimensions, innermost first.
+    /// `found` and `wanted` are dimensions, innermost first.
     #[error("tensor {name} has shape {found:?} where {wanted:?} is needed: use another conversion of the model")]
     TensorShape { name: String, found: Vec<u64>, wanted: Vec<u64> },
-    /// The number of the format in a GGUF file.
+    /// `found` is the format's number in GGUF.
     #[error(
         "tensor {name} has the unknown type number {found}: use a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model"
     )]
     UnknownTensorType { name: String, found: u32 },
-    /// The format in a safetensors file.
+    /// `found` is the format's name in safetensors.
     #[error("tensor {name} is stored as {found:?}: use the model in BF16, F16 or F32, or a GGUF conversion of it")]
     Dtype { name: String, found: safetensors::Dtype },
     #[error("{} cannot be read: it is incomplete, fetch it again", path.display())]

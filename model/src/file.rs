@@ -1,8 +1,8 @@
-//! The engine's view of a model's files, independent of their format.
+//! Access to a model's files that does not depend on their format.
 
 use crate::{ModelConfig, ModelError, Tensor};
 
-/// A model's configuration and weights. Tensors are named as in GGUF.
+/// Provides a model's configuration and weights. Tensors have the names that they have in GGUF.
 pub trait ModelFile {
     /// Returns the model's configuration.
     ///
@@ -16,13 +16,13 @@ pub trait ModelFile {
     /// Fails if there is no such tensor, or if its number format is not supported.
     fn tensor(&self, name: &str) -> Result<Tensor<'_>, ModelError>;
 
-    /// Whether there is a tensor of this name.
+    /// Whether the model has a tensor of this name.
     fn has_tensor(&self, name: &str) -> bool;
 
-    /// Returns a tensor by its name, checking its shape (innermost dimension first).
+    /// Returns a tensor by its name and checks its shape (innermost dimension first).
     ///
     /// # Errors
-    /// As [`tensor`](Self::tensor), and if the shape differs.
+    /// Fails as [`tensor`](Self::tensor) does, and if the shape differs.
     fn tensor_of(&self, name: &str, shape: &[u64]) -> Result<Tensor<'_>, ModelError> {
         let tensor = self.tensor(name)?;
         if tensor.shape == shape {

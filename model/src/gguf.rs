@@ -3,7 +3,7 @@
 use crate::{ModelConfig, ModelError, ModelFile, Tensor, TensorType, bytes::Bytes, parse};
 use std::path::Path;
 
-/// A GGUF file. Opening it checks that everything it announces lies within the file.
+/// A GGUF file. Opening it checks that all metadata and tensors that it announces lie within the file.
 pub struct Gguf {
     bytes: Bytes,
     contents: parse::Contents,
@@ -21,7 +21,7 @@ impl Gguf {
     /// Parses a file that is in memory.
     ///
     /// # Errors
-    /// Fails if it is not a complete GGUF file of version 3.
+    /// Fails if the bytes are not a complete GGUF file of version 3.
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self, ModelError> {
         Self::new(Bytes::Owned(bytes))
     }
@@ -36,15 +36,15 @@ impl Gguf {
         self.contents.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.kind))
     }
 
-    /// Whether the metadata contain this key.
+    /// Whether the metadata contains this key.
     pub fn has(&self, key: &str) -> bool {
         self.contents.metadata.contains_key(key)
     }
 
-    /// Returns an integer of any width that is in the range of `u32`.
+    /// Returns the key's value, which may be an integer of any width in the range of `u32`.
     ///
     /// # Errors
-    /// Fails if the key is missing or has another value.
+    /// Fails if the key is missing or its value is not such an integer.
     pub fn u32(&self, key: &str) -> Result<u32, ModelError> {
         self.value(key, "an integer below 2^32", |value| match value {
             parse::Value::Unsigned(number) => u32::try_from(*number).ok(),
@@ -53,7 +53,7 @@ impl Gguf {
         })
     }
 
-    /// Returns a floating-point number.
+    /// Returns the key's floating-point number.
     ///
     /// # Errors
     /// Fails if the key is missing or has a value of another type.
@@ -64,7 +64,7 @@ impl Gguf {
         })
     }
 
-    /// Returns a boolean.
+    /// Returns the key's boolean.
     ///
     /// # Errors
     /// Fails if the key is missing or has a value of another type.
@@ -75,7 +75,7 @@ impl Gguf {
         })
     }
 
-    /// Returns a string.
+    /// Returns the key's string.
     ///
     /// # Errors
     /// Fails if the key is missing or has a value of another type.
@@ -86,7 +86,7 @@ impl Gguf {
         })
     }
 
-    /// Returns a list of strings.
+    /// Returns the key's list of strings.
     ///
     /// # Errors
     /// Fails if the key is missing or has a value of another type.
@@ -97,10 +97,10 @@ impl Gguf {
         })
     }
 
-    /// Returns a list of 32-bit integers that are in the range of `i32`.
+    /// Returns the key's list of 32-bit integers, which must be in the range of `i32`.
     ///
     /// # Errors
-    /// Fails if the key is missing or has another value.
+    /// Fails if the key is missing or its value is not such a list.
     pub fn i32s(&self, key: &str) -> Result<Vec<i32>, ModelError> {
         self.value(key, "a list of 32-bit integers", |value| match value {
             parse::Value::Array(array) => array.i32s(self.bytes.as_slice()),
@@ -108,7 +108,7 @@ impl Gguf {
         })
     }
 
-    /// Returns `None` if the key is absent; a wrong value is still an error.
+    /// Returns the key's value as read by `get`; `None` if the key is absent. A value of another type is an error.
     pub(crate) fn optional<T>(
         &self,
         key: &str,

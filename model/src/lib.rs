@@ -1,4 +1,4 @@
-//! Reads a model's files, GGUF or a Hugging Face directory: weights for the engine, tokenizer and chat template for the frontend.
+//! Reads a model from a GGUF file or a Hugging Face directory: weights for the engine, tokenizer and chat template for the frontend.
 
 mod bytes;
 mod config;
@@ -25,7 +25,7 @@ pub use tokenizer::TokenizerData;
 pub mod sim {
     /// Starts a chat turn.
     pub const IM_START: u32 = 256;
-    /// Ends a chat turn, and so an answer.
+    /// Ends a chat turn, and with it an answer.
     pub const IM_END: u32 = 257;
     /// Number of tokens in the vocabulary.
     pub const VOCAB_SIZE: usize = 258;

@@ -17,7 +17,7 @@ pub(crate) enum Value {
     Array(Array),
 }
 
-/// An array, checked when the file is opened and decoded on access.
+/// An array in the metadata, checked when the file is opened and decoded when it is read.
 pub(crate) struct Array {
     kind: u32,
     len: usize,
@@ -32,10 +32,10 @@ pub(crate) struct TensorInfo {
 
 const METADATA: &str = "metadata";
 const TENSOR_LIST: &str = "list of tensors";
-/// GGUF's numbers of value types.
+/// The numbers that GGUF gives to value types.
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
-/// The most dimensions of a tensor, as in ggml.
+/// The most dimensions that a tensor may have, as in ggml.
 const DIMENSIONS_MAX: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -130,7 +130,7 @@ impl Array {
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// The part of the file being read, for errors.
+    /// What is being read, for error messages.
     part: &'static str,
 }
 
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
             };
             self.take(len.checked_mul(width).ok_or(ModelError::Truncated { part: self.part })?)?;
         }
-        // Each element takes at least one byte of the file, so the length fits.
+        // Each element takes at least one byte of the file, so the length fits into `usize`.
         let len = usize::try_from(len).map_err(|_| ModelError::Truncated { part: self.part })?;
         Ok(Array { kind, len, range: start..self.at })
     }

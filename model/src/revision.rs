@@ -1,8 +1,8 @@
 //! A model's revision: the SHA-256 of all bytes of its files.
 //!
-//! Workers share KV only if their revisions are equal, so models that differ in a single weight must have different ones.
-//! The revision of a GGUF file is the output of `sha256sum FILE`; that of a directory is the output of `sha256sum FILES | sha256sum` in it, for
-//! its model's files in the order of their names.
+//! Workers share KV only if their revisions are equal, so models that differ in a single weight must have different revisions. The revision
+//! of a GGUF file is the output of `sha256sum FILE`. The revision of a directory is the output of `sha256sum FILES | sha256sum` within it,
+//! where FILES are the model's files in the order of their names.
 
 use crate::{HfDirectory, ModelError};
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
@@ -11,10 +11,10 @@ use std::{
     path::Path,
 };
 
-/// Bytes read at a time: large enough for full speed, small compared to any model.
+/// The number of bytes read at a time: enough for full speed, and small compared to any model.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Returns the revision of the model at `path`, 64 lowercase hex digits. `sha256` returns a file's SHA-256 in the same form.
+/// Returns the revision of the model at `path` as 64 lowercase hex digits. `sha256` must return a file's SHA-256 in the same form.
 ///
 /// # Errors
 /// Fails if the files cannot be listed, or if `sha256` fails.
@@ -30,7 +30,7 @@ pub fn revision<E: From<ModelError>>(path: &Path, mut sha256: impl FnMut(&Path) 
     Ok(hex(list))
 }
 
-/// Returns the SHA-256 of a stream, 64 lowercase hex digits.
+/// Returns the SHA-256 of a stream as 64 lowercase hex digits.
 ///
 /// # Errors
 /// Fails if `from` cannot be read to its end.
@@ -38,8 +38,8 @@ pub fn sha256(from: impl Read) -> io::Result<String> {
     hash(Context::new(&SHA256), from)
 }
 
-/// Returns the hash that git gives to a file of `len` bytes: a SHA-1 in 40 lowercase hex digits. For files outside its large-file storage, the
-/// Hugging Face hub publishes no other hash.
+/// Returns the hash that git gives to a file of `len` bytes: a SHA-1 as 40 lowercase hex digits. The Hugging Face hub publishes only this
+/// hash for files that are not in its large-file storage.
 ///
 /// # Errors
 /// Fails if `from` cannot be read to its end.
@@ -85,7 +85,7 @@ mod tests {
     fn revision_covers_every_byte_of_a_file() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a.gguf");
-        // More than one chunk, and not a whole number of them.
+        // The file has more than one chunk, and its last chunk is not full.
         let mut bytes: Vec<u8> = (0..CHUNK_BYTES * 2 + 77).map(|i| (i * i % 251) as u8).collect();
         fs::write(&path, &bytes).expect("ours");
         let original = revision(&path, sha256_of).expect("it is there");

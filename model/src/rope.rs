@@ -2,28 +2,28 @@
 
 use std::f64::consts::PI;
 
-/// Which elements of a head form a pair.
+/// Which elements of a head form pair `i`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
-    /// 2i and 2i + 1.
+    /// Elements `2i` and `2i + 1`.
     Adjacent,
-    /// i and i + half a head.
+    /// Element `i` and element `i` plus half the length of the head.
     Halves,
 }
 
-/// Rotary position embedding (Su et al. 2021): at position `p`, pair `i` of every query and key is rotated by `p × frequencies[i]` radians and
-/// multiplied by `magnitude`. Both include the model's context scaling.
+/// Rotary position embedding (Su et al. 2021): at position `p`, pair `i` of every query and key is rotated by `p × frequencies[i]` radians
+/// and multiplied by `magnitude`. Both values include the model's context scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Which elements form a pair.
+    /// Which elements of a head form a pair.
     pub pairs: Pairs,
     /// Radians per position, for each of the `head_dim / 2` pairs.
     pub frequencies: Vec<f64>,
-    /// 1 except with YaRN.
+    /// The factor of every pair: 1 except with YaRN.
     pub magnitude: f64,
 }
 
-/// How frequencies are changed for a longer context than the model was pre-trained with.
+/// How frequencies are changed so that the model can use a longer context than in its pre-training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scaling {
     None,
@@ -31,15 +31,15 @@ pub(crate) enum Scaling {
     Linear {
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided, high ones kept, those between interpolated.
+    /// Llama 3.1: low frequencies are divided by the factor, high ones are kept, and those between are interpolated.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
         high_freq_factor: f64,
         original_context: f64,
     },
-    /// YaRN (Peng et al. 2023): pairs that rotate fewer than `beta_slow` times in the original context are divided, those that rotate more than
-    /// `beta_fast` times are kept, those between are interpolated.
+    /// YaRN (Peng et al. 2023): frequencies of pairs that rotate fewer than `beta_slow` times in the original context are divided by the
+    /// factor, those of pairs that rotate more than `beta_fast` times are kept, and those between are interpolated.
     Yarn {
         factor: f64,
         original_context: f64,
@@ -55,7 +55,7 @@ pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
 }
 
 impl Rope {
-    /// Computes the frequencies. `divisors`, one per pair, are applied before the scaling.
+    /// Computes the frequencies. `divisors`, one for each pair, are applied before the scaling.
     pub(crate) fn new(pairs: Pairs, head_dim: usize, base: f32, divisors: Option<&[f32]>, scaling: Scaling) -> Self {
         let len = head_dim / 2;
         let mut frequencies: Vec<f64> = (0..len).map(|pair| libm::pow(f64::from(base), -(pair as f64) / len as f64)).collect();
@@ -74,14 +74,14 @@ impl Rope {
                 }
             }
             Scaling::Yarn { factor, original_context, beta_fast, beta_slow, magnitude: given } => {
-                // The pair that rotates this often in the original context.
+                // Returns the (fractional) index of the pair that rotates this often in the original context.
                 let pair_of = |rotations: f64| {
                     len as f64 * libm::log(original_context / (rotations * 2.0 * PI)) / libm::log(f64::from(base))
                 };
                 let first = libm::floor(pair_of(beta_fast)).max(0.0);
                 let last = libm::ceil(pair_of(beta_slow)).min(head_dim as f64 - 1.0);
                 for (pair, frequency) in frequencies.iter_mut().enumerate() {
-                    // If both bounds are the same pair, avoid a division by zero.
+                    // The minimum avoids a division by zero if both bounds are the same pair.
                     let divided = ((pair as f64 - first) / (last - first).max(0.001)).clamp(0.0, 1.0);
                     *frequency *= 1.0 - divided + divided / factor;
                 }
@@ -103,7 +103,7 @@ mod tests {
         }
     }
 
-    // Expected values were computed with numpy after the formulas of Hugging Face's `modeling_rope_utils`.
+    // The expected values were computed with numpy by the formulas of Hugging Face's `modeling_rope_utils`.
 
     #[test]
     fn llama3_scaling_divides_low_frequencies_only() {

@@ -27,7 +27,7 @@ pub enum TensorType {
 }
 
 impl TensorType {
-    /// Returns the type with this number in GGUF.
+    /// Returns the type that has this number in GGUF; `None` if there is none.
     pub(crate) fn from_number(number: u32) -> Option<Self> {
         use TensorType::*;
         let all =
@@ -35,7 +35,7 @@ impl TensorType {
         all.into_iter().find(|kind| *kind as u32 == number)
     }
 
-    /// Numbers per storage block.
+    /// Returns how many numbers a storage block of this type holds.
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 | Self::I8 | Self::I16 | Self::I32 | Self::I64 | Self::F64 => 1,
@@ -44,7 +44,7 @@ impl TensorType {
         }
     }
 
-    /// Bytes per storage block.
+    /// Returns the size of a storage block in bytes.
     pub fn block_bytes(self) -> usize {
         match self {
             Self::I8 => 1,
@@ -67,13 +67,13 @@ impl TensorType {
     }
 }
 
-/// A tensor of a file.
+/// A tensor in a model file.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
     /// The tensor's number format.
     pub kind: TensorType,
     /// Dimensions, innermost first: a weight has `shape[1]` rows of `shape[0]` numbers.
     pub shape: &'a [u64],
-    /// The stored bytes: product of `shape` ÷ `block_len` × `block_bytes` of them.
+    /// The stored bytes. Their number is the product of `shape` ÷ `block_len` × `block_bytes`.
     pub data: &'a [u8],
 }

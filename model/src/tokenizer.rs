@@ -1,32 +1,32 @@
-//! The tokenizer's data in a GGUF file.
+//! Reads the tokenizer's data in a GGUF file.
 
 use crate::{Gguf, ModelError};
 
 /// The data from which a tokenizer is built.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenizerData {
-    /// Each token's text as the vocabulary writes it (byte-level for `gpt2`), by token id.
+    /// The text of each token as the vocabulary writes it (byte-level for `gpt2`), by token id.
     pub tokens: Vec<String>,
-    /// Each token's kind: 1 normal, 2 unknown, 3 control (the special tokens), 4 user-defined, 5 unused, 6 byte.
+    /// The kind of each token: 1 normal, 2 unknown, 3 control (special tokens), 4 user-defined, 5 unused, 6 byte.
     pub token_types: Vec<i32>,
-    /// Pairs of tokens to merge, best first, each as `left right`.
+    /// Pairs of tokens to merge, each written as `left right`, in order of priority.
     pub merges: Vec<String>,
-    /// Name of the pre-tokenizer, which splits text before merging; `default` if the file has none.
+    /// Name of the pre-tokenizer, which splits text before tokens are merged; `default` if the file has none.
     pub pre: String,
-    /// The algorithm; `gpt2` is byte-level BPE.
+    /// Name of the algorithm; `gpt2` is byte-level BPE.
     pub model: String,
     /// Token that starts a sequence.
     pub bos: Option<u32>,
     /// Token that ends an answer.
     pub eos: Option<u32>,
-    /// Whether the model was trained with `bos` before every sequence.
+    /// Whether the model expects `bos` before every sequence, as in its training.
     pub add_bos: bool,
     /// Jinja source of the chat template.
     pub chat_template: Option<String>,
 }
 
 impl Gguf {
-    /// Returns the tokenizer's data. Every token has a type, and every id is in the vocabulary.
+    /// Returns the tokenizer's data. Every token has a type, and every token id is in the vocabulary.
     ///
     /// # Errors
     /// Fails if a required key is missing, or if a value is invalid or contradicts another.
@@ -51,7 +51,7 @@ impl Gguf {
             model: self.str("tokenizer.ggml.model")?.to_owned(),
             bos: id("tokenizer.ggml.bos_token_id")?,
             eos: id("tokenizer.ggml.eos_token_id")?,
-            // Llama 3's tokenizer always adds it, but conversions of those models may lack the key.
+            // Llama 3's tokenizer always adds `bos`, but conversions of these models may lack the key.
             add_bos: add_bos.unwrap_or(pre == "llama-bpe"),
             pre,
             chat_template: self.optional("tokenizer.chat_template", |key| self.str(key))?.map(str::to_owned),

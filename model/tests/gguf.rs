@@ -1,4 +1,4 @@
-//! Which GGUF files are accepted, and what is read from them.
+//! Tests which GGUF files are accepted, and what is read from them.
 
 mod writer;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use tandem_model::{Gguf, ModelConfig, ModelError, ModelFile, Pairs, Rope, TensorType};
 use writer::{Writer, kind};
 
-/// A Llama file with every key that the reader knows, but without the layers' weights.
+/// Returns a Llama file with every key that the reader knows, but without the layers' weights.
 fn small() -> Writer {
     Writer::default()
         .str("general.architecture", "llama")
@@ -241,7 +241,7 @@ fn unsupported_models_are_refused() {
     assert!(matches!(config_error(small().without_tensor("token_embd.weight")), ModelError::MissingTensor { .. }));
 }
 
-/// The same model as another family.
+/// Returns a small model of the family with this architecture name.
 fn family(name: &str) -> Writer {
     small()
         .str("general.architecture", name)
@@ -284,7 +284,8 @@ fn rope_scalings_are_read() {
     let found = rope(yarn(qwen()));
     assert!((found.magnitude - 1.1386294361).abs() < 1e-9, "{}", found.magnitude);
     assert_eq!(rope(yarn(qwen()).f32("qwen3.rope.scaling.attn_factor", 2.0)).magnitude, found.magnitude * 2.0);
-    // In a context of 64 the first pair rotates ten times and the second once; in one of 4,096, both do often.
+    // YaRN keeps or divides a pair by how often it rotates in the original context. In a context of 64 the first pair rotates ten times and
+    // the second once; in a context of 4,096 both rotate often.
     assert_eq!(found.frequencies[0], 1.0);
     assert!(found.frequencies[1] < 0.1, "{}", found.frequencies[1]);
     assert_eq!(rope(yarn(qwen()).u32("qwen3.rope.scaling.original_context_length", 4096)).frequencies, [1.0, 0.1]);

@@ -10,10 +10,10 @@ use axum::{
 use std::{future::Future, io, sync::Arc};
 use tokio::net::TcpListener;
 
-/// Serves until the process drains. `ready` is called for every `/ready`; its error is the reason why the process cannot serve now.
+/// Serves until the process drains. Each `/ready` request calls `ready`, whose error is the reason why the process cannot serve now.
 ///
 /// # Errors
-/// The socket cannot be served.
+/// The server fails on its socket.
 pub async fn run<R>(
     listener: TcpListener,
     metrics: Metrics,

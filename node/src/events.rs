@@ -1,10 +1,11 @@
 //! KV events over NATS: a worker publishes each change of its cache once, for any number of routers.
 //!
-//! Core NATS does not guarantee delivery: messages are lost when a connection breaks or a subscriber is slow. So a router checks the numbers of the
-//! events, and reads a snapshot from the worker when one is missing. While NATS is disconnected, workers send events over their `Watch` streams.
+//! Core NATS does not guarantee delivery: messages are lost when a connection fails or a subscriber is slow. So a router checks the numbers
+//! of the events, and reads a snapshot from the worker when one is missing. While NATS is disconnected, workers send events over their
+//! `Watch` streams.
 //!
-//! In a cluster with a key each message is a batch and its signature. A message without a valid signature is dropped before it is parsed, so that
-//! other programs with access to NATS can neither forge events nor make routers read snapshots.
+//! If the cluster has a key, each message is a batch and its signature. A message without a valid signature is dropped before it is parsed,
+//! so that other programs with access to NATS can neither forge events nor make routers read snapshots.
 
 use crate::{
     Metrics, Secret,
@@ -27,23 +28,23 @@ use tokio::sync::{
     watch,
 };
 
-/// The largest message: below the limit of NATS (1 MiB by default), and sent quickly enough not to delay those of other workers.
+/// The largest message: below the limit of NATS (1 MiB by default), and sent quickly enough not to delay other workers' messages.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
-/// A connection is closed after three pings without an answer.
+/// Interval of pings. A connection is closed after three pings without an answer.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// Backoff between attempts to connect: a restarted NATS is found within two seconds.
+/// The shortest and longest delay between attempts to connect. A restarted NATS is found within two seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The number of attempts after which the delay is `PAUSE_MAX`.
 const ATTEMPTS_MAX: usize = 10;
 
-/// Interval at which the state of the connection is checked in the absence of events.
+/// Interval at which the state of the connection is checked, because notifications of changes may be lost.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Settings of the connection to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NatsSettings {
-    /// `host:port` or URLs of its servers; one that can be reached suffices.
+    /// `host:port` or URLs of the NATS servers. One server that can be reached suffices.
     pub servers: Vec<String>,
     /// How the process authenticates itself.
     pub auth: NatsAuth,
@@ -53,8 +54,8 @@ pub struct NatsSettings {
     pub identity: Option<(PathBuf, PathBuf)>,
     /// The cluster's name, which is part of every subject.
     pub cluster: String,
-    /// Messages of one worker that are buffered for a router. 1,024 are those of about ten seconds of a busy worker; more are lost, which leads to
-    /// a snapshot.
+    /// The most messages of one worker that are buffered at a router. 1,024: about ten seconds of a busy worker. Further messages are lost,
+    /// which leads to a snapshot.
     pub pending_max: usize,
 }
 
@@ -68,7 +69,7 @@ pub enum NatsAuth {
     Token(Secret),
     /// A credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// The file with the seed of an nkey.
+    /// A file with the seed of an nkey.
     Nkey(PathBuf),
 }
 
@@ -82,7 +83,7 @@ pub enum NatsError {
     File { path: PathBuf, source: io::Error },
     #[error("NATS cannot be used")]
     Connect(#[from] async_nats::ConnectError),
-    /// The client has ended.
+    /// The NATS client has ended.
     #[error("NATS subscription failed")]
     Subscribe(#[from] async_nats::SubscribeError),
 }
@@ -104,7 +105,7 @@ impl fmt::Debug for Broker {
 }
 
 impl Broker {
-    /// Begins to connect; NATS itself may be unreachable. Batches are signed with `key`, if the cluster has one.
+    /// Begins to connect; NATS may be unreachable. Batches are signed with `key` if the cluster has one.
     ///
     /// # Errors
     /// The settings are invalid.
@@ -130,20 +131,20 @@ impl Broker {
         self.client.connection_state() == State::Connected
     }
 
-    /// Resolves when [`Broker::is_connected`] is `connected`. Cancel-safe.
+    /// Resolves when NATS is connected (`true`) or not connected (`false`). Cancel-safe.
     pub async fn until(&self, connected: bool) {
         let mut changes = self.connected.clone();
         while self.is_connected() != connected {
-            // The client drops events when there are many, so its state is checked at intervals, too.
+            // The NATS client drops notifications when there are many, so its state is also checked at intervals.
             if let Ok(Err(_)) = tokio::time::timeout(CHECK_INTERVAL, changes.changed()).await {
-                // The client has ended, so nothing changes any more.
+                // The NATS client has ended, so its state will not change any more.
                 return std::future::pending().await;
             }
         }
     }
 
-    /// Publishes a batch, split into messages that NATS accepts. Without a connection it is lost, as are messages in flight when the connection
-    /// breaks.
+    /// Publishes a batch, split into messages that NATS accepts. The batch is lost if NATS is not connected, and so are messages in flight
+    /// when the connection is lost.
     pub async fn publish(&self, batch: KvEventBatch) {
         if !self.is_connected() {
             return;
@@ -165,7 +166,8 @@ impl Broker {
         }
     }
 
-    /// Publishes every change of an instance's cache. Batches that come faster than they are sent are lost, which routers detect by their numbers.
+    /// Publishes every change of an instance's cache. Batches that are made faster than they can be sent are lost; routers detect that by
+    /// the numbers of the events.
     pub async fn publish_all(self, instance_id: String, mut batches: broadcast::Receiver<Arc<KvBatch>>) {
         loop {
             match batches.recv().await {
@@ -180,14 +182,15 @@ impl Broker {
         }
     }
 
-    /// Subscribes to what the instance publishes. Dropping the value ends the subscription.
+    /// Subscribes to the instance's KV events. Dropping the returned value ends the subscription.
     ///
     /// # Errors
-    /// The client has ended.
+    /// The NATS client has ended.
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
         let messages = self.client.subscribe(self.subject(instance_id)).await?;
         let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
-        // After the flush NATS has the subscription before a snapshot is made elsewhere. Otherwise a missed event is detected by its number.
+        // After the flush NATS knows the subscription, so a snapshot requested afterwards and the events leave no gap. Without the flush, a
+        // gap is still detected by the numbers of the events.
         tokio::select! {
             _ = self.client.flush() => {}
             () = self.until(false) => {}
@@ -202,7 +205,7 @@ impl Broker {
         batch
     }
 
-    /// Returns the batch of a message if it is signed with the cluster's key, as this instance's.
+    /// Returns the batch of a message if it is signed with the cluster key for this instance. Without a key, every message is accepted.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);
@@ -225,8 +228,8 @@ pub struct Published {
 }
 
 impl Published {
-    /// The next batch; `None` when the client has ended. Messages without the cluster's signature are dropped and counted. Messages that cannot be
-    /// parsed are dropped; the number of the next event shows that they are missing. Cancel-safe.
+    /// Returns the next batch; `None` when the NATS client has ended. Messages without a valid signature are dropped and counted. Messages
+    /// that cannot be parsed are dropped; the number of the next event shows that events are missing. Cancel-safe.
     pub async fn next(&mut self) -> Option<KvEventBatch> {
         loop {
             let message = self.messages.next().await?.payload;
@@ -242,7 +245,7 @@ impl Published {
     }
 }
 
-/// Returns the wall-clock time in microseconds since 1970, with which the delay of events is measured between hosts with synchronised clocks.
+/// Returns the wall-clock time in microseconds since 1970. The delay of events is measured with it between hosts with synchronised clocks.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
@@ -255,7 +258,7 @@ pub fn without_password(server: &str) -> &str {
 fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
     let wrong = || NatsError::Server { server: without_password(server).to_owned() };
     let address: ServerAddr = server.parse().map_err(|_| wrong())?;
-    // A password in an address would be shown wherever settings are.
+    // An address is shown wherever settings are, so it must not contain a password.
     if address.has_user_pass() || address.host().is_empty() { Err(wrong()) } else { Ok(address) }
 }
 
@@ -292,7 +295,7 @@ fn read(path: &Path) -> Result<String, NatsError> {
     fs::read_to_string(path).map_err(|source| NatsError::File { path: path.to_owned(), source })
 }
 
-/// Follows the state of the connection: gauge, log and notification.
+/// Follows the state of the connection, and updates the gauge, the log and `state`.
 struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,

@@ -1,4 +1,4 @@
-//! The parts that every Tandem process has: metrics, logs, traces, the admin endpoint, discovery, the event plane and shutdown.
+//! The modules that every Tandem process uses: metrics, logs, traces, the admin endpoint, discovery, KV events over NATS, and shutdown.
 
 pub mod admin;
 pub mod discovery;
@@ -15,7 +15,7 @@ pub use retry::Backoff;
 pub use secret::Secret;
 pub use shutdown::Shutdown;
 
-/// Returns a new `instance_id`, which names one run of a process.
+/// Returns a new `instance_id`, which identifies one run of a process.
 pub fn new_instance_id() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }

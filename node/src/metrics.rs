@@ -1,6 +1,6 @@
-//! Metrics: one recorder per cluster, which is passed in. Components register their families once and keep handles.
+//! Metrics: one recorder per cluster, passed to its components. Each component registers its metric families once and keeps the handles.
 //!
-//! Two clusters in one process, as in tests, have separate recorders.
+//! Two clusters in one process, as in tests, have separate recorders, so that their metrics do not mix.
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
@@ -17,7 +17,7 @@ pub struct Metrics(Arc<Registry>);
 
 struct Registry {
     recorder: PrometheusRecorder,
-    /// Registries of series that are removed with their owner, by its name.
+    /// Registries by the name of their owner, such as a worker. Their series are removed with the owner.
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
@@ -26,10 +26,10 @@ pub type LabelPair<'a> = (&'static str, &'a str);
 
 const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
 
-/// In this time the histograms of a busy frontend record some ten thousand values: a hundred kilobytes.
+/// Interval of upkeep. In this time the histograms of a busy frontend record some ten thousand values: a hundred kilobytes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Histogram buckets, by the unit at the end of the name.
+/// Histogram buckets, by the unit at the end of the metric's name.
 const BUCKETS: [(&str, &[f64]); 4] = [
     ("_seconds", &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]),
     ("_tokens", &[0.0, 16.0, 64.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131072.0]),
@@ -67,8 +67,8 @@ impl Metrics {
         self.0.recorder.register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// Returns a registry whose series are rendered with those of this one until its last clone is dropped, such as a worker's. Until then, calls
-    /// with the same owner return the same registry.
+    /// Returns a registry for one owner, such as a worker. Its series are rendered with those of this registry until its last clone is
+    /// dropped. Until then, calls with the same owner return the same registry.
     pub fn part(&self, owner: &str) -> Self {
         let mut parts = self.0.parts.lock();
         if let Some(part) = parts.get(owner).and_then(Weak::upgrade) {
@@ -91,8 +91,8 @@ impl Metrics {
         join(&pages)
     }
 
-    /// Periodically sorts the recorded values of histograms into their buckets, until dropped. Each value is kept by itself before that, so without
-    /// upkeep memory grows while no scrape occurs.
+    /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Before that each value is kept
+    /// individually, so without upkeep memory grows while no scrape occurs.
     pub async fn upkeep(self) {
         loop {
             tokio::time::sleep(UPKEEP_INTERVAL).await;
@@ -101,7 +101,7 @@ impl Metrics {
     }
 }
 
-/// Merges pages, so that each family has its help and type once.
+/// Merges rendered pages, so that each metric family has its help and type only once.
 fn join(pages: &[String]) -> String {
     let mut families: BTreeMap<&str, String> = BTreeMap::new();
     for family in pages.iter().flat_map(|page| page.split_terminator("\n\n")) {

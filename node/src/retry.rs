@@ -1,12 +1,12 @@
-//! Retries without end: exponential backoff with jitter, and each error logged once.
+//! Retries without a limit: exponential backoff with jitter, and each error logged only once.
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use std::{iter, time::Duration};
 
 /// The state of retries since the last success.
 ///
-/// Delays begin between `min` and twice that, and double up to between `max` and twice that. Where in that range is random, so that the peers of a
-/// process that restarts do not all return at the same moment.
+/// The first delay is between `min` and twice `min`. Delays double until they are between `max` and twice `max`. Each is random within its
+/// range, so that the peers of a process that restarts do not all return at the same moment.
 #[derive(Debug)]
 pub struct Backoff {
     min: Duration,
@@ -16,22 +16,22 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Returns a backoff without failures, whose delays grow from `min` to `max`.
+    /// Returns a backoff after no failures. Its delays grow from `min` to `max`.
     pub fn new(min: Duration, max: Duration) -> Self {
         Self { min, max, delays: exponential(min, max).build(), reported: None }
     }
 
-    /// Returns the delay before the next attempt; later ones are longer.
+    /// Returns the delay before the next attempt. Later delays are longer.
     pub fn next_delay(&mut self) -> Duration {
         self.delays.next().unwrap_or(self.max)
     }
 
-    /// Starts again with the shortest delay, after a success.
+    /// Starts again with the shortest delay; to be called after a success.
     pub fn reset(&mut self) {
         *self = Self::new(self.min, self.max);
     }
 
-    /// Whether this error differs from the last one since a success, so that the same error is not logged at every attempt.
+    /// Whether this error differs from the last error since a success. With it, an error that repeats is logged only once.
     pub fn is_new_error(&mut self, error: &str) -> bool {
         let is_new = self.reported.as_deref() != Some(error);
         if is_new {
@@ -41,7 +41,7 @@ impl Backoff {
     }
 }
 
-/// Returns the delay before the attempt with this number, from 0, for callers that do not keep a [`Backoff`].
+/// Returns the delay before an attempt, which is numbered from 0, for callers that do not keep a [`Backoff`].
 pub fn delay(min: Duration, max: Duration, attempt: usize) -> Duration {
     exponential(min, max).build().nth(attempt).unwrap_or(max)
 }

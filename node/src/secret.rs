@@ -1,4 +1,4 @@
-//! Passwords and tokens, which are not shown where settings are.
+//! Passwords and tokens, which must not appear where settings are shown.
 
 use std::fmt;
 

@@ -1,9 +1,9 @@
-//! One tree of cancellation and one set of tasks for each process.
+//! Shutdown of a process: announcements to drain and to stop, and one set of tasks to wait for.
 
 use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Announces when to drain and when to stop, and waits for the tasks. Cheap to clone.
+/// Announces when the process drains and when it stops, and waits for its tasks. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -12,7 +12,7 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Starts a task that ends at the latest with the grace period: it is then dropped at its next await.
+    /// Starts a task that is dropped at its next await if it still runs at the end of the grace period.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopped = self.stopped.clone();
         self.tasks.spawn(async move {
@@ -29,9 +29,9 @@ impl Shutdown {
         self.tasks.spawn(task);
     }
 
-    /// Drops a value on a thread that may block. The end of the process waits for it.
+    /// Drops a value on a thread that may block. [`Shutdown::run`] waits for it.
     pub fn drop_elsewhere(&self, value: impl Send + 'static) {
-        // Without a runtime there is no task to block.
+        // Without a runtime the value is dropped here, because there is no task that it could block.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
@@ -53,14 +53,14 @@ impl Shutdown {
         self.stopped.cancelled().await;
     }
 
-    /// Stops everything now, without waiting for it. For use in `Drop`.
+    /// Stops all tasks now, without waiting for them. For use in `Drop`.
     pub fn stop(&self) {
         self.draining.cancel();
         self.tasks.close();
         self.stopped.cancel();
     }
 
-    /// Refuses new work, lets running work finish for `grace`, then stops it. Returns when all tasks have ended.
+    /// Announces that the process drains, lets running work finish for at most `grace`, then stops it. Returns when all tasks have ended.
     pub async fn run(&self, grace: Duration) {
         self.draining.cancel();
         self.tasks.close();

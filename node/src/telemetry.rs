@@ -1,4 +1,4 @@
-//! Logs: to stderr, filtered by `TANDEM_LOG`, as text or as a line of JSON each.
+//! Logs are written to stderr, filtered by `TANDEM_LOG`, as text or with one JSON object per line.
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -26,7 +26,7 @@ pub enum LogFormat {
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // It logs every attempt to connect; our own log has what matters.
+        // The NATS client logs every attempt to connect; our own log has what matters.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -22,7 +22,7 @@ use opentelemetry_sdk::{
 };
 use std::{borrow::Cow, future::Future, sync::Arc, time::Duration};
 
-/// `00-`, trace id, `-`, span id, `-`, flags.
+/// The length of a `traceparent`: `00-`, trace id, `-`, span id, `-`, flags.
 const TRACEPARENT_LEN: usize = 55;
 
 /// The value of a span's attribute.
@@ -54,7 +54,7 @@ attribute_from! {
 pub struct TraceSettings {
     /// The collector's gRPC endpoint: `http://host:4317`, or `https://`.
     pub endpoint: String,
-    /// The share of requests that are sampled, from 0 to 1. A request with a trace of its client is sampled if, and only if, that trace is.
+    /// The share of requests that are sampled, from 0 to 1. If the client sends a trace, its request is sampled exactly if that trace is.
     pub sample_ratio: f64,
     /// The kind of process, such as `tandem-frontend`.
     pub service: &'static str,
@@ -62,7 +62,7 @@ pub struct TraceSettings {
     pub instance: String,
 }
 
-/// Starts spans. Cheap to clone; the default starts none.
+/// Starts spans. Cheap to clone. The default tracer starts none.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Option<Arc<Source>>);
 
@@ -72,12 +72,12 @@ struct Source {
     queue: Queue,
 }
 
-/// A span, which ends when its last clone is dropped. For a request that is not sampled it is empty.
+/// A span, which ends when its last clone is dropped. It is empty if its request is not sampled.
 #[derive(Clone, Debug, Default)]
 pub struct Span(Option<(Context, Arc<Source>)>);
 
 impl Tracer {
-    /// Returns a tracer, and the task that sends its spans; the first one opens the connection. Needs a tokio runtime.
+    /// Returns a tracer and the task that sends its spans. The task connects when it sends the first span. Needs a tokio runtime.
     ///
     /// # Errors
     /// The endpoint is not a valid address.
@@ -98,13 +98,13 @@ impl Tracer {
         Ok((Self(Some(Arc::new(Source { tracer: provider.tracer("tandem"), queue }))), sending))
     }
 
-    /// The span of a request that comes from outside, with the client's `traceparent` if it has one.
+    /// Starts the span of a request from a client, as a child of the client's span if `traceparent` names one.
     pub fn request(&self, traceparent: &str, name: &'static str) -> Span {
         let Some(source) = &self.0 else { return Span::default() };
         source.begin(name.into(), SpanKind::Server, &remote(traceparent))
     }
 
-    /// Starts the span of a call by another process, as a child of that process's span; empty if `traceparent` names none that is sampled.
+    /// Starts the span of another process's call, as a child of that process's span. It is empty unless `traceparent` names a sampled span.
     pub fn follow(&self, traceparent: &str, name: &'static str) -> Span {
         match &self.0 {
             Some(source) if !traceparent.is_empty() => {
@@ -151,12 +151,12 @@ impl Span {
         Some((context.trace_id().to_string(), context.span_id().to_string()))
     }
 
-    /// Whether the span is exported. If not, its methods cost nothing.
+    /// Whether the span is exported. Otherwise its methods cost nothing.
     pub fn is_sampled(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Starts a span within this one.
+    /// Starts a child of this span.
     pub fn child(&self, name: &'static str) -> Self {
         match &self.0 {
             Some((context, source)) => source.begin(name.into(), SpanKind::Internal, context),
@@ -171,7 +171,7 @@ impl Span {
         }
     }
 
-    /// Sets an attribute: a count, a time, or a name given by the operator.
+    /// Sets an attribute. Its value is a count, a time, or a name given by the operator.
     pub fn set(&self, key: &'static str, value: impl Into<Attribute>) {
         if let Some((context, _)) = &self.0 {
             context.span().set_attribute(KeyValue::new(key, value.into().0));
@@ -186,7 +186,7 @@ impl Span {
         }
     }
 
-    /// Marks the span as failed; `reason` is from a closed set.
+    /// Marks the span as failed. `reason` must be one of a fixed set.
     pub fn fail(&self, reason: &'static str) {
         if let Some((context, _)) = &self.0 {
             context.span().set_attribute(KeyValue::new("error.type", reason));
@@ -194,7 +194,7 @@ impl Span {
         }
     }
 
-    /// Returns the span for the log lines of the request, with the ids of its trace if it is sampled.
+    /// Returns the `tracing` span for the log lines of the request. It has the ids of the trace if the request is sampled.
     pub fn logged(&self, request_id: &str, attempt: u32) -> tracing::Span {
         match self.ids() {
             Some((trace_id, span_id)) => tracing::info_span!("request", request_id, attempt, trace_id, span_id),
@@ -203,7 +203,7 @@ impl Span {
     }
 }
 
-/// Returns the caller's span, if `traceparent` names one.
+/// Returns the context of the caller's span if `traceparent` names one, and else an empty context.
 fn remote(traceparent: &str) -> Context {
     struct Header<'a>(&'a str);
     impl Extractor for Header<'_> {
@@ -214,7 +214,7 @@ fn remote(traceparent: &str) -> Context {
             vec!["traceparent"]
         }
     }
-    // The propagator would accept incomplete flags.
+    // Without this check the propagator would accept incomplete flags.
     if traceparent.len() != TRACEPARENT_LEN {
         return Context::new();
     }

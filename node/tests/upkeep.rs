@@ -1,4 +1,5 @@
-//! The memory of histograms between scrapes. This test runs in its own process, because it counts all of the process's allocations.
+//! Tests that the memory of histograms does not grow between scrapes. The test has its own process, because it counts all of the process's
+//! allocations.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -7,7 +8,7 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// The system's allocator with a count of the bytes in use.
+/// The system's allocator, with a count of the bytes in use.
 struct Counting;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
@@ -20,13 +21,13 @@ static ALLOCATOR: Counting = Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`, which is the same.
+        // SAFETY: the caller fulfils the contract of `alloc`, which is the same for the system's allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         IN_USE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: as for `alloc`.
+        // SAFETY: the caller fulfils the contract of `dealloc`, which is the same for the system's allocator.
         unsafe { System.dealloc(pointer, layout) }
     }
 }

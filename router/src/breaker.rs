@@ -1,8 +1,9 @@
-//! A circuit breaker per worker: when a worker that fails requests receives no more of them, and when it is tried again.
+//! A circuit breaker for each worker. It stops placing requests on a worker that fails them, and decides when to try the worker again.
 //!
-//! Consecutive faults open the circuit: no request is placed on the worker for a pause. After it one request is admitted as a probe; its
-//! first token closes the circuit, its fault opens it again for a longer pause. The faults of requests that were placed before do not count
-//! while the circuit is open; a first token of one of them closes it, as it shows that the worker serves.
+//! Consecutive faults open the circuit: for a pause, no request is placed on the worker. After the pause one request is admitted as a
+//! probe. The probe's first token closes the circuit; its fault opens the circuit again for a longer pause. While the circuit is open,
+//! faults of requests that were placed earlier do not count, but a first token of such a request closes the circuit, because it shows that
+//! the worker serves.
 
 use crate::worker_bookings::BookingId;
 use std::time::Duration;
@@ -10,13 +11,14 @@ use tandem_node::Backoff;
 use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
-/// Consecutive faults that open the circuit. As many as one request may have attempts: one request alone can use them up.
+/// The number of consecutive faults that open the circuit. It equals the default number of attempts of a request, so that one request can
+/// open it.
 const FAULTS_MAX: u32 = 3;
 
-/// The first pause, before jitter of up to as much again: short enough for a worker that was only busy.
+/// The first pause, to which jitter adds at most as much again. It is short enough for a worker that was only busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// The longest pause, before jitter of up to as much again: a worker that has not recovered costs one attempt in it.
+/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered costs one attempt in each pause.
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
 /// The circuit breaker of one worker.
@@ -29,14 +31,14 @@ pub(crate) struct Breaker {
 
 #[derive(Debug)]
 struct Open {
-    /// Its jitter keeps routers from probing a worker at the same moment.
+    /// The jitter of these pauses keeps several routers from probing a worker at the same moment.
     pauses: Backoff,
     until: Instant,
     probe: Option<BookingId>,
 }
 
-/// Whether a failure for this reason suggests that the worker is broken. A worker at capacity, draining or restarted is not, nor one that
-/// received an invalid request.
+/// Whether a failure for this reason suggests that the worker is broken. Being at capacity, draining, restarted or asked for something
+/// invalid does not.
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     use FailureReason as Reason;
     match reason {
@@ -63,7 +65,7 @@ impl Breaker {
         *self = Self::default();
     }
 
-    /// Records a request that failed because of the worker. Returns whether that has opened the circuit.
+    /// Records that a request failed because of the worker. Returns whether this fault opened the circuit.
     pub(crate) fn on_fault(&mut self, booking: BookingId, now: Instant) -> bool {
         self.faults = self.faults.saturating_add(1);
         let mut pauses = match self.open.take_if(|open| open.probe == Some(booking)) {
@@ -75,7 +77,8 @@ impl Breaker {
         true
     }
 
-    /// Records that the request has ended. A probe that ended without a token or a fault is followed by another one.
+    /// Records that the request has ended. If it was the probe and had neither a first token nor a fault, the next request becomes the
+    /// probe.
     pub(crate) fn on_released(&mut self, booking: BookingId) {
         if let Some(open) = &mut self.open {
             open.probe.take_if(|probe| *probe == booking);

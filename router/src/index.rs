@@ -1,6 +1,6 @@
-//! The prefix index: which worker has cached which block. Exact, and searched by galloping instead of scanned.
+//! The prefix index: which worker has cached which block. It is exact, and a query skips most blocks of a long prompt.
 //!
-//! One flat table leads from a sequence hash to the set of workers that have cached the block. A worker's cache is prefix-closed (a block is
+//! One flat table maps a sequence hash to the set of workers that have cached the block. A worker's cache is prefix-closed (a block is
 //! cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] finds the next block that some worker
 //! lacks by galloping (exponential, then binary) search and skips the blocks between.
 //!
@@ -11,23 +11,23 @@
 use std::collections::{HashMap, HashSet, hash_map::Entry};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
-/// A worker's bit position in the index's sets. Small and dense: the caller reuses the slots of removed workers.
+/// A worker's bit position in the index's sets. Slots are small and dense: the caller reuses the slots of removed workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerSlot(pub u32);
 
-/// Blocks of a change that the index could not apply. The rest of the change is applied all the same.
+/// The numbers of blocks in a change that the index could not apply. The rest of the change is applied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Skipped {
-    /// Removed, but not in the index.
+    /// Blocks that were removed but were not in the index.
     pub absent_blocks: u64,
-    /// Stored under a parent that the worker has not cached.
+    /// Blocks that were stored under a parent that the worker has not cached.
     pub orphaned_blocks: u64,
 }
 
-/// Sequence hash → the workers that have cached the block.
+/// Maps each sequence hash to the workers that have cached the block.
 pub struct PrefixIndex {
     workers: HashMap<SequenceHash, Workers, KeyedState>,
-    /// Bit sets of `words` words each.
+    /// All bit sets, one after the other, of `words` words each.
     sets: Vec<u64>,
     free_sets: Vec<u32>,
     words: usize,
@@ -35,7 +35,7 @@ pub struct PrefixIndex {
     by_worker: Vec<HashSet<SequenceHash, KeyedState>>,
 }
 
-/// The workers that have cached a block. Most blocks are cached by one worker and take no set.
+/// The workers that have cached a block. Most blocks are cached by only one worker and need no bit set.
 #[derive(Clone, Copy)]
 enum Workers {
     One(u32),
@@ -44,7 +44,7 @@ enum Workers {
 }
 
 impl PrefixIndex {
-    /// Returns an empty index. The key affects the table's layout only; a random one keeps crafted prompts from slowing it down.
+    /// Returns an empty index. The key only seeds hash tables; a random key keeps crafted prompts from slowing the index down.
     pub fn new(key: u64) -> Self {
         let workers = HashMap::with_hasher(KeyedState::with_seed(key));
         Self { workers, sets: Vec::new(), free_sets: Vec::new(), words: 1, by_worker: Vec::new() }
@@ -63,7 +63,7 @@ impl PrefixIndex {
         skipped
     }
 
-    /// Replaces all that was known of the worker by the snapshot.
+    /// Replaces all that was known of the worker's cache by the snapshot.
     pub fn replace(&mut self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
         self.forget(worker);
         let mut skipped = Skipped::default();
@@ -73,7 +73,7 @@ impl PrefixIndex {
         skipped
     }
 
-    /// Removes all of the worker's blocks. Takes time proportional to their number, however many blocks other workers have.
+    /// Removes all of the worker's blocks. The time is proportional to their number and independent of other workers' blocks.
     pub fn forget(&mut self, worker: WorkerSlot) {
         let Some(hashes) = self.by_worker.get_mut(worker.0 as usize) else { return };
         let empty = HashSet::with_hasher(self.workers.hasher().clone());
@@ -82,11 +82,11 @@ impl PrefixIndex {
         }
     }
 
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached. Slots never used are left out.
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
     pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
         let mut leading = vec![0; self.by_worker.len()];
         let Some(first) = hashes.first() else { return leading };
-        // All `active` workers have cached hashes[..common].
+        // Each worker in `active` has cached `hashes[..common]`.
         let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.workers.get(first), word)).collect();
         let mut common = 1;
         while active.iter().any(|word| *word != 0) {
@@ -109,7 +109,8 @@ impl PrefixIndex {
         self.by_worker.get(worker.0 as usize).map_or(0, |hashes| hashes.len() as u64)
     }
 
-    /// Returns the length of the longest prefix that all `active` workers have cached; `from` is known to be one that they have.
+    /// Returns the length of the longest prefix that all `active` workers have cached. They are known to have cached the first `from`
+    /// blocks.
     fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
         let (mut cached, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
         while lacking - cached > 1 {
@@ -163,7 +164,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Returns whether the block was in the index for the worker.
+    /// Removes the block from the worker's cache in the index. Returns whether it was there.
     fn remove(&mut self, worker: WorkerSlot, hash: SequenceHash) -> bool {
         let was_cached = self.by_worker.get_mut(worker.0 as usize).is_some_and(|hashes| hashes.remove(&hash));
         if was_cached {
@@ -172,7 +173,7 @@ impl PrefixIndex {
         was_cached
     }
 
-    /// Removes the worker from the workers of the block, which include it.
+    /// Removes the worker from the set of workers that have cached the block. The set must contain it.
     fn remove_worker(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
         let Entry::Occupied(mut entry) = self.workers.entry(hash) else { unreachable!("a cached block has workers") };
         match *entry.get() {
@@ -193,7 +194,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Returns one word of the bit set of workers.
+    /// Returns one 64-bit word of a set of workers.
     fn word(&self, workers: Option<&Workers>, word: usize) -> u64 {
         match workers {
             Some(Workers::One(worker)) if place(*worker).0 == word => place(*worker).1,
@@ -202,7 +203,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Makes sure that the sets have a bit for this worker.
+    /// Enlarges the sets if they have no bit for this worker yet.
     fn grow_to(&mut self, WorkerSlot(worker): WorkerSlot) {
         if worker as usize >= self.by_worker.len() {
             self.by_worker.resize(worker as usize + 1, HashSet::with_hasher(self.workers.hasher().clone()));
@@ -219,7 +220,7 @@ impl PrefixIndex {
     }
 }
 
-/// Returns a worker's word in a set, and its bit in the word.
+/// Returns the index of a worker's word in a set, and the worker's bit in that word.
 fn place(worker: u32) -> (usize, u64) {
     (worker as usize / 64, 1 << (worker % 64))
 }
@@ -233,7 +234,7 @@ fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Sequence hashes are hashes already, so a fast hash function is enough; its seed keeps clients from choosing the table's buckets.
+/// Sequence hashes are hashes already, so a fast hash function suffices. Its seed keeps clients from choosing the table's buckets.
 pub(crate) type KeyedState = foldhash::fast::FixedState;
 
 #[cfg(test)]

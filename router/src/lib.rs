@@ -1,4 +1,4 @@
-//! Chooses the workers of each request: sequence hashes and loads in, placements out; never text or token ids.
+//! Chooses the workers of each request, from sequence hashes and loads. The router never sees text or token ids.
 //!
 //! [`run`] serves the gRPC service `Router` and watches the workers. Two parts are pure: [`PrefixIndex`] knows which worker has
 //! cached which block, and `route::place` chooses.
@@ -51,16 +51,16 @@ pub enum RouterError {
     /// The list of workers or peers cannot be used.
     #[error(transparent)]
     Workers(#[from] DiscoveryError),
-    /// The socket failed.
+    /// Serving on the socket failed.
     #[error("the router's server failed")]
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the listed workers: longer than it takes to find that a host is unreachable.
+/// How long a router that has just started waits for the listed workers: longer than connecting to an unreachable host takes to fail.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Routes until the shutdown. While it drains, new streams are refused, and frontends are asked to move the open ones to other routers;
-/// streams that stay open end when it stops. Dropping the future ends the watching of workers and peers.
+/// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other
+/// routers; streams that are still open end when the router stops. Dropping the future stops watching workers and peers.
 ///
 /// # Errors
 /// The lists of workers or peers are invalid, or the server fails.
@@ -74,7 +74,7 @@ pub async fn run(
     let network = listener.network().clone();
     settings.identity.key_fingerprint = network.key().fingerprint().to_owned();
     let (workers, peers) = (settings.workers.clone().open(&metrics)?, settings.peers.clone().open(&metrics)?);
-    // A booking is an open stream, and one frontend may have them all.
+    // Each booking has an open stream, and all bookings may come from one frontend.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let cluster = Arc::new(Cluster::new(settings, metrics));
     let remote = |address: &str| Remote {
@@ -105,7 +105,7 @@ pub async fn run(
     tokio::select! {
         biased;
         () = shutdown.stopped() => Ok(()),
-        // Polled before the server, so that it is known which workers are expected when the first request arrives.
+        // The watchers are polled before the server, so that the expected workers are known when the first request arrives.
         never = workers => match never {},
         never = peers => match never {},
         never = startup_timeout => never,
@@ -113,8 +113,8 @@ pub async fn run(
     }
 }
 
-/// Watches every listed process. If the list is only advisory, a connected process is watched until it disconnects even when it is not
-/// listed any more. Cancel-safe: dropping the future ends all watching.
+/// Watches every listed process. If the list is advisory, a connected process that is removed from the list is watched until it
+/// disconnects. Cancel-safe: dropping the future ends all watching.
 async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     what: &str,
     mut listed: Members,
@@ -122,7 +122,7 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     is_connected: impl Fn(&str) -> bool,
     watch: impl Fn(&str) -> F,
 ) -> Infallible {
-    // One task for each address; dropping its JoinSet aborts it.
+    // Each address has one task, which is aborted when its `JoinSet` is dropped.
     let mut watchers: BTreeMap<String, JoinSet<Infallible>> = BTreeMap::new();
     loop {
         let (addresses, advisory) = (listed.now(), listed.are_advisory());

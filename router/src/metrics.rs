@@ -1,4 +1,4 @@
-//! The router's metrics. Series of a worker carry its `worker_id`; they are removed when it leaves and start at 0 when it returns.
+//! The router's metrics. A worker's series carry its `worker_id`. They are removed when the worker leaves and start at 0 when it returns.
 
 use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;
@@ -21,27 +21,27 @@ pub(crate) struct RouterMetrics {
     pub(crate) unauthenticated: Counter,
 }
 
-/// Metrics of one worker; [`RouterMetrics::worker`] has their help texts. They are exported while this value is kept.
+/// Metrics of one worker; [`RouterMetrics::worker`] has their help texts. The series are exported until this value is dropped.
 pub(crate) struct WorkerSeries {
     _exported: Metrics,
-    /// Placements in which it prefills for another.
+    /// Placements in which the worker prefills for another worker.
     pub(crate) placed_prefill: Counter,
-    /// Placements in which it decodes and another worker prefills.
+    /// Placements in which the worker decodes and another worker prefills.
     pub(crate) placed_decode: Counter,
-    /// Placements in which it does both.
+    /// Placements in which the worker prefills and decodes.
     pub(crate) placed_local: Counter,
     pub(crate) overlap_blocks: Histogram,
     pub(crate) overlap_over: Counter,
     pub(crate) overlap_under: Counter,
     pub(crate) index_blocks: Gauge,
-    /// 1 while its events come over NATS, else 0.
+    /// 1 while the worker's events come over NATS, else 0.
     pub(crate) over_nats: Gauge,
-    /// 1 while its events come on its stream, else 0.
+    /// 1 while the worker's events come on its `Watch` stream, else 0.
     pub(crate) direct: Gauge,
     pub(crate) gaps: Counter,
-    /// Blocks that it removed without having stored them.
+    /// Blocks that the worker removed although the index did not have them.
     pub(crate) absent: Counter,
-    /// Blocks that it stored under a parent that it does not have.
+    /// Blocks that the worker stored under a parent that it has not cached.
     pub(crate) orphaned: Counter,
     pub(crate) beyond_capacity: Counter,
     pub(crate) breaker_opened: Counter,
@@ -146,7 +146,7 @@ impl RouterMetrics {
 }
 
 impl WorkerSeries {
-    /// Counts an event that is applied.
+    /// Counts an event that was applied to the index.
     pub(crate) fn count_event(&self, change: &Change) {
         match change {
             Change::Stored(_) => self.stored.increment(1),

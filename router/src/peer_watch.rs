@@ -12,7 +12,7 @@ use tandem_proto::{
     v1::{BookingsRequest, router_client::RouterClient},
 };
 
-/// Watches one router. It sends a heartbeat every second.
+/// Watches one peer router, which sends a heartbeat every second.
 pub(crate) struct PeerWatcher(pub(crate) Remote);
 
 impl Watch for PeerWatcher {

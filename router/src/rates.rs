@@ -1,10 +1,10 @@
-//! The rate to assume for each worker, estimated from the measurements of all workers, so that no old or outlying measurement excludes a
-//! worker for ever.
+//! The rate to assume for each worker. It is estimated from the measurements of all workers, so that no old or outlying measurement
+//! excludes a worker for ever.
 //!
-//! A worker that receives no prompts measures nothing, so a low rate that keeps prompts away would never be corrected. Three rules prevent
-//! that. A measurement counts less the older it is, and the mean takes its place, until the worker is tried again. Small differences are
-//! ignored: equal workers measure different rates, depending on the prompts that they received. Without a measurement the mean counts.
-//! Means are geometric: half as fast and twice as fast are equally far off, and one absurd value moves the mean little.
+//! A worker that receives no prompts measures nothing, so a low rate, once measured, would keep prompts from it for ever. Three rules
+//! prevent that. A measurement counts less the older it is, and the mean of all workers counts instead. Small differences are ignored: even
+//! equal workers measure different rates, depending on the prompts that they receive. A worker without a measurement is assumed to have the
+//! mean. Means are geometric: half as fast and twice as fast are equally far from the mean, and one absurd value changes it little.
 
 use crate::settings::Costs;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use std::time::Duration;
 pub struct Measurement {
     /// More than 0.
     pub value: f64,
-    /// 1 for a new measurement, less the older it is, never 0.
+    /// 1 for a new measurement, less for an older one, never 0.
     pub weight: f64,
 }
 
-/// The least weight: where all measurements are old, they are still better than a constant.
+/// The least weight. If all measurements are old, they are still better than a constant.
 const WEIGHT_MIN: f64 = 1e-6;
 
-/// Differences up to this factor count as none, and larger ones by that much less. The rates of equal workers differ by less than that
+/// Differences from the mean up to this factor are ignored, and larger ones are reduced by it. The rates of equal workers differ by less
 /// because of the lengths of their prompts; a real difference within the factor becomes visible in the queues.
 const TOLERANCE: f64 = 1.25;
 
@@ -67,7 +67,7 @@ mod tests {
         Measurement::new(value, Duration::from_secs(age_s), &Costs::default()).expect("the value is not 0")
     }
 
-    /// The rates to assume for workers with these measurements.
+    /// Returns the rates to assume for workers with these measurements.
     fn assumed_rates(all: &[Measurement]) -> Vec<f64> {
         let mean = MeanRate::of(all.iter().copied(), 1.0);
         all.iter().map(|one| mean.for_worker(Some(*one))).collect()
@@ -85,7 +85,7 @@ mod tests {
         assert!(ratio(0) > 50.0, "{}", ratio(0));
         assert!((1..=30).all(|age| ratio(age * 10) <= ratio(age * 10 - 10)));
         assert_eq!(ratio(300), 1.0, "after five minutes without a prompt the worker is tried again");
-        // If all measurements are equally old, none outweighs another.
+        // Measurements of the same age have the same weight.
         let [slow, fast] = assumed_rates(&[measured(100.0, 86_400), measured(20_000.0, 86_400)])[..] else {
             unreachable!("one rate per measurement")
         };

@@ -1,8 +1,8 @@
-//! Replication of bookings between routers: a full state first, then every change, in messages numbered without gaps.
+//! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! Pure, and independent of how the messages travel. A change carries the booking's current record, or its end, so receiving it twice, or
-//! only together with a later change, does no harm. Each message carries the range of the sender's journal that it covers: a receiver that
-//! has missed one detects the gap at the next one and requests the full state again.
+//! This module is pure and independent of how messages travel. A change carries the booking's current record, or that it has ended, so it
+//! does no harm to receive a change twice or only merged with a later one. Each message states which range of the sender's journal it
+//! covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,16 +17,17 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// Changes that the journal keeps; a receiver further behind gets the full state. Half a megabyte, and a minute of 300 requests per second.
+/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that lacks older
+/// changes gets the full state.
 const RECENT_MAX: usize = 65_536;
-/// Bookings of one message.
+/// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
-/// Hashes of one message, exceeded by those of its last booking only: about half a megabyte.
+/// The most hashes in one message, about half a megabyte. Only the message's last booking may exceed it.
 const MESSAGE_HASHES_MAX: usize = 65_536;
-/// Hashes that are sent of one booking: 65,536 tokens in blocks of 16. Peers predict no further blocks of longer prompts.
+/// The most hashes that are sent for one booking: 65,536 tokens in blocks of 16. Peers predict only these blocks of longer prompts.
 pub(crate) const HASHES_MAX: usize = 4_096;
 
-/// Numbers the changes of this router's bookings, and keeps the latest.
+/// Numbers the changes of this router's bookings, and keeps the latest changes.
 #[derive(Default)]
 pub(crate) struct Journal {
     last: watch::Sender<u64>,
@@ -34,7 +35,7 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Records that a booking was made, has changed or has ended.
+    /// Records that a booking was made, changed or ended.
     pub(crate) fn record(&mut self, booking: BookingId) {
         if self.recent.len() == RECENT_MAX {
             self.recent.pop_front();
@@ -48,12 +49,12 @@ impl Journal {
         *self.last.borrow()
     }
 
-    /// Returns a receiver of the last change's number.
+    /// Returns a receiver of the number of the last change.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.last.subscribe()
     }
 
-    /// Returns what has changed after this number; `None` if not all of it is kept any more.
+    /// Returns the bookings changed after the change with this number; `None` if the journal does not keep all of these changes any more.
     pub(crate) fn since(&self, after: u64) -> Option<impl Iterator<Item = BookingId>> {
         let missed = usize::try_from(self.last().checked_sub(after)?).ok()?;
         let first = self.recent.len().checked_sub(missed)?;
@@ -67,14 +68,14 @@ pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The same of the prefill instance, which is never the decode instance.
+    /// The prefill instance, which is never the decode instance, and the load that its reports do not include.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
-    /// The prompt's blocks, at most [`HASHES_MAX`]; empty unless it is being prefilled.
+    /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
 }
 
-/// A booking by its number at the sender; `None`: it has ended.
+/// A changed booking: its number at the sender, and its record or `None` if it has ended.
 pub(crate) type Change = (u64, Option<BookingRecord>);
 
 /// Returns the full state in messages of bounded size.
@@ -91,7 +92,7 @@ pub(crate) fn state(at_change_id: u64, bookings: impl Iterator<Item = (BookingId
     messages
 }
 
-/// Returns the changes after this number in messages of bounded size; an empty message if there is none.
+/// Returns the changes after this number in messages of bounded size. Without changes it is one empty message.
 pub(crate) fn changes(
     mut after: u64,
     changed: impl Iterator<Item = BookingId>,
@@ -165,12 +166,12 @@ impl TryFrom<BookedRequest> for BookingRecord {
     }
 }
 
-/// The consequence of a peer's message for the known bookings.
+/// What a peer's message changes in the known bookings of that peer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
-    /// Replace all bookings of the peer by these.
+    /// All bookings of the peer are replaced by these.
     All(Vec<Change>),
-    /// Apply these changes.
+    /// These changes are applied.
     Changed(Vec<Change>),
 }
 
@@ -192,19 +193,19 @@ pub(crate) struct PeerReceiver {
     bookings_max: usize,
     /// `None` before the peer's first message.
     pub(crate) instance_id: Option<String>,
-    /// The chunks of a state that is not complete yet.
+    /// The bookings received so far of a state that is not complete yet.
     partial_state: Vec<Change>,
-    /// The last change that is known; `None` before the first state.
+    /// The number of the last change that was applied; `None` before the first state.
     applied: Option<u64>,
 }
 
 impl PeerReceiver {
-    /// Returns a receiver that waits for a state of at most this many bookings.
+    /// Returns a receiver that waits for the full state, which may have at most this many bookings.
     pub(crate) fn new(bookings_max: usize) -> Self {
         Self { bookings_max, instance_id: None, partial_state: Vec::new(), applied: None }
     }
 
-    /// Checks the next message and returns its consequence.
+    /// Checks the next message and returns the update that results from it.
     pub(crate) fn take(&mut self, reply: BookingsReply) -> Result<PeerUpdate, ReplicationError> {
         let BookingsReply { router_instance_id, message } = reply;
         if *self.instance_id.get_or_insert_with(|| router_instance_id.clone()) != router_instance_id {
@@ -223,7 +224,7 @@ impl PeerReceiver {
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
             Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // The state includes earlier changes, or the gap after it shows that it does not.
+                // The state that is still to come includes these changes. If it does not, the next changes show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });
@@ -255,7 +256,7 @@ mod tests {
         BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
     }
 
-    /// The message that ends a full state, from a router's instance.
+    /// Returns the message that ends a full state of this router instance.
     fn full(router: &str, at_change_id: u64, bookings: Vec<BookingChange>) -> BookingsReply {
         reply(router, Message::State(BookingState { at_change_id, bookings, last: true }))
     }
@@ -299,7 +300,7 @@ mod tests {
             other => panic!("{other:?}"),
         });
         assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
-        // Prompts of the maximum length: 16 fill a message.
+        // With `HASHES_MAX` hashes each, 16 bookings fill a message.
         let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
         assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
         let whole = state(9, ids.iter().map(|id| (*id, record(0))));

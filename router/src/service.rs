@@ -26,17 +26,17 @@ use tokio::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-/// How long changes of bookings are batched before they are sent to peers. It bounds the messages per second whatever the load, and is short
-/// enough to announce a burst of equal prompts before its first request has reached a worker.
+/// How long changes of bookings are collected before they are sent to peers. This bounds the messages per second whatever the load, and is
+/// short enough to announce a burst of equal prompts before the first of them has reached a worker.
 const BATCH_DELAY: Duration = Duration::from_millis(5);
-/// Time between two messages to a peer while nothing changes.
+/// Interval of messages to a peer while nothing changes.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The gRPC service `Router`. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
-    /// Signs the addresses of placements.
+    /// The key with which the addresses in placements are signed.
     pub(crate) key: ClusterKey,
     pub(crate) shutdown: Shutdown,
 }
@@ -120,7 +120,7 @@ impl RouterService {
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Refuses to place requests while other routers may know more of the workers' caches.
+    /// Refuses to place requests while this router is starting and has peers, which may know more of the workers' caches.
     fn check_ready(&self) -> Result<(), Status> {
         let has_peers = !matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
         let state = self.cluster.lock();
@@ -167,7 +167,7 @@ struct BookingSender {
     service: RouterService,
     router_instance_id: String,
     changes: watch::Receiver<u64>,
-    /// The last change that the peer knows; `None` before the full state.
+    /// The number of the last change that the peer knows; `None` before the full state.
     known: Option<u64>,
     /// Messages still to be sent.
     messages: VecDeque<bookings_reply::Message>,
@@ -194,8 +194,8 @@ impl BookingSender {
     }
 }
 
-/// Instances that one request may exclude: more than a cluster loses during the longest answer. Later ones are not excluded, and the limit
-/// on attempts applies all the same.
+/// The most instances that one request may exclude: more than a cluster loses during the longest answer. Further failed instances are not
+/// excluded, but the limit on attempts still applies.
 const EXCLUDED_MAX: usize = 256;
 
 /// A `Route` stream with its booking. Dropping it releases the booking.
@@ -205,11 +205,11 @@ struct Route {
     draining_announced: bool,
     traceparent: String,
     request: PlacementRequest,
-    /// Tokens of the prompt alone; `request.prompt_tokens` includes tokens that failed attempts have generated.
+    /// Tokens in the client's prompt. `request.prompt_tokens` also includes tokens that failed attempts have generated.
     prompt_tokens: u32,
-    /// Workers that must not be used again, at most [`EXCLUDED_MAX`].
+    /// Instances that have failed the request, at most [`EXCLUDED_MAX`].
     excluded: Excluded,
-    /// Attempts since the last first token.
+    /// Attempts since the request's latest first token.
     attempts: u32,
     booking: Option<BookingId>,
 }
@@ -272,7 +272,7 @@ impl Route {
         Ok(())
     }
 
-    /// Excludes the instance that has failed the attempt from the next ones.
+    /// Excludes the instance that has failed this attempt from further attempts.
     fn exclude(&mut self, failed: AttemptFailed) {
         self.request.prompt_tokens = self.prompt_tokens.saturating_add(failed.generated_tokens);
         let Some(booking) = self.booking else { return };
@@ -286,7 +286,8 @@ impl Route {
         self.excluded.failed.insert(failed.instance_id.into());
     }
 
-    /// The attempt has produced its first token. A later failure is a resume, for which attempts are counted from 0 again.
+    /// Records that the attempt has produced its first token. If it fails later, the request is resumed, and its attempts are counted from
+    /// 0 again.
     fn on_first_token(&mut self, cached_tokens: Option<u32>) {
         self.attempts = 0;
         if let Some(booking) = self.booking {
@@ -322,7 +323,7 @@ fn describe(span: &Span, placement: &Placement) {
     span.set("tandem.block_size", placement.block_size);
 }
 
-/// Returns the failure that is sent for this error.
+/// Returns the failure message for this error.
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(

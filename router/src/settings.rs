@@ -14,30 +14,31 @@ use tandem_proto::v1::Identity;
 pub struct RouterSettings {
     /// The gRPC addresses of prefill and decode workers. They need not be up yet; the router retries for ever.
     pub workers: MemberSource,
-    /// The NATS server to which workers publish KV events, if they do: one message serves all routers.
+    /// The NATS server to which workers publish KV events, if it is used: each event is then published once for all routers.
     pub broker: Option<Broker>,
-    /// Continues the traces of requests.
+    /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
-    /// The gRPC addresses of the other routers, with which this one exchanges bookings. A router that has peers places no request before it
-    /// has synchronised with its workers, as its peers can place it meanwhile. Its own address in the list is ignored.
+    /// The gRPC addresses of the other routers, with which this router exchanges bookings. A router that has peers places no requests
+    /// before it has synchronised with its workers, because its peers can place them meanwhile. Its own address in the list is ignored.
     pub peers: MemberSource,
-    /// The model, block size and so on that all processes must agree on. Empty fields are taken from the first worker that joins.
+    /// The identity on which all processes must agree, such as model and block size. Empty fields are taken from the first worker that
+    /// joins.
     pub identity: Identity,
-    /// How a worker is chosen.
+    /// The policy that chooses workers.
     pub policy: PolicyKind,
     /// Where prompts may be prefilled.
     pub prefill: PrefillPlace,
     /// The parameters of the cost estimate.
     pub costs: Costs,
-    /// Breaks ties, and seeds [`PolicyKind::Random`]. Two routers with one seed and the same input place alike.
+    /// The seed that breaks ties and determines [`PolicyKind::Random`]. Two routers with the same seed and input make the same placements.
     pub seed: u64,
-    /// Placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only. 3: two workers may fail at
-    /// the same time; more retries only keep the client waiting.
+    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only. 3: two workers
+    /// may fail at the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
     /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
-    /// Bookings at one time; beyond them the router refuses requests. Also the limit on bookings known of each peer. 16,384: enough for the
-    /// running requests of many frontends; each booking may have `hashes_max` hashes.
+    /// The most bookings at one time, of this router and of each peer separately. Above it this router refuses requests. 16,384: enough for
+    /// the running requests of many frontends; each booking may have `hashes_max` hashes.
     pub bookings_max: usize,
     /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that computes
     /// on all cores may delay them by several seconds.
@@ -96,38 +97,40 @@ pub enum PrefillPlace {
     Local,
 }
 
-/// Parameters of the cost estimate that are not measured, and defaults for those that no worker has measured yet.
+/// Parameters of the cost estimate: those that are not measured, and defaults for rates that no worker has measured yet.
 /// `docs/adr/005-routing-cost.md` describes how they are used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// A worker's prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of thousands. A
-    /// worker measures one from three steps of 64 tokens or more, or from shorter ones of clearly different lengths: where all prompts are
-    /// short and of one size, this value stays in use.
+    /// The assumed prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
+    /// thousands. A worker measures its rate from three steps of 64 tokens or more, or from shorter steps of clearly different lengths. If
+    /// all prompts are short and of one size, this value stays in use.
     pub prefill_tokens_per_second: f64,
-    /// The fixed time of a prefill step while no worker has measured one. 0: the rate above stands for all.
+    /// The assumed fixed time of a prefill step while no worker has measured one. 0: the prefill rate above includes it.
     pub prefill_fixed_ms: f64,
-    /// The time of a decode step while no worker has measured one. 10 ms: between a CPU's and a GPU's.
+    /// The assumed time of a decode step while no worker has measured one. 10 ms: between a CPU's and a GPU's.
     pub decode_step_ms: f64,
-    /// The bandwidth of a transfer in bytes per second while no worker has measured it. 1 GB/s: a 10 Gbit/s network.
+    /// The assumed bandwidth of a transfer, in bytes per second, while no worker has measured one. 1 GB/s: a 10 Gbit/s network.
     pub transfer_bytes_per_second: f64,
-    /// The cost of a remote prefill in addition to its tokens and bytes: two more calls, a reservation and the wait for an engine's next step.
-    /// 5 ms; it keeps prompts with a few new tokens on the decode worker.
+    /// The cost of a remote prefill in addition to its computation and transfer: two more calls, a reservation and the wait for an engine's
+    /// next step. 5 ms: it keeps prompts with only a few new tokens on the decode worker.
     pub handoff_ms: f64,
-    /// The fraction of a prompt's own compute time that is charged again, because other prompts will queue behind it. 0.25: without it, waiting
-    /// for a block that is being computed and computing it elsewhere cost the same, and bursts of one prompt scatter.
+    /// The fraction of a prompt's compute time that is charged a second time, because other prompts will queue behind it. 0.25: without it,
+    /// waiting for a block that is being computed would cost as much as computing it elsewhere, and a burst of equal prompts would be
+    /// scattered.
     pub work_weight: f64,
-    /// The fraction of a prompt's own compute time that is charged for the blocks it evicts from a full cache. 0.25: assume that one in four
-    /// evicted blocks is needed again; an empty cache evicts nothing, so prompts that no worker has cached spread over the caches before any
-    /// of them overflows.
+    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. 0.25: assume that one in
+    /// four evicted blocks is needed again. An empty cache evicts nothing, so prompts that no worker has cached spread over the caches
+    /// before any of them overflows.
     pub displaced_weight: f64,
     /// The cost of a millisecond of prefill on a decode worker for each sequence that runs there. 0.1: a pause within an answer delays its
     /// reader less than a late first token; at 1, workers with long answers received hardly any prompts, and the queues of the others grew.
     pub interference: f64,
-    /// How long an answer takes in milliseconds, while the router has seen none end: a prompt that lacks blocks waits for running answers to
-    /// release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
+    /// The assumed time of an answer in milliseconds, until the router has seen an answer end. A prompt that lacks blocks waits for running
+    /// answers to release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
-    /// The age at which a worker's measurement counts half, and the mean of all workers the other half. 30 s: a worker that seems a hundred times
-    /// slower than it is gets a prompt again after two to five minutes, and one that is ten times slower slows one prompt down in two minutes.
+    /// The age at which a worker's measurement and the mean of all workers count half each. 30 s: a worker that seems a hundred times
+    /// slower than it is receives a prompt again after two to five minutes, and a worker that really is ten times slower delays one prompt
+    /// in two minutes.
     pub rate_half_life: Duration,
 }
 

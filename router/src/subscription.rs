@@ -1,8 +1,8 @@
-//! The KV event subscription to one worker: puts the worker's messages in order, a snapshot first, then every later event once.
+//! The KV event subscription to one worker. It puts the worker's messages in order: first a snapshot, then every later event once.
 //!
-//! Messages come from one or two sources: a `Watch` stream with everything, or a stream with loads and NATS with events. Events are ordered
-//! by their ids, whichever source they come from, so the source may change at any time. Pure. A gap is the consequence of lost messages and
-//! is repaired by a new snapshot; any other error is the worker's fault and ends its membership.
+//! Messages come either from one `Watch` stream with everything, or from a stream with loads and from NATS with events. Events are ordered
+//! by their ids, whichever source they come from, so the source may change at any time. This module is pure. A gap means that messages were
+//! lost, and a new snapshot repairs it; any other error is the worker's fault and ends its membership.
 
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
@@ -12,22 +12,22 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// How long after its id on the stream an event may arrive over NATS. One heartbeat: a message is rarely late by a hundredth of that, and a
-/// lost one is noticed with the next heartbeat.
+/// How long an event may take to arrive over NATS after the stream has announced its id. One heartbeat: messages are rarely late by a
+/// hundredth of that, and a lost message is noticed at the next heartbeat.
 const LATE_MAX: Duration = Duration::from_secs(1);
 
-/// The consequence of a message for the known content of the worker's cache.
+/// What a message changes in the known content of the worker's cache.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Update {
     /// The message changes nothing yet.
     None,
-    /// Replace all that was known of the worker's cache.
+    /// The snapshot replaces all that was known of the worker's cache.
     Snapshot(Snapshot),
-    /// Apply all events, then record the load.
+    /// All events are applied, then the load is recorded.
     Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
 }
 
-/// The fields of a reported load that the KV crate's `Load` does not have. Counters are `None` if the worker reports none.
+/// The fields of a reported load that `tandem_kv::Load` does not have. Counters are `None` if the worker does not report them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct ReportedStats {
     /// Measured bandwidth; 0 before the first transfer.
@@ -41,19 +41,19 @@ impl ReportedStats {
         Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
     }
 
-    /// Returns the number of tokens generated since the worker's start, if it reports it.
+    /// Returns the number of tokens generated since the worker's start; `None` if the worker does not report it.
     pub(crate) fn generated(&self) -> Option<u64> {
         self.steps.map(|steps| steps.generated_tokens)
     }
 
-    /// Returns the load with these values in their fields.
+    /// Returns `load` with its fields for these statistics set.
     pub(crate) fn fill(self, load: Load) -> Load {
         let Self { transfer_bytes_per_second, cache, steps } = self;
         Load { transfer_bytes_per_second, cache, steps, ..load }
     }
 }
 
-/// Why a subscription ends or starts again.
+/// Why a subscription ends or has to start again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SubscriptionError {
     #[error("KV events after {applied} are missing")]
@@ -69,8 +69,8 @@ pub(crate) enum SubscriptionError {
 }
 
 impl SubscriptionError {
-    /// Whether a new snapshot repairs the damage of events from this source. Programs that can reach NATS may publish in a worker's name, so
-    /// invalid events from NATS say nothing about the worker; events on its own stream do.
+    /// Whether a new snapshot repairs the damage of an invalid event from this source. Programs that can reach NATS may publish in a
+    /// worker's name, so an invalid event from NATS is no proof against the worker; an invalid event on the worker's own stream is.
     pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
         match self {
             Self::Gap { .. } => true,
@@ -83,9 +83,9 @@ impl SubscriptionError {
 /// Where the KV events of a worker come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventSource {
-    /// All from the `Watch` stream, which is in order.
+    /// Everything comes from the `Watch` stream, in order.
     Direct,
-    /// Events come from NATS. The stream announces their ids, perhaps earlier than they arrive.
+    /// Events come from NATS. The stream announces their ids, perhaps before they arrive.
     Nats,
 }
 
@@ -94,23 +94,23 @@ pub(crate) struct KvSubscription {
     instance_id: String,
     source: EventSource,
     assembly: SnapshotAssembly,
-    /// Id of the last event that is known; `None` before the snapshot.
+    /// The id of the last event that was applied or is in the snapshot; `None` before the snapshot.
     applied: Option<u64>,
-    /// The id of an event that the stream has announced and that has not arrived, and the time of the announcement.
+    /// The id of an announced event that has not arrived, and the time of the announcement.
     awaited: Option<(u64, Instant)>,
-    /// The last load on the stream.
+    /// The last load that the stream reported.
     load: Load,
 }
 
 impl KvSubscription {
-    /// Returns a subscription to this instance that waits for its snapshot.
+    /// Returns a subscription to this worker instance that waits for its snapshot.
     pub(crate) fn new(info: &WorkerInfo, source: EventSource) -> Self {
         let assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
         let instance_id = info.instance_id.clone();
         Self { instance_id, source, assembly, applied: None, awaited: None, load: Load::default() }
     }
 
-    /// Takes the stream's next message.
+    /// Processes the stream's next message.
     pub(crate) fn take(&mut self, reply: WatchReply, now: Instant) -> Result<Update, SubscriptionError> {
         match reply.message.ok_or(WireError::Missing { field: "message" })? {
             Message::Snapshot(chunk) => self.take_chunk(chunk),
@@ -123,7 +123,7 @@ impl KvSubscription {
         }
     }
 
-    /// Takes a chunk of a snapshot, from the stream or of a snapshot that was requested.
+    /// Processes a chunk of a snapshot, whether it came on the stream or in the reply to a snapshot request.
     pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
         if chunk.instance_id != self.instance_id {
             return Err(SubscriptionError::OtherInstance);
@@ -134,8 +134,8 @@ impl KvSubscription {
         Ok(Update::Snapshot(snapshot))
     }
 
-    /// Takes a batch from NATS, which has no load. Other programs may also publish there: an invalid batch is skipped; if it was the worker's,
-    /// the gap in the ids shows it.
+    /// Processes a batch from NATS, which has no load. Other programs may also publish there, so an invalid batch is skipped. If it was
+    /// really the worker's, the ids of later events show a gap.
     ///
     /// # Errors
     /// An event is missing.
@@ -160,11 +160,11 @@ impl KvSubscription {
         let sent_unix_us = batch.sent_unix_us;
         let mut batch = match KvBatch::try_from(batch) {
             Ok(batch) => batch,
-            // Events lost within the batch.
+            // The event ids in the batch have a gap.
             Err(WireError::EventIds { after, .. }) => return Err(SubscriptionError::Gap { applied: after }),
             Err(error) => return Err(error.into()),
         };
-        // The snapshot includes earlier events, or the gap after it shows that it does not.
+        // The snapshot that is still to come includes these events. If it does not, the next events show a gap.
         let Some(applied) = self.applied else { return Ok(Update::None) };
         batch.events.retain(|event| event.event_id > applied);
         let announced = batch.last_event_id.max(applied);
@@ -178,7 +178,7 @@ impl KvSubscription {
         Ok(Update::Batch { batch, stats, sent_unix_us })
     }
 
-    /// Waits for an announced event that has not arrived, as long as its source may be late.
+    /// Accepts that an announced event has not arrived, as long as its source may be late. Afterwards it is a gap.
     fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
         let (_, since) = *self.awaited.get_or_insert((announced, now));
         let is_late = self.source == EventSource::Direct || now.duration_since(since) >= LATE_MAX;
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[])), Instant::now())), [0_u64; 0]);
-        // A heartbeat that was sent before the last events.
+        // This heartbeat announces an older event than the last one received.
         assert_eq!(ids(subscription.take(on_stream(batch(2, &[])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[6, 7])), Instant::now())), [6, 7]);
         snapshot_at(&mut subscription, 9);
@@ -277,7 +277,7 @@ mod tests {
         let after = |ms| start + Duration::from_millis(ms);
         assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
         snapshot_at(&mut subscription, 4);
-        // The stream is ahead: its load counts, and the events may still arrive.
+        // The stream is ahead of NATS: its load counts, and the events may still arrive.
         let ahead = KvEventBatch { load: Some(Load { running_sequences: 7, ..Default::default() }), ..batch(6, &[]) };
         assert_eq!(ids(subscription.take(on_stream(ahead), start)), [0_u64; 0]);
         let Ok(Update::Batch { batch: events, .. }) = subscription.take_published(published(batch(6, &[5, 6])), after(900))
@@ -285,11 +285,11 @@ mod tests {
             panic!("the events have arrived")
         };
         assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
-        // After their arrival the wait for later ones starts again.
+        // After the events have arrived, the time limit for later events starts again.
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);
         assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
-        // Until a snapshot arrives all events are ignored; then the later ones are applied.
+        // All events before the next snapshot are ignored; later ones are applied.
         subscription.restart();
         assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
         snapshot_at(&mut subscription, 8);

@@ -1,4 +1,4 @@
-//! The loop that keeps a connection to one worker or peer router: it connects, and connects again when the connection is lost.
+//! The loop that keeps a connection to one worker or peer router, and reconnects when it is lost.
 
 use crate::{
     cluster::{Cluster, JoinError},
@@ -14,10 +14,10 @@ use tonic::{Status, transport::Endpoint};
 /// The first pause between attempts: short enough for a process that starts together with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// The longest pause between attempts: a process that returns is found within it, and one that is down costs almost nothing.
+/// The longest pause between attempts. A process that returns is found within this time, and attempts at this interval cost almost nothing.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Pause after an address turned out to be this router's own. Another router may have that address some day.
+/// The pause after an address turned out to be this router's own. Another router may have that address some day.
 const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 
 /// Why a connection has ended.
@@ -54,7 +54,7 @@ impl Remote {
         Ok(self.network.connect(&self.endpoint).await?)
     }
 
-    /// Waits for an answer no longer than the settings allow.
+    /// Waits for an answer for at most `silence_max`.
     pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
         let silence_max = self.cluster.settings.silence_max;
         timeout(silence_max, answer).await.map_err(|_| Lost::Silent(silence_max))
@@ -63,13 +63,13 @@ impl Remote {
 
 /// Watches one worker or peer router.
 pub(crate) trait Watch {
-    /// Receives messages until the connection is lost, and resets `backoff` when it works.
+    /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
 
-    /// Reports why the connection was lost. `is_new`: the reason has not been reported since the connection worked.
+    /// Reports why the connection was lost. `is_new`: this reason was not the last one reported since the connection worked.
     fn on_lost(&self, lost: &Lost, reason: String, is_new: bool);
 
-    /// Connects again and again; never returns. Cancel-safe: dropping the future removes what was known of the process.
+    /// Connects again and again, and never returns. Cancel-safe: dropping the future removes what was known of the process.
     async fn run(self) -> Infallible
     where
         Self: Sized,

@@ -1,18 +1,18 @@
 //! The load that placed requests add to one worker before the worker's own reports include them.
 //!
 //! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until the booking
-//! is released; so it never counts in addition to the worker's own report. Predicted blocks are those of prompts that are being prefilled on
-//! the worker.
+//! is released. So it is never counted in addition to the worker's own report. Predicted blocks are those of prompts that are being
+//! prefilled on the worker.
 
 use crate::index::KeyedState;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use tandem_kv::{RequestId, SequenceHash};
 
-/// Identifies a booking within this router. Request ids may collide, booking ids do not.
+/// Identifies a booking within this router. Request ids may collide; booking ids do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BookingId(pub(crate) u64);
 
-/// A booking with its request id first, so that bookings are found by the ids that workers report.
+/// The key of a booking. The request id comes first, so that bookings are found by the request ids that workers report.
 pub(crate) type BookingKey = (RequestId, BookingId);
 
 /// The load that one request adds to one worker.
@@ -24,27 +24,28 @@ pub(crate) struct BookedLoad {
     pub(crate) sequences: u32,
 }
 
-/// Request ids of a worker's latest reports that are kept, for bookings that another router announces later than the worker reports them. A
-/// busy worker's reports of a second; the announcement takes milliseconds.
+/// The number of request ids from a worker's latest reports that are kept, because another router may announce a booking after the worker
+/// has reported its request. 1,024: a busy worker reports fewer in a second, and an announcement takes milliseconds.
 const INCLUDED_MAX: usize = 1_024;
 
 /// All bookings on one worker.
 pub(crate) struct WorkerBookings {
-    /// Requests placed on the worker, reported or not.
+    /// The number of requests placed on the worker, reported or not.
     pub(crate) count: u32,
     unreported: BTreeMap<BookingKey, BookedLoad>,
-    /// Requests that the worker's reports have come to include, the latest [`INCLUDED_MAX`] of them.
+    /// Ids of the requests that the worker's reports have come to include: the latest [`INCLUDED_MAX`].
     included: VecDeque<RequestId>,
-    /// Prompt tokens not yet in the worker's report.
+    /// Prompt tokens that the worker's report does not include yet.
     pub(crate) tokens: u64,
-    /// Sequences not yet in the worker's report.
+    /// Sequences that the worker's report does not include yet.
     pub(crate) sequences: u64,
-    /// Block → number of prompts being prefilled that contain it. Each prompt adds all of its blocks, so the set of keys is prefix-closed.
+    /// For each block, the number of prompts being prefilled that contain it. Each prompt adds all of its blocks, so the set of keys is
+    /// prefix-closed.
     predicted: HashMap<SequenceHash, u32, KeyedState>,
 }
 
 impl WorkerBookings {
-    /// Returns no bookings. The key seeds the hash table only.
+    /// Returns an empty set of bookings. `key` only seeds its hash table.
     pub(crate) fn new(key: u64) -> Self {
         Self {
             count: 0,
@@ -56,7 +57,7 @@ impl WorkerBookings {
         }
     }
 
-    /// Leading blocks of the prompt that are being computed on the worker, beyond the first `overlap_blocks`.
+    /// Returns how many leading blocks of the prompt after the first `overlap_blocks` are being computed on the worker.
     pub(crate) fn predicted_blocks(&self, hashes: &[SequenceHash], overlap_blocks: u32) -> u32 {
         if self.predicted.is_empty() {
             return 0;
@@ -64,7 +65,7 @@ impl WorkerBookings {
         (hashes.partition_point(|hash| self.predicted.contains_key(hash)) as u32).saturating_sub(overlap_blocks)
     }
 
-    /// Adds a booking. `prefilling` are the blocks that the worker will compute for it, and those before them.
+    /// Adds a booking. `prefilling` are the prompt's blocks if the worker will prefill the prompt, and else empty.
     pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, prefilling: &[SequenceHash]) {
         self.count += 1;
         self.tokens += load.tokens;
@@ -76,7 +77,7 @@ impl WorkerBookings {
         assert!(before.is_none(), "a booking is made once on a worker");
     }
 
-    /// The worker's report has come to include the request: its load does not count here any more.
+    /// Records that the worker's report has come to include the request, so its load does not count here any more.
     pub(crate) fn on_included(&mut self, request_id: &str) {
         let request_id = RequestId::from(request_id);
         if self.included.len() == INCLUDED_MAX {
@@ -95,19 +96,19 @@ impl WorkerBookings {
         self.included.iter().any(|included| **included == *request_id)
     }
 
-    /// The booking's load that is not in the worker's report.
+    /// Returns the part of the booking's load that the worker's report does not include.
     pub(crate) fn unreported(&self, key: &BookingKey) -> BookedLoad {
         self.unreported.get(key).copied().unwrap_or_default()
     }
 
-    /// Counts all bookings as included in the worker's report, because the report that listed them may have been lost.
+    /// Treats all bookings as included in the worker's report, because the message that listed them may have been lost.
     pub(crate) fn on_all_included(&mut self) {
         self.unreported.clear();
         (self.tokens, self.sequences) = (0, 0);
     }
 
-    /// The booking's prompt is prefilled: its tokens and predicted blocks do not count any more, its sequences do.
-    /// To be called once for a booking, with the blocks that it was added with.
+    /// Records that the booking's prompt has been prefilled: its tokens and predicted blocks do not count any more, its sequences do. To be
+    /// called once for a booking, with the same blocks as in [`Self::add`].
     pub(crate) fn on_prefilled(&mut self, key: &BookingKey, prefilling: &[SequenceHash]) {
         if let Some(load) = self.unreported.get_mut(key) {
             self.tokens -= std::mem::take(&mut load.tokens);
@@ -121,7 +122,7 @@ impl WorkerBookings {
         }
     }
 
-    /// Removes the booking, whose prompt has been prefilled or given up before ([`Self::on_prefilled`]).
+    /// Removes the booking. If it had `prefilling` blocks, [`Self::on_prefilled`] must have been called before.
     pub(crate) fn remove(&mut self, key: &BookingKey) {
         self.stop_counting(key);
         self.count -= 1;

@@ -1,8 +1,8 @@
 //! Receives the description, the KV events and the load of one worker while it is connected.
 //!
-//! A worker is a member from its first complete snapshot until its stream ends, breaks, falls silent or sends a message of another instance.
-//! A gap in its events does not end its membership: a new snapshot replaces what was known. Events come over NATS if that is configured, and
-//! on the stream while NATS is disconnected or delivers nothing; loads and heartbeats always come on the stream.
+//! A worker is a member from its first complete snapshot until its stream ends, fails, falls silent or carries a message of another
+//! instance. A gap in its events does not end its membership: a new snapshot replaces what was known. Events come over NATS if it is
+//! configured, and on the stream while NATS is disconnected or delivers nothing. Loads and heartbeats always come on the stream.
 
 use crate::{
     cluster::{JoinError, MemberId},
@@ -26,14 +26,14 @@ use tandem_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::{Code, Status, Streaming};
 
-/// Time for which NATS is not used after it delivered nothing between two gaps. Its operator has to permit the messages; until then each
-/// attempt would cost a snapshot.
+/// How long NATS is not used after it delivered no event between two gaps. An operator probably has to permit the messages; until then each
+/// attempt costs the worker a snapshot.
 const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
-/// Time for which NATS is not used after it disconnected: each reconnection costs the worker a snapshot.
+/// How long NATS is not used after it disconnected: each reconnection costs the worker a snapshot.
 const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 
-/// Limit on a subscription to NATS, which answers within milliseconds.
+/// Timeout of subscribing at NATS, which answers within milliseconds.
 const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Watches one worker.
@@ -45,7 +45,7 @@ enum Resync {
     Gap,
     NatsDisconnected,
     NatsConnected,
-    /// NATS is connected and delivers no events of the worker.
+    /// NATS is connected but does not deliver the worker's events.
     NoDelivery,
 }
 
@@ -95,7 +95,7 @@ impl Watch for WorkerWatcher {
     }
 }
 
-/// Returns why a worker does not describe itself.
+/// Returns the error for a worker that refused to describe itself.
 fn not_described(status: Status) -> Lost {
     match status.code() {
         Code::Unauthenticated => JoinError::OtherKey.into(),
@@ -109,20 +109,20 @@ impl Drop for WorkerWatcher {
     }
 }
 
-/// A connected instance. Dropping it removes the worker and its index entries from the cluster.
+/// A connection to one worker instance. Dropping it removes the worker and its index entries from the cluster.
 struct Connection<'a> {
     remote: &'a Remote,
     backoff: &'a mut Backoff,
     control: ControlClient<Channel>,
     info: WorkerInfo,
-    /// Gaps are also counted before the worker has joined.
+    /// The worker's metrics, which exist before it joins because gaps are counted from the start.
     series: WorkerSeries,
     /// `None` before the first snapshot.
     member: Option<MemberId>,
 }
 
 impl Connection<'_> {
-    /// Receives everything on the worker's stream, until NATS can be used.
+    /// Receives everything on the worker's stream until NATS can be used.
     async fn receive_direct(&mut self, broker: Option<&Broker>, use_nats_at: Instant) -> Result<Resync, Lost> {
         let mut replies = self.watch(false).await?;
         let mut subscription = KvSubscription::new(&self.info, EventSource::Direct);
@@ -146,15 +146,16 @@ impl Connection<'_> {
         }
     }
 
-    /// Receives loads on the worker's stream, events over NATS, and snapshots on request. While a snapshot is being received, events
-    /// wait in the NATS subscription; if that overflows, events are missing and another snapshot is requested.
+    /// Receives loads on the worker's stream, events over NATS, and snapshots on request. While a snapshot is being received, events wait
+    /// in the NATS subscription. If that buffer overflows, events are missing and another snapshot is requested.
     async fn receive_over_nats(&mut self, broker: &Broker) -> Result<Resync, Lost> {
         let subscribing = timeout(SUBSCRIBE_TIMEOUT, broker.subscribe(&self.info.instance_id));
         let Ok(Ok(mut published)) = subscribing.await else { return Ok(Resync::NoDelivery) };
         let mut replies = self.watch(true).await?;
         let mut subscription = KvSubscription::new(&self.info, EventSource::Nats);
         let mut snapshot = Some(self.snapshot().await?);
-        // Gaps since the last event arrived from any source. The first may concern events published while we subscribed.
+        // The number of gaps since an event last arrived from any source. The first gap may concern events that were published while this
+        // router subscribed.
         let mut gaps_without_events = 0;
         let mut last_message_at = Instant::now();
         let silence_max = self.remote.cluster.settings.silence_max;
@@ -192,8 +193,8 @@ impl Connection<'_> {
             match applied {
                 Err(Lost::InvalidEvents(error)) if error.is_repaired_by_snapshot(source) => {
                     gaps_without_events += 1;
-                    // Only events from NATS wait until the snapshot is complete. A gap among events of the stream shows that the
-                    // worker sends its events there, so they are read there from now on.
+                    // Only events from NATS wait until the snapshot is complete. A gap among events on the stream shows that the worker
+                    // sends its events there, so the router now reads them there.
                     if gaps_without_events == 2 || source == EventSource::Direct {
                         return Ok(Resync::NoDelivery);
                     }
@@ -229,7 +230,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Applies the update, whose events (if it has some) came from this source.
+    /// Applies the update. `source` is where its events came from, if it has any.
     async fn apply(&mut self, update: Update, source: EventSource) -> Result<(), Lost> {
         let cluster = &self.remote.cluster;
         let has_events = match update {
@@ -275,7 +276,7 @@ impl Drop for Connection<'_> {
     }
 }
 
-/// Returns the stream's next message; `None` if the worker itself has noticed that this router missed events.
+/// Returns the stream's next message; `None` if the worker reports that this router has missed events.
 fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
     match reply {
         Ok(Some(reply)) => Ok(Some(reply)),

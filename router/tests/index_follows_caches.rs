@@ -1,4 +1,4 @@
-//! The index fed by real prefix caches: after any history it equals their content, from events and from snapshots.
+//! The index receives the events and snapshots of real prefix caches, and equals their content after any history.
 
 use proptest::{collection::vec, prelude::*};
 use std::collections::BTreeSet;
@@ -11,17 +11,17 @@ const BLOCK: usize = 2;
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// A prompt is computed and its blocks are kept in use, if the cache has space.
+    /// A prompt is computed if the cache has space for it, and its blocks stay in use.
     Compute(Vec<TokenId>),
-    /// The oldest prompt in use ends.
+    /// The blocks of the oldest prompt in use are released.
     End,
     Clear,
-    /// The router lost its stream and requests a snapshot.
+    /// The router has lost its stream and requests a snapshot.
     Rejoin,
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Few distinct tokens, so that prompts share prefixes; more blocks than the caches hold, so that they evict.
+    // There are few distinct tokens, so that prompts share prefixes, and more blocks than the caches hold, so that caches evict.
     prop_oneof![
         8 => vec(0..2_u32, 0..14).prop_map(Op::Compute),
         6 => Just(Op::End),

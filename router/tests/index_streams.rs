@@ -1,4 +1,4 @@
-//! The index replays recorded event streams of a cluster, in which every query carries its expected answer.
+//! The index replays recorded event streams of a cluster. Each query in a stream carries its expected answer.
 //!
 //! The recordings are large and not part of the repository; without them the test prints that it is skipped.
 
@@ -6,7 +6,7 @@ use std::{io::Read, path::Path};
 use tandem_kv::{Change, SequenceHash, StoredChain};
 use tandem_router::{PrefixIndex, Skipped, WorkerSlot};
 
-/// Blocks of the last query, by their ids.
+/// Block ids of the last query.
 type Blocks = Vec<u32>;
 
 struct Reader<'a>(&'a [u8]);
@@ -34,7 +34,7 @@ impl Reader<'_> {
         self.varint().try_into().expect("32 bits")
     }
 
-    /// Reads a number as its difference to `before`, a zig-zag varint.
+    /// Reads a number that is stored as its difference to `before`, in a zig-zag varint.
     fn delta(&mut self, before: u32) -> u32 {
         let value = self.varint();
         let delta = (value >> 1) as i64 ^ -((value & 1) as i64);
@@ -46,12 +46,13 @@ impl Reader<'_> {
     }
 }
 
-/// Block ids identify whole prefixes in these streams. `mix` is a bijection, so its output serves as sequence hash.
+/// Returns a block's sequence hash. In these streams a block id identifies a whole prefix, and `mix` is a bijection, so its output can
+/// serve as the hash.
 fn hash(block: u32) -> SequenceHash {
     SequenceHash(tandem_kv::mix(u64::from(block) + 1))
 }
 
-/// Replays the stream; returns how many queries were answered.
+/// Replays the stream. Returns how many queries were answered.
 fn replay(stream: &[u8]) -> usize {
     let mut reader = Reader(stream);
     assert_eq!(&reader.bytes::<8>(), b"KVRS0001");

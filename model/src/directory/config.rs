@@ -20,7 +20,7 @@ struct Config {
     rms_norm_eps: f32,
     rope_theta: Option<f32>,
     rope_scaling: Option<RopeScaling>,
-    /// Replaces the two fields above in files of newer libraries.
+    /// Files of newer versions of `transformers` have this field instead of `rope_theta` and `rope_scaling`.
     rope_parameters: Option<RopeScaling>,
     max_position_embeddings: u32,
     vocab_size: usize,
@@ -54,7 +54,8 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
     ModelError::WrongValue { key: format!("{CONFIG}: {key}"), wanted }
 }
 
-/// Reads and checks the configuration. `tied_by_absence`: the weights have no head, which decides if the file does not say whether it is tied.
+/// Reads and checks the configuration. `tied_by_absence`: the weights have no output head. This decides whether the head is tied if the
+/// file does not say so.
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
     let config: Config = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;
@@ -115,7 +116,7 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
         head_dim,
         ffn: config.intermediate_size,
         eps: config.rms_norm_eps,
-        // Only conversions to GGUF reorder a Llama's rows so that pairs are adjacent.
+        // Safetensors keep halves as pairs: only conversions to GGUF reorder the rows of a Llama so that paired elements are adjacent.
         rope: Rope::new(Pairs::Halves, head_dim, base, None, scaling),
         qkv_biases: family.qkv_biases,
         qk_norms: family.qk_norms,

@@ -1,6 +1,6 @@
 //! Writes GGUF files for tests.
 
-/// GGUF's tensor type numbers.
+/// The numbers of tensor types in GGUF.
 pub mod kind {
     #![allow(dead_code, missing_docs, reason = "shared by several test crates, which use different parts")]
     pub const F32: u32 = 0;
@@ -14,7 +14,7 @@ pub mod kind {
     pub const BF16: u32 = 30;
 }
 
-/// A file under construction.
+/// A GGUF file under construction.
 #[derive(Clone, Default)]
 pub struct Writer {
     metadata: Vec<(String, u32, Vec<u8>)>,

@@ -12,34 +12,36 @@ use std::{
 use tandem_proto::ClusterKey;
 use tonic::transport::Endpoint;
 
-/// Timeout of a call; etcd answers in milliseconds. After it, the next endpoint is tried.
+/// Timeout of a call; etcd normally answers in milliseconds. After a timeout, the next endpoint is tried.
 pub(super) const CALL_WAIT: Duration = Duration::from_secs(3);
-/// Backoff between attempts to connect: a restart of etcd is noticed within two seconds, and its absence costs next to nothing.
+/// The shortest and longest delay between attempts to connect. A restarted etcd is noticed within two seconds, and an absent one costs
+/// almost nothing.
 pub(super) const PAUSE_MIN: Duration = Duration::from_millis(100);
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// A silent connection is closed after both. etcd closes connections that ping more often than every 5 s.
+/// A silent connection is closed after the interval plus the timeout. The interval must be above 5 s, because etcd closes connections that
+/// ping more often.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Settings of the connection to etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdSettings {
-    /// `host:port` of its servers; one that can be reached suffices.
+    /// `host:port` of the etcd servers. One server that can be reached suffices.
     pub endpoints: Vec<String>,
-    /// User name and password; absent: no authentication.
+    /// User name and password; `None`: no authentication.
     pub user: Option<(String, Secret)>,
-    /// Settings of TLS; absent: connections are not encrypted.
+    /// Settings of TLS; `None`: connections are not encrypted.
     pub tls: Option<EtcdTls>,
     /// The cluster's name, which is part of every key.
     pub cluster: String,
-    /// The key with which registrations are signed. Registrations without its signature are ignored, so that a program that may write to
-    /// etcd cannot make this cluster's processes connect to it and send it their bearer token.
+    /// The cluster key, with which registrations are signed. Registrations without its signature are ignored, so that a program that may
+    /// write to etcd cannot make this cluster's processes connect to it and send it their bearer token.
     pub key: ClusterKey,
     /// A process that does not renew its lease for this long is deregistered.
     pub lease_ttl: Duration,
 }
 
-/// PEM files. They are read at every connection, so they may be replaced.
+/// PEM files for TLS. They are read for each connection, so they may be replaced while the process runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTls {
     /// The CA certificate for verifying etcd.
@@ -54,10 +56,10 @@ pub struct EtcdTls {
 pub enum EtcdError {
     #[error("{} cannot be read; check --etcd-ca, --etcd-cert and --etcd-key", .path.display())]
     File { path: PathBuf, source: io::Error },
-    /// The content of a file, or an endpoint, is invalid.
+    /// A file has invalid content, or an endpoint is invalid.
     #[error("etcd at {endpoint} cannot be used with these settings")]
     Settings { endpoint: String, source: tonic::transport::Error },
-    /// There is no connection, or the certificate of the endpoint is not trusted.
+    /// No connection could be opened, or the endpoint's certificate is not trusted.
     #[error("etcd at {endpoint} cannot be reached")]
     Unreachable { endpoint: String, source: tonic::transport::Error },
     #[error("etcd answered with an error")]
@@ -66,7 +68,7 @@ pub enum EtcdError {
     Silent,
     #[error("etcd has closed the stream")]
     Closed,
-    /// The revision was compacted, or etcd has lost its leader.
+    /// The revision to watch from was compacted, or the server has lost its leader.
     #[error("etcd has cancelled the watch")]
     Cancelled,
     #[error("the lease is lost")]
@@ -103,7 +105,7 @@ fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
     fs::read(path).map_err(|source| EtcdError::File { path: path.to_owned(), source })
 }
 
-/// Connects to the endpoints, one after the other.
+/// Connects to the endpoints, trying one after the other.
 #[derive(Debug)]
 pub(super) struct Connector {
     pub(super) settings: EtcdSettings,
@@ -111,7 +113,7 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// Starts with a random endpoint, so that the processes of a cluster use all of them.
+    /// Returns a connector that starts with a random endpoint, so that the processes of a cluster spread over all endpoints.
     pub(super) fn new(settings: EtcdSettings) -> Self {
         Self { settings, next: RandomState::new().hash_one(0) as usize % 1_024 }
     }
@@ -122,7 +124,7 @@ impl Connector {
         self.next = self.next.wrapping_add(1);
         let channel = self.settings.endpoint(address)?.connect().await;
         let channel = channel.map_err(|source| EtcdError::Unreachable { endpoint: address.clone(), source })?;
-        // A server without a leader fails instead of returning an old state.
+        // With this option, a server without a leader returns an error instead of an old state.
         let mut options = ConnectOptions::new().with_require_leader(true);
         if let Some((name, password)) = &self.settings.user {
             options = options.with_user(name, password.expose()).with_auto_token_refresh(true);

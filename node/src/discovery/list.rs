@@ -1,7 +1,7 @@
-//! A static member list, or a file with one that is polled while the process runs.
+//! A member list that is static, or is in a file that is polled while the process runs.
 //!
-//! If the file becomes invalid, the last valid list stays in use. A file may be read while it is being written, so a change counts only when two polls
-//! in a row read the same text.
+//! If the file becomes invalid, the last valid list stays in use. A file may be read while it is being written, so a change takes effect
+//! only when two consecutive polls read the same text.
 
 use super::{ADDRESSES_MAX, DiscoveryError};
 use std::{
@@ -13,9 +13,9 @@ use std::{
 };
 use tandem_proto::channel::{self, InvalidAddress};
 
-/// Interval between polls of a file: an added worker is found within two of them, and a poll costs next to nothing.
+/// Interval between polls of a file. An added worker is found within two polls, and a poll costs almost nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Largest file that is read.
+/// The largest file that is read.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// A file that is polled.
@@ -29,20 +29,20 @@ pub(super) struct Watched {
 }
 
 impl Watched {
-    /// Reads the file for the first time.
+    /// Reads the file for the first time and returns its addresses.
     pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
         let text = read(&path)?;
         Ok((parsed(&text)?, Self { path, text, reported: None }))
     }
 
-    /// Resolves when the file lists other addresses than `now`. Cancel-safe.
+    /// Resolves when the file lists addresses other than `now`, and returns them. Cancel-safe.
     pub(super) async fn changed(&mut self, now: &BTreeSet<String>) -> BTreeSet<String> {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             let path = self.path.clone();
             let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
             let listed = match polled {
-                // The process that writes the file may not have finished.
+                // The writer of the file may not have finished.
                 Ok(text) if text != self.text => {
                     self.text = text;
                     continue;

@@ -15,7 +15,7 @@ use std::{collections::BTreeSet, path::PathBuf};
 use tandem_proto::ClusterKey;
 use tokio::{sync::watch::Receiver, task::JoinSet};
 
-/// Addresses that one process may have as peers. A router keeps a connection to each; larger clusters must be divided.
+/// The most addresses that one process may have as peers. A router keeps a connection to each; larger clusters must be divided.
 const ADDRESSES_MAX: usize = 1_024;
 
 /// Where the addresses of peers come from.
@@ -35,7 +35,7 @@ impl FromIterator<String> for MemberSource {
     }
 }
 
-/// Why the addresses cannot be used.
+/// Why the addresses of a source cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum DiscoveryError {
@@ -48,8 +48,8 @@ pub enum DiscoveryError {
 }
 
 impl MemberSource {
-    /// Returns the same source for a cluster with this key: registrations in etcd count only if they are signed with it. Listed addresses need no
-    /// signature.
+    /// Returns this source for a cluster with this key: registrations in etcd count only if they are signed with the key. Addresses from a
+    /// list or file need no signature.
     pub fn with_key(self, key: ClusterKey) -> Self {
         match self {
             Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),
@@ -57,7 +57,7 @@ impl MemberSource {
         }
     }
 
-    /// Opens the source. A list or file is read now; etcd is watched from now on, and may be unreachable.
+    /// Opens the source. A list or file is read now. etcd is watched from now on and may be unreachable.
     ///
     /// # Errors
     /// The list or file cannot be used.
@@ -92,18 +92,18 @@ enum Source {
 }
 
 impl Members {
-    /// Returns the addresses as of the last [`Members::changed`].
+    /// Returns the addresses as they were when [`Members::changed`] last resolved.
     pub fn now(&self) -> &BTreeSet<String> {
         &self.now
     }
 
-    /// Whether a removal is only advisory: a process that is deregistered from etcd may still be running, because etcd may have lost its data or
-    /// its connection to it. A removal from the operator's list is an order.
+    /// Whether the removal of an address is only advisory. A process that is deregistered from etcd may still be running, because etcd may
+    /// have lost its data or its connection to the process. A removal from an operator's list or file is an order.
     pub fn are_advisory(&self) -> bool {
         matches!(self.source, Source::Etcd { .. })
     }
 
-    /// Resolves when the addresses have changed; never for a static list. Cancel-safe.
+    /// Resolves when the addresses have changed. It never resolves for a static list. Cancel-safe.
     pub async fn changed(&mut self) {
         self.now = match &mut self.source {
             Source::List => std::future::pending().await,

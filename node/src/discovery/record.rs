@@ -1,4 +1,4 @@
-//! Member records: a process registers in etcd under the key `/tandem/<cluster>/<role>/<instance_id>`, with this record in JSON as the value.
+//! Member records. A process registers in etcd under the key `/tandem/<cluster>/<role>/<instance_id>`; the value is this record as JSON.
 
 use serde::{Deserialize, Serialize};
 use tandem_proto::{
@@ -21,7 +21,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the name that keys and the command line use.
+    /// Returns the role's name in keys and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Frontend => "frontend",
@@ -32,18 +32,18 @@ impl Role {
     }
 }
 
-/// The record of one instance. Readers ignore unknown fields and need only the address: a process that connects to it requests the process's own
+/// The record of one instance. A reader ignores unknown fields and needs only the address: it connects, requests the process's own
 /// description, and uses only that.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberRecord {
     /// The role of the process.
     pub role: Role,
-    /// `host:port` at which other processes reach it: gRPC, or HTTP of a frontend.
+    /// `host:port` at which other processes reach the process, with gRPC, or with HTTP if it is a frontend.
     pub address: String,
-    /// New at every start.
+    /// The instance's id, which is new at every start.
     #[serde(default)]
     pub instance_id: String,
-    /// The version of Tandem.
+    /// The process's version of Tandem.
     #[serde(default)]
     pub version: String,
     /// A worker's stable name.
@@ -52,19 +52,19 @@ pub struct MemberRecord {
     /// The served model's id, if the process knows it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub model: String,
-    /// The version of the model's weights.
+    /// The revision of the model's files.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub revision: String,
-    /// Tokens in a block.
+    /// Tokens per block.
     #[serde(default)]
     pub block_size: u32,
     /// Size of a worker's KV memory, in blocks.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub capacity_blocks: u32,
-    /// The longest sequence, in tokens.
+    /// The length of the longest sequence, in tokens.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub context_length: u32,
-    /// The process's signature over cluster, role, instance and address, made with the cluster key. Empty: the cluster has no key.
+    /// The process's signature over cluster, role, instance and address, made with the cluster key; empty if the cluster has no key.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub signature: Vec<u8>,
 }
@@ -86,7 +86,7 @@ pub(super) enum InvalidRecord {
 }
 
 impl MemberRecord {
-    /// Returns the record of a worker that describes itself as `info` and is reached at `address`.
+    /// Returns the record of a worker that describes itself with `info` and is reached at `address`.
     pub fn of_worker(info: &WorkerInfo, address: String) -> Self {
         let role = match info.role() {
             worker_info::Role::Decode => Role::DecodeWorker,
@@ -113,7 +113,7 @@ impl MemberRecord {
         format!("{}{}/{}", prefix(cluster), self.role.name(), self.instance_id)
     }
 
-    /// Returns this record, signed as a process with the key registers it.
+    /// Returns this record with a signature made with the cluster key.
     pub(super) fn signed(mut self, cluster: &str, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Registration, &[self.key(cluster).as_bytes(), self.address.as_bytes()]);
         self
@@ -123,7 +123,7 @@ impl MemberRecord {
         serde_json::to_vec(self).expect("a record has only plain values")
     }
 
-    /// Parses the record that was registered under the key `at`. It must be signed if the cluster has a key.
+    /// Parses the record that was registered under the etcd key `at`. It must be signed if the cluster has a key.
     pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, InvalidRecord> {
         let record: Self = serde_json::from_slice(value)?;
         channel::endpoint(&record.address)?;
@@ -134,12 +134,12 @@ impl MemberRecord {
     }
 }
 
-/// Returns the prefix of all keys of a cluster, and of no other cluster's keys: names of clusters have no slash.
+/// Returns the prefix of all etcd keys of this cluster. No key of another cluster has it, because names of clusters have no slash.
 pub(super) fn prefix(cluster: &str) -> String {
     format!("/tandem/{cluster}/")
 }
 
-/// Whether this is the key of a process with one of these roles.
+/// Whether this is the etcd key of a process of the cluster with one of these roles.
 pub(super) fn is_of(key: &str, cluster: &str, roles: &[Role]) -> bool {
     let role = key.strip_prefix(&prefix(cluster)).and_then(|rest| rest.split_once('/'));
     role.is_some_and(|(role, instance)| !instance.is_empty() && roles.iter().any(|wanted| wanted.name() == role))

@@ -1,4 +1,5 @@
-//! Registration: a process's own key in etcd, under a lease that is kept alive. A lost key is put again; a process that drains deregisters.
+//! Registration: a process's own key in etcd, under a lease that is kept alive. If the key is lost, it is put again. A process that drains
+//! deregisters.
 
 use super::{
     etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
@@ -10,8 +11,8 @@ use etcd_client::{Client, Compare, CompareOp, PutOptions, Txn, TxnOp};
 use metrics::{Counter, Gauge};
 use tokio::time::{sleep, timeout};
 
-/// Keeps the process registered until it drains, then deregisters it. etcd may be unreachable at any time: the process is registered as soon as etcd
-/// can be reached. If the future is dropped, the lease expires by itself.
+/// Keeps the process registered until it drains, then deregisters it. etcd may be unreachable at any time; the process is registered as
+/// soon as etcd can be reached. If the future is dropped, the lease expires by itself.
 pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Metrics, shutdown: &Shutdown) {
     let again = metrics.counter(
         "tandem_discovery_reregistrations_total",
@@ -44,12 +45,13 @@ struct Registrar {
     record: MemberRecord,
     connected: Gauge,
     again: Counter,
-    /// The newest lease, and the client that it was granted to.
+    /// The newest lease, and the client through which it was granted.
     held: Option<(Client, i64)>,
 }
 
 impl Registrar {
-    /// Registers under a new lease and keeps it alive; returns why it was lost. An older lease has no key any more, and expires.
+    /// Registers under a new lease and keeps the lease alive. Returns why it was lost. The key then belongs to the new lease, so an older
+    /// lease simply expires.
     async fn keep(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let EtcdSettings { cluster, lease_ttl, key: cluster_key, .. } = &self.connector.settings;
@@ -65,7 +67,7 @@ impl Registrar {
         loop {
             tokio::select! {
                 () = sleep(*lease_ttl / 3) => {}
-                // No request is open, so this is the end of the stream.
+                // No keep-alive request is open, so this is the end of the stream or an error.
                 end = replies.message() => {
                     end?;
                     return Err(EtcdError::Closed);
@@ -78,7 +80,7 @@ impl Registrar {
                 return Err(EtcdError::LeaseLost);
             }
             backoff.reset();
-            // The key may have been deleted, or an older state of etcd restored, without the lease being lost.
+            // The key can be missing although the lease is not lost: it was deleted, or an older state of etcd was restored.
             let absent = Compare::version(&*key, CompareOp::Equal, 0);
             in_time(client.txn(Txn::new().when([absent]).and_then([put()]))).await?;
         }

@@ -1,9 +1,9 @@
 //! Watches the members that are registered in etcd.
 //!
-//! Every connection begins by reading all keys, and watches from that revision on. So nothing depends on etcd's history: a compaction, a restart or
-//! another server of etcd only leads to another read. While etcd is unreachable, the last known members stay. An address that is not registered any
-//! more after a reconnection stays for the time of one lease: an etcd that has lost its data has forgotten processes that are running, and
-//! they register again within that time.
+//! Every connection begins by reading all keys, and watches from that revision on. So nothing depends on etcd's history: a compaction, a
+//! restart or another etcd server only leads to another read. While etcd is unreachable, the last known members stay. An address that is no
+//! longer registered after a reconnection stays for the time of one lease, because an etcd that has lost its data has forgotten running
+//! processes, which register again within that time.
 
 use super::{
     ADDRESSES_MAX,
@@ -20,10 +20,10 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// Keys that are read: more than the addresses that can be used, so that exceeding that number is noticed and logged.
+/// The most keys that are read. They are more than the addresses that can be used, so that too many addresses are noticed and logged.
 const KEYS_MAX: i64 = 8 * ADDRESSES_MAX as i64;
 
-/// Returns the addresses of all processes that are registered with these roles, and the task that keeps them up to date until it is dropped.
+/// Returns the addresses of all processes that are registered with these roles. The task keeps them up to date until it is dropped.
 pub(super) fn watch(
     settings: EtcdSettings,
     roles: Vec<Role>,
@@ -43,7 +43,7 @@ pub(super) fn watch(
     (addresses, task)
 }
 
-/// Returns the gauge that says whether etcd is connected for this purpose.
+/// Returns the gauge that is 1 while etcd is connected for this purpose.
 pub(super) fn connected_gauge(metrics: &Metrics, purpose: &'static str) -> Gauge {
     let help = "1 while etcd is connected: to watch members, or to keep the process registered.";
     let connected = metrics.gauge("tandem_discovery_etcd_connected", help, &[("for", purpose)]);
@@ -55,9 +55,9 @@ struct Watcher {
     connector: Connector,
     roles: Vec<Role>,
     connected: Gauge,
-    /// Addresses by key; `None` for an invalid record, which was logged.
+    /// Addresses by etcd key; `None` for an invalid record, which was logged.
     registered: BTreeMap<String, Option<String>>,
-    /// Addresses that were not registered any more at the last reconnection.
+    /// Addresses that were no longer registered at the last reconnection.
     missing: BTreeSet<String>,
     members: watch::Sender<BTreeSet<String>>,
 }
@@ -76,7 +76,7 @@ impl Watcher {
         }
     }
 
-    /// Watches over one connection; returns why it ended.
+    /// Watches the members over one connection. Returns why the connection ended.
     async fn connection(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let prefix = record::prefix(&self.connector.settings.cluster);
@@ -98,7 +98,7 @@ impl Watcher {
                     continue;
                 }
             };
-            // A compacted revision also cancels the watch: the message has no reason, no event follows, and the stream stays open.
+            // A watch from a compacted revision is cancelled by a message without a reason. No event follows, but the stream stays open.
             if message.canceled() {
                 return Err(EtcdError::Cancelled);
             }
@@ -116,7 +116,7 @@ impl Watcher {
     fn replace(&mut self, all: &[KeyValue]) {
         self.missing = self.members.borrow().clone();
         let present: BTreeSet<&[u8]> = all.iter().map(KeyValue::key).collect();
-        // Invalid records stay, so that they are not logged again.
+        // Known invalid records stay, so that they are not logged again.
         self.registered.retain(|key, address| address.is_none() && present.contains(key.as_bytes()));
         all.iter().for_each(|entry| self.put(entry.key(), entry.value()));
         self.publish();
@@ -142,7 +142,7 @@ impl Watcher {
         self.registered.insert(key.into_owned(), address);
     }
 
-    /// Whether the key can be kept, of at most [`KEYS_MAX`]. If there are more, an invalid one is dropped for it.
+    /// Whether the key can be kept. At most [`KEYS_MAX`] keys are; at this limit an invalid key is dropped for a new one.
     fn has_capacity(&mut self, key: &str) -> bool {
         if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
             return true;
@@ -167,7 +167,8 @@ impl Watcher {
     }
 }
 
-/// Returns at most [`ADDRESSES_MAX`] of the addresses. Those that are in use stay, so that a flood of registrations removes none of them.
+/// Returns at most [`ADDRESSES_MAX`] of the addresses. Addresses in use are preferred, so that a flood of registrations removes none of
+/// them.
 fn bounded(now: BTreeSet<String>, in_use: &BTreeSet<String>) -> BTreeSet<String> {
     if now.len() <= ADDRESSES_MAX {
         return now;

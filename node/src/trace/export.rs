@@ -17,13 +17,13 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// Spans queued for the collector: those of some seconds of a busy process, a few megabytes.
+/// The most spans that wait for the collector: some seconds of a busy process, a few megabytes.
 const QUEUE_MAX: usize = 4_096;
-/// Spans in one message.
+/// The most spans in one message.
 const BATCH_MAX: usize = 512;
 /// The longest time that a span waits for its batch to fill.
 const BATCH_WAIT: Duration = Duration::from_secs(1);
-/// Timeout for one batch.
+/// Timeout for sending one batch.
 const SEND_WAIT: Duration = Duration::from_secs(10);
 
 /// The collector's address is invalid.
@@ -40,7 +40,7 @@ enum Item {
     Flush(oneshot::Sender<()>),
 }
 
-/// Queues ended spans. Never waits.
+/// Queues ended spans without waiting; spans beyond its capacity are lost.
 #[derive(Clone, Debug)]
 pub(super) struct Queue {
     items: mpsc::Sender<Item>,
@@ -108,7 +108,7 @@ impl SpanProcessor for Queue {
     }
 }
 
-/// Logs a line for each sampled request; each process that serves the request logs one.
+/// Logs a line for each sampled request. Each process that serves the request logs one.
 fn log(span: &SpanData) {
     if span.parent_span_id != SpanId::INVALID && !span.parent_span_is_remote {
         return;
@@ -152,7 +152,7 @@ impl Exporter {
                 self.send(std::mem::take(&mut batch)).await;
             }
             if let Some(done) = flushed {
-                // The caller may have stopped waiting.
+                // The caller of `flush` may have stopped waiting.
                 let _ = done.send(());
             }
             if ended {
@@ -198,7 +198,7 @@ mod tests {
         tracer.flush(Duration::from_secs(60)).await;
         let page = metrics.render();
         assert!(page.contains("tandem_trace_spans_total{result=\"lost\"} 3"), "{page}");
-        // Nothing is taken from the queue.
+        // The exporter does not run, so nothing is taken from the queue.
         let settings = TraceSettings {
             endpoint: format!("http://{closed}"),
             sample_ratio: 1.0,

@@ -1,4 +1,4 @@
-//! Discovery through an etcd server: registration, watch, leases, reconnection, authentication, and loss of etcd's data.
+//! Tests of discovery with a real etcd server: registration, watch, leases, reconnection, authentication, and loss of etcd's data.
 
 #[path = "../servers/certificates.rs"]
 mod certificates;
@@ -97,7 +97,7 @@ impl Watcher {
         Self { members, metrics }
     }
 
-    /// Waits until the members are exactly these.
+    /// Waits until the watcher knows exactly these members.
     async fn expect_members(&mut self, addresses: &[&str]) {
         let wanted: BTreeSet<String> = addresses.iter().map(|address| (*address).to_owned()).collect();
         let known = async {
@@ -121,7 +121,7 @@ async fn admin(server: &Server) -> etcd_client::Client {
 #[tokio::test]
 async fn registered_processes_are_found_by_role_until_they_drain() {
     let server = Server::etcd(&[]);
-    // A lease that does not expire within the test, so that processes are removed by their deregistration only.
+    // The lease does not expire within the test, so that processes are removed only when they deregister.
     let settings = EtcdSettings { lease_ttl: 4 * TIMEOUT, ..settings(&[server.address()]) };
     let decode = Registered::start(&settings, Role::DecodeWorker, "d:1");
     let _frontend = Registered::start(&settings, Role::Frontend, "f:1");
@@ -171,7 +171,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
     watcher.expect_members(&["ours:1"]).await;
-    // A signed record is copied to another key, or its address is changed.
+    // Neither a signed record under another key nor one whose address was changed is accepted.
     let mut client = admin(&server).await;
     let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("etcd answers");
     let signed = read.kvs().first().expect("the key exists").value_str().expect("text").to_owned();
@@ -202,12 +202,12 @@ async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again()
     client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
     watcher.expect_members(&["stays:1"]).await;
-    // The same after the lease is revoked.
+    // The process also registers again after its lease is revoked.
     let lease = client.leases().await.expect("etcd answers").leases().first().expect("one").id();
     client.lease_revoke(lease).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
     watcher.expect_members(&["stays:1"]).await;
-    // The watch may show the new key before the process has its response.
+    // The watcher may see the new key before the process has etcd's response.
     stays.connected().await;
     assert_eq!(value(&stays.metrics, again), Some(1.0));
 }
@@ -269,7 +269,7 @@ async fn watch_continues_after_compaction() {
     let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("etcd answers");
     let revision = deleted.header().expect("always").revision();
     client.compact(revision, None).await.expect("etcd answers");
-    // The read is forwarded. The watch that follows it is held back until its revision is compacted, too.
+    // The proxy forwards the read, but holds back the watch that follows until its revision is compacted, too.
     proxy.hold_after(b"/tandem/c/decode-worker/two");
     proxy.restore();
     watcher.expect_members(&["one:1", "three:1", "two:1"]).await;
@@ -279,7 +279,7 @@ async fn watch_continues_after_compaction() {
     client.compact(deleted.header().expect("always").revision(), None).await.expect("etcd answers");
     proxy.restore();
     watcher.expect_members(&["four:1", "three:1"]).await;
-    // The watch continues as before.
+    // After that the watch works as before.
     let (key, record) = put("five");
     client.put(key, record, None).await.expect("etcd answers");
     watcher.expect_members(&["five:1", "four:1", "three:1"]).await;

@@ -1,4 +1,4 @@
-//! A proxy to a server that can interrupt all connections, and that can hold back the clients' data once the server has sent a given text.
+//! A proxy to a server. It can interrupt all connections, and can hold back the clients' data once the server has sent a given text.
 
 use std::sync::Arc;
 use tokio::{
@@ -11,9 +11,9 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// When the server sends this text, the clients' data is held back.
+    /// The text after which the clients' data is held back.
     hold_after: Option<Arc<[u8]>>,
-    /// Whether the clients' data is held back.
+    /// Whether the clients' data is held back now.
     held: bool,
 }
 

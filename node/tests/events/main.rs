@@ -1,4 +1,4 @@
-//! KV events over a NATS server: delivery, detection of lost events by their numbers, authentication and reconnection.
+//! Tests of KV events with a real NATS server: delivery, detection of lost events by their numbers, authentication and reconnection.
 
 #[path = "../servers/certificates.rs"]
 mod certificates;
@@ -65,7 +65,7 @@ async fn next(published: &mut Published) -> KvEventBatch {
     timeout(TIMEOUT, published.next()).await.expect("a message arrives in time").expect("the subscription is open")
 }
 
-/// Publishes the same event until it is received, so that the subscription is known to the server.
+/// Publishes the same event until it is received, which shows that the server knows the subscription.
 async fn subscribed(broker: &Broker, published: &mut Published) {
     loop {
         broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
@@ -136,7 +136,7 @@ async fn messages_without_a_valid_signature_are_dropped_and_counted() {
     let forged = event_batch("i", &batch(vec![event(666, 1)]), 0);
     keyless.publish(forged.clone()).await;
     stranger.publish(forged).await;
-    // A message that is signed for another instance.
+    // A message that is signed for another instance is dropped.
     let raw = async_nats::connect(server.address()).await.expect("NATS is connected");
     let mut others = raw.subscribe("tandem.c.kv.j").await.expect("the broker is connected");
     let replayed = loop {
@@ -159,7 +159,7 @@ async fn connection_survives_a_late_start_and_restarts_of_nats() {
     let settings = settings(&server);
     let (broker, metrics) = open(&settings).await;
     assert!(!broker.is_connected());
-    // While NATS is down, publishing does not wait for it.
+    // While NATS is down, publishing returns without waiting for it.
     broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
     let mut published = broker.subscribe("i").await.expect("subscriptions are kept");
     for _ in 0..2 {
@@ -201,7 +201,7 @@ async fn slow_subscriber_detects_gap() {
 #[tokio::test]
 async fn client_authenticates_by_password_token_or_nkey() {
     let folder = tempfile::tempdir().expect("a folder");
-    // A key pair that `nk -gen user -pubout` has made.
+    // This key pair was made with `nk -gen user -pubout`.
     let seed = folder.path().join("seed");
     fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("the folder is writable");
     let nkey = folder.path().join("nkey.conf");

@@ -1,4 +1,4 @@
-//! etcd and NATS servers for the tests of several crates, each with its own port and temporary data.
+//! Starts etcd and NATS servers for the tests of several crates. Each server has its own port and temporary data.
 #![allow(dead_code, reason = "not all tests use all of it")]
 
 use std::{
@@ -12,11 +12,11 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Limit on every wait for a server. Only a failing test waits this long.
+/// Timeout of every wait for a server. Only a failing test waits this long.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Returns a free port outside the ranges that the system and other tests use, so that it stays free until it is bound. Each process has
-/// its own range.
+/// Returns a free port outside the ranges that the system and other tests use, so that no other program takes it before it is bound. Each
+/// test process has its own range.
 pub fn port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 2_000 + (std::process::id() % 300) as u16 * 25;
@@ -31,7 +31,7 @@ pub fn port() -> u16 {
 /// A server that can be stopped and started again. Dropping it kills it.
 pub struct Server {
     program: &'static str,
-    /// The text in its log when it serves. Its port opens earlier, but an etcd that is killed before this loses its data.
+    /// The text that the server logs once it serves. Its port opens earlier, but an etcd that is killed before it serves loses its data.
     ready: &'static str,
     args: Vec<String>,
     folder: tempfile::TempDir,
@@ -40,7 +40,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts an etcd of one member with additional arguments.
+    /// Starts an etcd cluster of one member with additional arguments.
     pub fn etcd(args: &[&str]) -> Self {
         let scheme = if args.iter().any(|arg| arg.contains("cert-file")) { "https" } else { "http" };
         let (port, peers) = (port(), port());
@@ -50,7 +50,7 @@ impl Server {
             format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
-            // A single member elects itself, so intervals of half the defaults are safe, and quicker.
+            // A single member elects itself, so half of the default intervals are safe, and startup is quicker.
             "--heartbeat-interval=50".to_owned(),
             "--election-timeout=500".to_owned(),
         ];
@@ -108,7 +108,7 @@ impl Server {
         }
     }
 
-    /// Waits until the log has a text this many times. Other tasks run meanwhile.
+    /// Waits until the log contains this text this many times. Other tasks run meanwhile.
     pub async fn wait_for_log(&self, text: &str, times: usize) {
         let started = Instant::now();
         while self.log().matches(text).count() < times {
@@ -134,7 +134,7 @@ impl Server {
         process.wait().expect("the process is a child of this one");
     }
 
-    /// Deletes the data of a server that does not run.
+    /// Deletes the data of a stopped server.
     pub fn lose_data(&self) {
         assert!(self.process.is_none(), "the server must not run");
         fs::remove_dir_all(self.data()).expect("the data exist");

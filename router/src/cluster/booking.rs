@@ -8,29 +8,29 @@ use std::sync::Arc;
 use tandem_kv::{InstanceId, SequenceHash};
 use tokio::time::Instant;
 
-/// Sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests for more.
+/// The most sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests with a larger `n`.
 pub(super) const SAMPLES_MAX: u32 = 128;
 
-/// Prompt tokens that one request may add to a worker's load: as many as a request can have.
+/// The most prompt tokens that one request may add to a worker's load: the largest value of `prompt_tokens`.
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
-/// A request placed by this router or by a peer. Its workers' instances need not be members.
+/// A request that this router or a peer has placed. The instances that it names need not be members.
 pub(super) struct Booking {
     pub(super) key: BookingKey,
     pub(super) decode: InstanceId,
     /// Never the same instance as `decode`.
     pub(super) prefill: Option<InstanceId>,
-    /// The prompt has not been prefilled yet.
+    /// Whether the prompt is still to be prefilled.
     pub(super) prefilling: bool,
     /// Time at which this router learned that the prompt has been prefilled.
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// The overlap for which it was placed, in tokens; `None` if another router placed it.
+    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request.
     pub(super) overlap_tokens: Option<u64>,
 }
 
-/// The load that a request adds to the reported loads of its workers.
+/// The load that a request adds to the reported loads of its decode worker and its prefill worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct LoadByRole {
     pub(super) decode: BookedLoad,
@@ -43,7 +43,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now, each with the blocks that it is about to compute there and those before them.
+    /// Returns the instances on which the booking counts now. Each comes with the prompt's blocks if it prefills the prompt, or else with
+    /// none.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
@@ -51,7 +52,7 @@ impl Booking {
         std::iter::once((&self.decode, on_decode)).chain(prefill)
     }
 
-    /// Returns the booking record for peers. `unreported` is the load that its workers' reports do not include.
+    /// Returns the booking record for peers. `unreported` is the part of the request's load that its workers have not reported yet.
     pub(super) fn record(&self, unreported: LoadByRole) -> BookingRecord {
         let hashes = match self.prefilling {
             false => [].into(),
@@ -67,7 +68,7 @@ impl Booking {
         }
     }
 
-    /// Returns the booking of a peer, which this router knows by another key. Its load is [`LoadByRole::recorded`].
+    /// Returns a peer's booking under a key of this router. Its load is not kept here: see [`LoadByRole::recorded`].
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
         let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
@@ -76,8 +77,8 @@ impl Booking {
 }
 
 impl LoadByRole {
-    /// Returns the load of a peer's booking, within what a request can have. Nothing is added to workers that have already reported the
-    /// request: the report may arrive before the booking.
+    /// Returns the load of a peer's booking, limited to what a request can have. A worker that has already reported the request gets no
+    /// load from it: the report may arrive before the booking.
     pub(super) fn recorded(record: &BookingRecord, has_reported: impl Fn(&str) -> bool) -> Self {
         let load = |(instance_id, load): &(InstanceId, BookedLoad)| match has_reported(instance_id) {
             true => BookedLoad::default(),

@@ -1,4 +1,4 @@
-//! The bookings of this router. Every change is recorded in the journal, for its peers.
+//! The bookings of this router. Every change of them is recorded in the journal, from which peers are informed.
 
 use super::{
     booking::{Booking, LoadByRole},
@@ -16,14 +16,14 @@ use tokio::{sync::watch, time::Instant};
 /// All bookings of this router.
 #[derive(Default)]
 pub(crate) struct Bookings {
-    /// Changed by this module only, which keeps the journal.
+    /// Only this module changes the map, because every change must be recorded in the journal.
     pub(super) by_id: HashMap<BookingId, Booking>,
     journal: Journal,
     next_id: u64,
 }
 
 impl Bookings {
-    /// Returns a key that no other booking has, of this router or of its peers.
+    /// Returns a booking key that is unique among the bookings of this router and those of its peers.
     pub(super) fn new_key(&mut self, request_id: RequestId) -> BookingKey {
         let id = BookingId(self.next_id);
         self.next_id += 1;
@@ -39,7 +39,8 @@ impl Bookings {
         id
     }
 
-    /// The prompt has been prefilled: its prefill does not count any more. Returns the booking, unless this was known before.
+    /// Records that the prompt has been prefilled, so its prefill does not count any more. Returns the booking, or `None` if this was known
+    /// before.
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&Booking> {
         let booking = self.by_id.get_mut(&id)?;
         if !members.on_prefilled(booking) {
@@ -50,7 +51,7 @@ impl Bookings {
         Some(booking)
     }
 
-    /// Removes the booking from its workers. Returns the time at which its answer began, if it did.
+    /// Removes the booking from its workers. Returns the time at which its prompt was prefilled, or `None` if it was not.
     pub(super) fn release(&mut self, id: BookingId, members: &mut Members) -> Option<Instant> {
         let booking = self.by_id.remove(&id)?;
         let answering_since = booking.answering_since;
@@ -59,13 +60,13 @@ impl Bookings {
         answering_since
     }
 
-    /// Returns a receiver of the last change's number.
+    /// Returns a receiver of the number of the latest change.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.journal.subscribe()
     }
 
-    /// Returns the messages for a peer that knows all changes up to `after`, or nothing yet; and the number of the last change that it knows
-    /// after them.
+    /// Returns the messages that bring a peer up to date, and the number of the last change that they include. The peer knows all changes
+    /// up to `after`; `None`: it knows none.
     pub(crate) fn messages(&self, after: Option<u64>, members: &Members) -> (Vec<Message>, u64) {
         let record = |booking: &Booking| booking.record(members.unreported(booking));
         let last = self.journal.last();

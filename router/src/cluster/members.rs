@@ -1,4 +1,4 @@
-//! The members: workers that requests are placed on, with what they have cached and what is booked on them.
+//! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
 //! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance. Bookings
@@ -38,27 +38,27 @@ pub(crate) enum JoinError {
     SameWorkerId { worker_id: String, address: String },
 }
 
-/// The id of one worker instance's membership: an instance that joins again gets another.
+/// The id of one membership. An instance that leaves and joins again gets a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct MemberId(u64);
 
 pub(super) struct Member {
     pub(super) info: WorkerInfo,
-    /// The same as in its description.
+    /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
     pub(super) role: Role,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) stats: ReportedStats,
-    /// Time of the latest report that shows that a long step has renewed the prefill rate.
+    /// Time of the latest report with a new measurement of the prefill rate.
     prefilled_at: Instant,
-    /// Time of the latest report that shows that sequences were continued.
+    /// Time of the latest report that shows that the worker has decoded since the report before.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
-    /// The placements that `series` counts, since the worker joined.
+    /// The worker's placements since it joined: the same counts as in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Members {
 }
 
 impl Members {
-    /// Returns no members. The key seeds hash tables only.
+    /// Returns an empty set of members. `hash_key` only seeds hash tables.
     pub(super) fn new(hash_key: u64) -> Self {
         Self {
             by_id: BTreeMap::new(),
@@ -115,7 +115,7 @@ impl Members {
         Ok(role)
     }
 
-    /// Adds a member with an empty cache, no load, and those of the bookings that name it.
+    /// Adds a member with an empty cache and no load. Those of `bookings` that name the instance count on it, but add no load.
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
@@ -162,8 +162,9 @@ impl Members {
         }
     }
 
-    /// Replaces what is known of the member's cache. A report that included a booked request may be among the messages that were lost before, so all
-    /// bookings count as reported: a request that has not reached the worker yet is not counted until the next report, and none is counted twice.
+    /// Replaces what is known of the member's cache. Messages were lost before, and a report that included a booked request may be among
+    /// them, so all bookings count as reported. A request that has not reached the worker yet is therefore not counted until the next
+    /// report, but no request is counted twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -175,8 +176,8 @@ impl Members {
     /// Applies the changes of the member's cache, in this order.
     ///
     /// # Errors
-    /// [`SubscriptionError::BeyondCapacity`] at an event that names more blocks than the worker can hold; later events are not applied, and the
-    /// member's index entries cannot be relied on any more.
+    /// [`SubscriptionError::BeyondCapacity`] if an event names more blocks than the worker can hold. Later events are then not applied, and
+    /// the member's index entries are not reliable any more.
     pub(super) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), SubscriptionError> {
         let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
         let capacity_blocks = member.info.capacity_blocks;
@@ -200,7 +201,8 @@ impl Members {
         applied
     }
 
-    /// Records the member's load, after all events that came with it, and the requests that the load has come to include.
+    /// Records the member's load, for which all events that came with it must have been applied. `included` are the requests that this load
+    /// includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         let now = Instant::now();
@@ -216,7 +218,7 @@ impl Members {
         }
     }
 
-    /// Shows where the member's events come from.
+    /// Exports in metrics where the member's events come from.
     pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
         if let Some(member) = self.by_id.get_mut(&id) {
             let over_nats = source == EventSource::Nats;
@@ -252,13 +254,13 @@ impl Members {
         self.by_id.iter()
     }
 
-    /// Returns how many blocks the index has of the member.
+    /// Returns how many blocks of the member are in the index.
     pub(super) fn indexed_blocks(&self, member: &Member) -> u64 {
         self.index.blocks(member.slot)
     }
 
-    /// Returns what is known of each member now, in their order. Members whose circuit breakers are open at `breakers_at` are also excluded;
-    /// `None` ignores circuit breakers.
+    /// Returns what is known of each member now, in the order of the members. Members whose circuit breakers are open at `breakers_at` are
+    /// also marked as excluded; `None` ignores circuit breakers.
     pub(super) fn candidates(
         &self,
         hashes: &[SequenceHash],
@@ -287,7 +289,7 @@ impl Members {
         }
     }
 
-    /// The booking's prompt has been prefilled: its prefill does not count any more. Returns whether it did before.
+    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether it counted until now.
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
@@ -307,7 +309,7 @@ impl Members {
         }
     }
 
-    /// Returns the load of the booking that its workers' reports do not include yet.
+    /// Returns the part of the booking's load that its workers have not reported yet.
     pub(super) fn unreported(&self, booking: &Booking) -> LoadByRole {
         let on =
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
@@ -316,7 +318,7 @@ impl Members {
 }
 
 impl Member {
-    /// Returns the reference to it, unsigned: references are signed when a placement leaves the router.
+    /// Returns a reference to the member, unsigned: references are signed when a placement leaves the router.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {
             worker_id: self.info.worker_id.clone(),
@@ -326,7 +328,7 @@ impl Member {
         }
     }
 
-    /// Returns what is known of it now. Measurements count less with their age.
+    /// Returns what is known of the member now. Older measurements have less weight.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, .. } = self;
         let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);

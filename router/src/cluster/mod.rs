@@ -1,7 +1,7 @@
 //! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
-//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. Each part keeps its own invariants: [`Members`],
-//! [`Bookings`], [`Peers`] and the workers that are unavailable. [`State`] does what concerns several of them.
+//! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`Members`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
+//! each keep their own invariants; [`State`] does what concerns several of them.
 
 mod booking;
 mod bookings;
@@ -46,9 +46,9 @@ use tokio::{sync::Notify, time::Instant};
 pub(crate) struct Cluster {
     pub(crate) settings: Arc<RouterSettings>,
     state: Mutex<State>,
-    /// Notifies one waiter of each worker that has left; a notification without a waiter is kept.
+    /// Notifies one waiter each time that a worker leaves. Without a waiter the notification is kept.
     pub(crate) member_left: Notify,
-    /// The same of peers that were removed.
+    /// Notifies one waiter each time that a peer is removed, like `member_left`.
     pub(crate) peer_left: Notify,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// Blocks of events that are applied before the lock is released: about a millisecond's work.
+/// The number of blocks in the events that are applied before the lock is released: about a millisecond's work.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -86,13 +86,14 @@ impl Cluster {
         Self { settings, state: Mutex::new(state), member_left: Notify::new(), peer_left: Notify::new() }
     }
 
-    /// Locks the state, for a moment and never across an await.
+    /// Locks the state. The lock must be held only briefly and never across an await.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which others can lock the state: no
-    /// worker's message delays placements for long. Dropping the future between two slices leaves the rest unapplied.
+    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which other tasks can lock the
+    /// state, so that no worker's message delays placements for long. If the future is dropped between two slices, the remaining events are
+    /// not applied.
     pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, stats: ReportedStats) -> Result<(), SubscriptionError> {
         let mut events = batch.events.as_slice();
         loop {
@@ -123,8 +124,8 @@ impl Cluster {
     }
 }
 
-/// Returns how many of these events, at least the first, are applied at a time: as many as name [`SLICE_BLOCKS`], or up to a
-/// `Cleared`, whose cost is not known from its message.
+/// Returns the number of events in the next slice, at least 1: as many as name [`SLICE_BLOCKS`] blocks, or up to a `Cleared`, because the
+/// message does not say how many blocks that event removes.
 fn slice_len(events: &[KvEvent]) -> usize {
     let mut blocks = 0;
     let last = events.iter().position(|event| {
@@ -145,7 +146,7 @@ impl State {
         self.members.check_joinable(info, &self.identity())
     }
 
-    /// Adds a worker, whose cache has the content of the snapshot.
+    /// Adds a worker whose cache content is the snapshot.
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
@@ -162,13 +163,13 @@ impl State {
         self.show_workers();
     }
 
-    /// Changes the record of workers that are not members.
+    /// Changes the list of unavailable workers.
     pub(crate) fn update_unavailable(&mut self, update: impl FnOnce(&mut UnavailableWorkers)) {
         update(&mut self.unavailable);
         self.show_workers();
     }
 
-    /// Returns the number of workers whose caches the index knows, and of all that are listed.
+    /// Returns two numbers of workers: those whose caches the index knows, and all that are listed.
     fn synced_of_known(&self) -> (usize, usize) {
         (self.members.len(), self.members.len() + self.unavailable.len())
     }
@@ -185,7 +186,7 @@ impl State {
 
 /// Reports about the router and the cluster.
 impl State {
-    /// Returns what every process must agree on: the operator's settings, completed by what the members agree on.
+    /// Returns the identity on which all processes must agree: the operator's settings, with empty fields taken from the members.
     pub(crate) fn identity(&self) -> Identity {
         let configured = self.settings.identity.clone();
         match self.members.values().next() {
@@ -194,13 +195,13 @@ impl State {
         }
     }
 
-    /// Returns a function that counts a call that was refused because it lacks the cluster key.
+    /// Returns a function that counts one call refused because it lacks the cluster key.
     pub(crate) fn count_unauthenticated(&self) -> OnRefused {
         let refused = self.metrics.unauthenticated.clone();
         Arc::new(move || refused.increment(1))
     }
 
-    /// Returns why no request can be placed, if that is so.
+    /// Returns why no request can be placed at present; `None` if requests can be placed.
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
         let has = |role| self.members.values().any(|member| member.role == role);
         if self.unavailable.is_starting() {
@@ -244,7 +245,7 @@ impl State {
 
 /// Bookings of this router.
 impl State {
-    /// Places the request (for the `attempt`th time, from 1) and books it until [`State::release`].
+    /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
         &mut self,
         request: &PlacementRequest,
@@ -294,8 +295,8 @@ impl State {
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`State::release`]. Its workers' reports include it by now, so it adds no load.
-    /// The workers need not be members yet.
+    /// Books a request that another router has placed, until [`State::release`]. By now its workers' reports include the request, so the
+    /// booking adds no load. The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
         request: &PlacementRequest,
@@ -316,8 +317,8 @@ impl State {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// The prompt has been prefilled: its prefill does not count any more. The cached tokens, if the worker reports them, are compared with
-    /// the overlap for which the request was placed.
+    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were
+    /// cached, that number is compared with the overlap that the placement assumed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
         let computed_on = self.members.of_mut(booking.prefills_on());
@@ -331,12 +332,12 @@ impl State {
         }
     }
 
-    /// The request has its first token: closes the circuit breakers of its workers.
+    /// Closes the circuit breakers of the request's workers, because it has its first token.
     pub(crate) fn on_first_token(&mut self, id: BookingId) {
         self.for_each_worker(id, |member| member.breaker.on_success());
     }
 
-    /// The request failed because of an instance it was placed on.
+    /// Records that the request failed because of an instance on which it was placed.
     pub(crate) fn on_failure(&mut self, id: BookingId, instance_id: &str, reason: v1::FailureReason) {
         if !is_fault(reason) {
             return;

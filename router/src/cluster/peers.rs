@@ -1,7 +1,7 @@
 //! The peer routers and their bookings.
 //!
-//! A peer's booking counts as this router's own do, until the worker reports the request, the peer releases the booking, or the peer
-//! disconnects. It is never released here for any other reason.
+//! A peer's booking counts like a booking of this router until the worker reports the request, the peer releases the booking, or the peer
+//! disconnects. This router never releases it for any other reason.
 
 use super::{
     booking::{Booking, LoadByRole},
@@ -42,7 +42,7 @@ impl Peers {
         bookings.for_each(|booking| members.release(booking));
     }
 
-    /// Applies the peer's update. `own` gives keys to new bookings; beyond `bookings_max` they are ignored.
+    /// Applies the peer's update. `own` supplies the keys of new bookings. New bookings beyond `bookings_max` for this peer are ignored.
     pub(super) fn update(
         &mut self,
         id: PeerId,
@@ -72,7 +72,7 @@ impl Peers {
                         members.on_prefilled(known.get_mut());
                     }
                 }
-                // The peer's settings allow more bookings: these count once the workers report them.
+                // The peer's own limit is higher. Bookings ignored here count once the workers report their requests.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     new.insert(book(record, members, own));

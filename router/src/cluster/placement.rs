@@ -1,4 +1,4 @@
-//! Decides placements with what the router knows now. [`crate::route`] is the pure part.
+//! Decides placements from the router's state. The decision itself is in the pure module [`crate::route`].
 
 use super::{
     members::Members,
@@ -13,7 +13,7 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements, and measures what it needs for that.
+/// Decides placements, and measures how long answers take, which the decisions depend on.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
@@ -23,7 +23,7 @@ pub(super) struct Placer {
     answer_ms: Option<f64>,
 }
 
-/// A decision and what it is based on. Lists are in the order of the members.
+/// A decision and its input. Lists are in the order of the members.
 pub(super) struct Decision<'a> {
     pub(super) query: PlacementQuery,
     /// The prompt's blocks that a worker may reuse.
@@ -33,7 +33,7 @@ pub(super) struct Decision<'a> {
     pub(super) choice: Result<Choice, NoEligibleWorker>,
 }
 
-/// The weight of the latest answer in the moving average of their times.
+/// The weight of the latest answer in the moving average of answer times.
 const ANSWER_WEIGHT: f64 = 0.02;
 
 impl Placer {
@@ -41,8 +41,8 @@ impl Placer {
         Self { policy: route::policy(settings.policy), settings, placements: 0, answer_ms: None }
     }
 
-    /// Decides where to place the request in its `attempt`th placement, from 1. Workers that have failed it, and those whose circuit breakers
-    /// are open, are used only if no other is eligible.
+    /// Decides where to place the request; `attempt` counts its placements from 1. Workers that have failed the request, and workers whose
+    /// circuit breakers are open, are used only if no other worker is eligible.
     pub(super) fn decide<'a>(
         &mut self,
         members: &Members,
@@ -58,12 +58,12 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns what would be decided now for a first placement. Where costs are equal, the next placement may differ.
+    /// Returns what would be decided now for the first placement of a request. If costs are equal, the next real placement may differ.
     pub(super) fn preview<'a>(&self, members: &Members, request: &'a PlacementRequest) -> Result<Decision<'a>, PlacementError> {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
-    /// Records the time of an answer that has ended.
+    /// Records how long an answer took, once it has ended.
     pub(super) fn on_answer(&mut self, took: Duration) {
         let took = took.as_secs_f64() * 1e3;
         self.answer_ms = Some(self.answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
@@ -101,7 +101,7 @@ fn query<'a>(
     }
     let &PlacementRequest { prompt_tokens, prompt_logits, .. } = request;
     let block_size = first.info.block_size;
-    // One token is always computed, and logits are never cached.
+    // At least one token is always computed. Logits are never cached, so a prompt whose logits are requested reuses no block.
     let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
     let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
     let prefill = match settings.prefill {
@@ -112,7 +112,7 @@ fn query<'a>(
 }
 
 impl Decision<'_> {
-    /// Returns the placement on the chosen members.
+    /// Returns the message for a placement on the chosen members.
     pub(super) fn placement(&self, members: &Members, choice: Choice) -> v1::Placement {
         let members: Vec<_> = members.values().collect();
         let describe = |at: usize| {

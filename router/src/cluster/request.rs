@@ -21,9 +21,9 @@ pub(crate) struct PlacementRequest {
 /// Instances that have failed a request.
 #[derive(Debug, Default)]
 pub(crate) struct Excluded {
-    /// All of them: excluded while other workers can take the request.
+    /// All instances that have failed the request. They are excluded while other workers can take it.
     pub(crate) failed: BTreeSet<InstanceId>,
-    /// Those that may be broken: excluded in any case. The others were at capacity or timed out.
+    /// The instances in `failed` that may be broken. They are always excluded. The others were at capacity or timed out.
     pub(crate) suspect: BTreeSet<InstanceId>,
 }
 

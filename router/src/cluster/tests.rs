@@ -20,13 +20,13 @@ impl Members {
 }
 
 impl State {
-    /// Applies all events of the batch at once, and its load.
+    /// Applies all events of the batch at once, and then its load.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
         self.members.apply_events(id, &batch.events).expect("the worker can hold what it stores");
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
     }
 
-    /// What is known of each member, none excluded.
+    /// Returns what is known of each member. No member is excluded.
     pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
         self.members.candidates(hashes, &BTreeSet::new(), None, &self.settings.costs)
     }
@@ -57,7 +57,7 @@ fn settings(prefill: PrefillPlace) -> RouterSettings {
     RouterSettings { prefill, seed: 11, ..Default::default() }
 }
 
-/// The hashes of the prompt `name`, which shares its first `shared` blocks with all other prompts.
+/// Returns the hashes of the prompt `name`, which has its first `shared` blocks in common with all other prompts.
 fn hashes(name: u64, shared: u64, blocks: u64) -> Arc<[SequenceHash]> {
     (0..blocks).map(|at| SequenceHash(if at < shared { at + 1 } else { (name + 1) << 32 | at })).collect()
 }
@@ -69,7 +69,7 @@ impl Scenario {
         Self { state, recorder, requests: 0 }
     }
 
-    /// A cluster with these numbers of prefill workers p0, p1, … and decode workers d0, d1, …
+    /// Returns a cluster of `prefill` prefill workers p0, p1, … and `decode` decode workers d0, d1, …
     fn with(settings: RouterSettings, prefill: usize, decode: usize) -> Self {
         let mut scenario = Self::new(settings);
         for (role, letter, count) in [(worker_info::Role::Prefill, 'p', prefill), (worker_info::Role::Decode, 'd', decode)] {
@@ -120,7 +120,7 @@ impl Scenario {
         self.reports(name, vec![KvEvent { event_id: 1, change: Change::Stored(chain) }], Load::default(), &[]);
     }
 
-    /// (tokens, sequences, bookings) that count on the worker in addition to its own report.
+    /// Returns the (tokens, sequences, bookings) that count on the worker in addition to its own report.
     fn booked(&self, name: &str) -> (u64, u64, u32) {
         let booked = &self.state.members.get(self.member(name)).bookings;
         (booked.tokens, booked.sequences, booked.count)

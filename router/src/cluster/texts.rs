@@ -1,16 +1,16 @@
-//! Texts for operators in replies: shown as they are, never parsed.
+//! Texts for operators in the router's replies. Programs show them unchanged and never parse them.
 
 use crate::route::{Choice, Cost, CostsByUse};
 
 /// Why a draining router is unavailable.
 pub(crate) const DRAINING: &str = "the router is draining";
 
-/// Returns why a router that has just started is unavailable: it has synchronised with `synced` of `known` workers.
+/// Returns why a router that has just started is unavailable: it is synchronised with only `synced` of the `known` workers.
 pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Returns why the choice was made: its cost, and those of the best alternatives. `costs` and `name` are by candidate.
+/// Returns why the choice was made: its cost and the costs of the best alternatives. `costs` and `name` are indexed by candidate.
 pub(super) fn explanation<'a>(choice: Choice, costs: &[CostsByUse], name: impl Fn(usize) -> &'a str) -> String {
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
     let cheapest = |cost: fn(&CostsByUse) -> &Option<Cost>, except: Option<usize>| {

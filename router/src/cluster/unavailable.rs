@@ -7,15 +7,15 @@ use tandem_proto::v1::UnavailableWorker;
 #[derive(Default)]
 pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
-    /// Workers that were listed when the router started, and have neither joined nor failed to since.
+    /// Workers that were listed when the router started and that have neither joined nor failed to join since.
     expected: BTreeSet<String>,
-    /// No worker is expected any more.
+    /// Whether the router has started: it does not wait for workers any more.
     started: bool,
 }
 
 impl UnavailableWorkers {
-    /// Expects an answer of a listed worker. Until each worker that was listed at the start has answered, the router knows less than one that
-    /// has been up for longer. It does not wait for workers that are listed later.
+    /// Waits for a listed worker's answer. Until every worker that was listed at the start has answered, this router knows fewer caches
+    /// than a router that has been up for longer. Workers that are listed after the start are not waited for.
     pub(crate) fn expect(&mut self, address: &str) {
         if !self.started {
             self.expected.insert(address.to_owned());
@@ -33,7 +33,7 @@ impl UnavailableWorkers {
         !self.expected.is_empty()
     }
 
-    /// Records why a worker is not a member. `incompatible`: it must not join as it is.
+    /// Records why a worker is not a member. `incompatible`: it must not join with its present identity.
     pub(crate) fn insert(&mut self, address: &str, reason: String, incompatible: bool) {
         self.remove(address);
         let worker = UnavailableWorker { address: address.to_owned(), reason, incompatible };
@@ -46,7 +46,7 @@ impl UnavailableWorkers {
         self.by_address.remove(address);
     }
 
-    /// Returns the workers that have answered or failed to.
+    /// Returns the workers for which there is a reason: they could not be reached or must not join.
     pub(super) fn values(&self) -> impl ExactSizeIterator<Item = &UnavailableWorker> {
         self.by_address.values()
     }

@@ -4,7 +4,8 @@ use super::*;
 use proptest::{collection::vec, prelude::*, sample::Index};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A tree of prompts: the parent of block `i` has a smaller number. The hashes of some blocks share their low and high bits.
+/// A tree of blocks; the path from a root to a block is a prompt. The parent of block `i` has a smaller number than `i`. The hashes of some
+/// blocks have equal low and high bits.
 struct Prompts {
     parents: Vec<Option<usize>>,
 }
@@ -31,7 +32,7 @@ impl Prompts {
         (0..self.parents.len()).filter(move |child| self.parents[*child] == Some(block))
     }
 
-    /// Returns the snapshot of a worker that holds these blocks: chains, parents first.
+    /// Returns the snapshot of a worker that has cached these blocks, parents first.
     fn snapshot(&self, cached: &BTreeSet<SequenceHash>) -> Snapshot {
         let stored = (0..self.parents.len())
             .filter(|block| cached.contains(&Self::hash(*block)))
@@ -45,19 +46,19 @@ impl Prompts {
 enum Op {
     /// The worker computes the prompt that ends with this block.
     Store(u32, Index),
-    /// The worker evicts this block if it is a leaf of its cache. Removing a block that the worker does not hold is counted and
-    /// changes nothing.
+    /// The worker evicts this block if it is a leaf of its cache. Removing a block that the worker has not cached is counted and changes
+    /// nothing.
     Evict(u32, Index),
     Clear(u32),
     Forget(u32),
-    /// A snapshot arrives, with the prompts that end with these blocks.
+    /// A snapshot arrives with the prompts that end with these blocks.
     Replace(u32, Vec<Index>),
-    /// The worker stores a chain under a block that it does not hold.
+    /// The worker stores a chain under a block that it has not cached.
     Orphan(u32, Index),
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Workers fill more than one word of a set, and most operations are on a few workers, so that sets are shared, shrink and grow.
+    // Worker numbers need more than one word of a set. Most operations are on a few workers, so that sets are shared, grow and shrink.
     let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
     let block = || any::<Index>();
     prop_oneof![
@@ -130,7 +131,7 @@ proptest! {
         ops in vec(op(), 1..80),
         unknown in 0..3_usize,
     ) {
-        // Deep: one long chain with few branches, so that galloping skips blocks.
+        // A deep tree is one long chain with few branches, so that galloping skips blocks.
         let mut prompts = Prompts::new(&parents);
         if deep {
             for (block, parent) in prompts.parents.iter_mut().enumerate() {
@@ -173,8 +174,8 @@ fn removal_skips_absent_block_and_continues() {
     assert_eq!(index.overlap(&hashes), [1]);
 }
 
-/// Compares two durations of one run, which makes the test independent of the machine's speed: if each `Cleared` scanned the
-/// table, 1,000 of them would take about thirty times as long as removing a million blocks; as it is, they take a hundredth.
+/// Compares two durations of one run, so that the result does not depend on the machine's speed. If each `Cleared` scanned the table, 1,000
+/// of them would take about thirty times as long as removing a million blocks; without the scan they take a hundredth of that time.
 #[test]
 fn cleared_takes_time_by_the_workers_own_blocks_only() {
     let mut index = PrefixIndex::new(0);

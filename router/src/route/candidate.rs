@@ -13,63 +13,63 @@ pub enum Role {
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementQuery {
     pub prompt_tokens: u32,
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_size: u32,
-    /// Where the settings allow it to be prefilled.
+    /// Where the settings allow the prompt to be prefilled.
     pub prefill: PrefillPlace,
     /// Whether logits of prompt tokens are requested.
     pub prompt_logits: bool,
 }
 
 impl PlacementQuery {
-    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and makes no logits, so prompts that need
-    /// them, and prompts of one token, are prefilled on the decode worker whatever the settings say.
+    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and returns no logits. So prompts whose
+    /// logits are requested, and prompts of one token, are prefilled on the decode worker whatever the settings say.
     pub(super) fn allowed_prefill(&self) -> PrefillPlace {
         if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
     }
 }
 
-/// A worker as one placement sees it: its reported state, and the load of requests placed on it since.
+/// A worker as one placement sees it: its reported state, and the load of requests placed on it that its report does not include yet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     pub role: Role,
-    /// Whether the request must not be placed on it.
+    /// Whether the request must not be placed on the worker.
     pub excluded: bool,
-    /// The longest prompt it can take, in tokens: its cache's capacity, or its context if that is shorter.
+    /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.
     pub tokens_max: u64,
-    /// Leading blocks of the prompt that it has cached.
+    /// Leading blocks of the prompt that the worker has cached.
     pub overlap_blocks: u32,
-    /// Further leading blocks that placed requests are about to compute on it.
+    /// Leading blocks after `overlap_blocks` that placed requests are about to compute on the worker.
     pub predicted_blocks: u32,
-    /// The fraction of its cache that is filled, including what placed requests are about to store; from 0 to 1.
+    /// The fraction of the worker's cache that is filled, from 0 to 1. It includes what placed requests are about to store.
     pub cache_filled: f64,
-    /// Prompt tokens that it has still to compute, including those of placed requests that its report does not include yet.
+    /// Prompt tokens that the worker has still to compute, including those of placed requests that its report does not include yet.
     pub queued_tokens: u64,
-    /// Sequences that run or wait on it, including those of placed requests that its report does not include yet.
+    /// Sequences that run or wait on the worker, including those of placed requests that its report does not include yet.
     pub sequences: u32,
-    /// Sequences on it that have blocks now.
+    /// Sequences on the worker that have blocks now.
     pub running: u32,
-    /// Blocks that the next prompt could take: free ones, and cached ones that no sequence uses.
+    /// Blocks that the next prompt could take: free blocks, and cached blocks that no sequence uses.
     pub available_blocks: u32,
-    /// Blocks of running sequences: not available before these end.
+    /// Blocks of running sequences. They become available when these sequences end.
     pub in_use_blocks: u32,
-    /// Bytes of KV of one block.
+    /// Bytes of KV per block.
     pub block_bytes: u64,
     pub prefill_tokens_per_second: Option<Measurement>,
     /// The fixed time of a step that computes prompt tokens.
     pub prefill_fixed_ms: Option<Measurement>,
     pub decode_step_ms: Option<Measurement>,
-    /// The bandwidth of its transfers. Only senders measure it, not decode workers.
+    /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so decode workers have none.
     pub transfer_bytes_per_second: Option<Measurement>,
 }
 
 impl Candidate {
-    /// Whether the prompt fits into its cache and context.
+    /// Whether the prompt fits into the worker's cache and context.
     pub(super) fn fits(&self, query: &PlacementQuery) -> bool {
         u64::from(query.prompt_tokens) <= self.tokens_max
     }
 
-    /// Returns how many tokens of the prompt would be computed on it, if `known_blocks` leading blocks need not be.
+    /// Returns how many tokens of the prompt the worker would compute if its first `known_blocks` blocks need not be computed.
     pub(crate) fn new_tokens(&self, query: &PlacementQuery, known_blocks: u64) -> u64 {
         let last_token_computed_on_decode = u64::from(self.role == Role::Prefill);
         let needed = u64::from(query.prompt_tokens).saturating_sub(last_token_computed_on_decode);

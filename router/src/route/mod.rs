@@ -1,7 +1,7 @@
-//! Which workers receive a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
+//! Chooses the workers of a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
 //!
-//! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the sum of one number for each side, so
-//! the two sides are chosen independently instead of among all pairs.
+//! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the prefill worker's cost plus the
+//! decode worker's cost, so each is chosen independently instead of comparing all pairs.
 
 mod candidate;
 mod policy;
@@ -34,17 +34,17 @@ pub enum NoEligibleWorker {
     PromptTooLong,
 }
 
-/// The cost of each use of a worker for a request; `None`: the request cannot use the worker so.
+/// The cost of each use of one worker for a request; `None` if the worker cannot be used in that role.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CostsByUse {
     pub prefill: Option<Cost>,
-    /// As the decode worker that receives KV.
+    /// The cost of the worker as the decode worker that receives KV.
     pub decode: Option<Cost>,
-    /// As the decode worker that also prefills.
+    /// The cost of the worker as the decode worker that also prefills.
     pub local: Option<Cost>,
 }
 
-/// Chooses the workers of a request by the costs of [`costs_by_use`], which are in the order of `workers`.
+/// Chooses the cheapest workers of a request. `costs` are those of [`costs_by_use`], in the order of `workers`.
 ///
 /// # Errors
 /// No worker of a role that the request needs is eligible.
@@ -79,7 +79,7 @@ pub fn place(
     }
 }
 
-/// Returns what each use of each worker costs, in the order of `workers`.
+/// Returns the cost of each use of each worker, in the order of `workers`.
 pub fn costs_by_use(
     policy: &dyn Policy,
     costs: &Costs,

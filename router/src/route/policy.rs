@@ -1,4 +1,4 @@
-//! Policies: what using a worker costs.
+//! Policies, which determine what using a worker costs.
 
 use super::candidate::{Candidate, PlacementQuery};
 use crate::{
@@ -6,11 +6,11 @@ use crate::{
     settings::{Costs, PolicyKind},
 };
 
-/// Identifies one placement of one router. Breaks ties and determines the ranks of the policies that estimate no time.
+/// Identifies one placement of one router. It breaks ties, and determines the ranks in policies that estimate no time.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementSeed {
     pub seed: u64,
-    /// Placements of this router before this one.
+    /// The number of placements that this router made before this one.
     pub number: u64,
 }
 
@@ -27,29 +27,29 @@ impl PlacementSeed {
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// The worker's index among them, from 0.
+    /// The worker's index among these workers, from 0.
     pub index: u64,
     /// The number of eligible workers of the role.
     pub count: u64,
     pub placement: PlacementSeed,
 }
 
-/// The cost of using a worker, by part, in estimated milliseconds: the time to the first token, and the loss of other requests.
+/// The cost of using a worker, by part, in estimated milliseconds: the time to the request's first token, and the delay of other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Time until queued prompts are computed, and until running sequences have released blocks that the prompt needs.
+    /// Time until the queued prompts are computed and running sequences have released the blocks that the prompt needs.
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time that other requests wait because of that computation, and that they lose by eviction from a full cache.
+    /// Time by which the computation delays other requests, and time that they lose because blocks are evicted from a full cache.
     pub interference_ms: f64,
     /// Time to transfer the blocks that the worker lacks.
     pub transfer_ms: f64,
     /// Fixed time of a handoff between two workers.
     pub handoff_ms: f64,
-    /// Cost of the sequences that run on the worker.
+    /// Time by which the sequences on the worker delay this request's decoding.
     pub decode_load_ms: f64,
-    /// The only part that policies set which estimate no time; without a unit.
+    /// A rank without a unit. Policies that estimate no time set only this part.
     pub rank: f64,
 }
 
@@ -66,14 +66,14 @@ impl Cost {
     }
 }
 
-/// The rates with which all costs of one placement are estimated.
+/// The rates from which all costs of one placement are estimated.
 #[derive(Clone, Copy, Debug)]
 pub struct Rates {
     costs: Costs,
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// The mean of what senders measured, for all pairs: the sender is not known when the receiver is chosen.
+    /// The mean of all senders' measurements, used for every pair: the sender is not known when the receiver is chosen.
     transfer_bytes_per_second: f64,
 }
 
@@ -91,13 +91,13 @@ impl Rates {
         }
     }
 
-    /// Returns how long the worker's sequences delay the next one.
+    /// Returns how long the worker's sequences delay one more sequence.
     fn decode_load_ms(&self, worker: &Candidate) -> f64 {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns how long it takes until running sequences have released the blocks that the worker lacks for so many `blocks`, after its queue
-    /// has taken its own. Sequences end one after the other: in the time of one answer all of their blocks are released.
+    /// Returns how long running sequences take to release the blocks that the worker lacks for `blocks` more blocks, after the prompts in
+    /// its queue have taken theirs. Sequences end one after the other; in the time of one answer all of their blocks are released.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
         let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
         let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
@@ -105,13 +105,13 @@ impl Rates {
     }
 }
 
-/// Costs of using a worker; the lowest wins. They need to be comparable within one policy only.
+/// Determines the cost of using a worker; the lowest cost wins. Costs need to be comparable within one policy only.
 pub trait Policy: Send + Sync {
-    /// Returns the cost of using it as the prefill worker.
+    /// Returns the cost of using the worker as the prefill worker.
     fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
-    /// Returns the cost of using it as the decode worker that receives KV.
+    /// Returns the cost of using the worker as the decode worker that receives KV.
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
-    /// Returns the cost of using it as the decode worker that also prefills.
+    /// Returns the cost of using the worker as the decode worker that also prefills.
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
 }
 
@@ -125,7 +125,7 @@ pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
     }
 }
 
-/// Estimates the milliseconds to the first token, and what the request costs others (docs/adr/005-routing-cost.md).
+/// Estimates the milliseconds to the first token, and the cost to other requests (docs/adr/005-routing-cost.md).
 struct FirstToken {
     use_caches: bool,
 }
@@ -181,16 +181,16 @@ impl Policy for FirstToken {
     }
 }
 
-/// Added to the rank of prefilling on a decode worker by the baselines, which do so only if no prefill worker is eligible. More than the
-/// ranks of any pair of workers.
+/// Added to the rank of prefilling on a decode worker, so that baselines do that only if no prefill worker is eligible. It exceeds the sum
+/// of the ranks of any two workers.
 const LOCAL_PENALTY: f64 = 1e9;
 
-/// A baseline to compare with, which estimates no time: the worker with the lowest rank in each role.
+/// A baseline for comparison, which estimates no time and chooses the worker with the lowest rank in each role.
 struct Baseline {
     rank: fn(Position) -> f64,
 }
 
-/// Returns how many workers come before this one in the round of this placement.
+/// Returns how many workers come before this one when placements go to the workers one after the other.
 fn distance(Position { index, count, placement }: Position) -> f64 {
     ((index + count - placement.number % count) % count) as f64
 }
@@ -201,7 +201,7 @@ impl Policy for Baseline {
     }
 
     fn decode(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        // Another seed than for the prefill side, or both sides would always choose the same random index.
+        // The seed differs from that of the prefill side. Otherwise both sides would always choose the same random index.
         let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
         Cost::rank((self.rank)(Position { placement, ..position }))
     }

@@ -3,12 +3,13 @@
 use super::*;
 use crate::{rates::Measurement, settings::PolicyKind};
 
-/// A fresh measurement.
+/// Returns a new measurement of this value.
 fn measured(value: f64) -> Option<Measurement> {
     Some(Measurement { value, weight: 1.0 })
 }
 
-/// An idle worker with measured rates: 1 token/ms, a block of 16 tokens is 16 kB at 1 MB/s, thus 16 ms to compute or to send.
+/// Returns an idle worker with measured rates. It computes 1 token/ms and sends 1 MB/s, and a block of 16 tokens is 16 kB, so a block takes
+/// 16 ms to compute or to send.
 fn worker(role: Role) -> Candidate {
     Candidate {
         role,
@@ -46,7 +47,7 @@ fn remote(prompt_tokens: u32) -> PlacementQuery {
     PlacementQuery { prefill: PrefillPlace::Remote, ..query(prompt_tokens) }
 }
 
-/// Places with the costs of this policy.
+/// Places the request with the costs of this policy.
 fn place_by(
     kind: PolicyKind,
     query: &PlacementQuery,
@@ -74,14 +75,14 @@ fn prefill_worker_with_the_shortest_wait_wins() {
     assert_eq!(chosen(&|w| w[3].predicted_blocks = 1), 3);
     assert_eq!(chosen(&|w| (w[1].queued_tokens, w[2].queued_tokens) = (1, 1)), 3);
     assert_eq!(chosen(&|w| w[2].prefill_tokens_per_second = measured(2_000.0)), 2);
-    // 50 cached blocks are 800 tokens; they outweigh a queue of up to 1.25 times their compute.
+    // 50 cached blocks are 800 tokens. They outweigh a queue of up to 1,000 tokens, 1.25 times as many.
     assert_eq!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 999)), 1);
     assert_ne!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 1_001)), 1);
-    // Eviction from a full cache costs a quarter of the new tokens: 400 of 1,600.
+    // Eviction from a full cache costs as much as computing a quarter of the new tokens: 400 of 1,600.
     assert_ne!(chosen(&|w| w[1].cache_filled = 0.01), 1);
     assert_eq!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens, w[3].queued_tokens) = (1.0, 401, 401)), 1);
     assert_ne!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens) = (1.0, 399)), 1);
-    // A worker without a measurement counts as equal to the others.
+    // A worker without a measurement is assumed to be as fast as the others.
     assert_ne!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].queued_tokens) = (None, 1)), 1);
     assert_eq!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].overlap_blocks) = (None, 1)), 1);
 }
@@ -91,7 +92,7 @@ fn decode_worker_with_the_least_transfer_and_load_wins() {
     let chosen = |one: Candidate, other: Candidate| placed(&remote(1_601), &[one, other, prefill()]).expect("placed").0;
     assert_eq!(chosen(Candidate { overlap_blocks: 1, ..decode() }, decode()), 0);
     assert_eq!(chosen(decode(), Candidate { sequences: 1, ..decode() }), 0);
-    // The transfer of a block takes 16 ms, a sequence costs 10 ms.
+    // The transfer of a block takes 16 ms, and a running sequence costs 10 ms.
     assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 3, ..decode() }, decode()), 0);
     assert_eq!(chosen(Candidate { overlap_blocks: 2, sequences: 4, ..decode() }, decode()), 1);
     // The transfer time of a block follows from the bandwidth that senders have measured.
@@ -165,7 +166,7 @@ fn excluded_and_too_small_workers_are_not_chosen_and_the_error_says_why() {
     }
 }
 
-/// The pairs that a policy chooses in its first placements.
+/// Returns the pairs of workers that a policy chooses in its first placements.
 fn first_choices(
     kind: PolicyKind,
     seed: u64,
@@ -251,7 +252,7 @@ fn extreme_reports_do_not_break_placement() {
 
 #[test]
 fn cost_that_is_not_a_number_is_never_the_lowest() {
-    // An infinite prefill time, times zero running sequences that it delays, is not a number.
+    // An infinite prefill time, multiplied by zero running sequences that it delays, is NaN.
     let odd =
         |worker: Candidate| Candidate { prefill_tokens_per_second: measured(1e-320), transfer_bytes_per_second: None, ..worker };
     let busy = |worker: Candidate| Candidate { queued_tokens: 100_000, sequences: 50, running: 50, ..worker };
@@ -271,9 +272,9 @@ fn short_prompt_costs_the_fixed_time_of_a_step() {
         let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
         placed(&remote(prompt_tokens), &workers).expect("placed").1
     };
-    // The mean is 10 ms, and the tolerance of 1.25 brings the others closer to it: 80 ms and 1.25 ms.
+    // The mean of the fixed times is 10 ms. The tolerance of 1.25 brings both closer to it, to 80 ms and 1.25 ms.
     assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
-    // A prompt that is cached needs no step.
+    // A prompt whose blocks are cached needs no prefill step.
     let cached = Candidate { overlap_blocks: 10, ..slow_start(100.0) };
     assert_eq!(placed(&remote(161), &[decode(), cached, slow_start(1.0)]), Ok((0, Some(1))));
 }
@@ -282,7 +283,7 @@ fn short_prompt_costs_the_fixed_time_of_a_step() {
 fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
     let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("placed").0;
-    // 10 ms of a step per sequence, and 100 ms of the prompt's one second per running sequence.
+    // Each sequence costs 10 ms of a step. Each running sequence also costs 100 ms, a tenth of the prompt's one second of prefill.
     assert_eq!(chosen(Candidate { sequences: 10, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 0);
     assert_eq!(chosen(Candidate { sequences: 12, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 1);
 }
@@ -290,19 +291,19 @@ fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
 #[test]
 fn prompt_that_lacks_blocks_is_charged_the_wait_for_running_answers() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
-    // Running answers release 100 blocks within 5 s, the time of an answer, and 50 within half of it.
+    // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks take half of that.
     let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
     let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("placed").0 == 0;
     assert!(waits(0, 5_001) && !waits(0, 4_999));
     assert!(waits(50, 2_501) && !waits(50, 2_499));
     assert!(waits(100, 1));
-    // The queue takes its blocks first. If no block is in use, there is nothing to wait for.
+    // The queued prompts take their blocks first. If no block is in use, no answer can release one, so there is nothing to wait for.
     let both = Candidate { queued_tokens: 800, ..full(100) };
     assert_eq!(placed(&local, &[both, queue(3_299)]).expect("placed").0, 1);
     let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };
     assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("placed").0, 0);
-    // Received KV needs blocks, too.
+    // A worker that receives KV needs blocks, too.
     let receives = [full(0), decode(), prefill()];
     assert_eq!(placed(&remote(1_601), &receives).expect("placed").0, 1);
 }

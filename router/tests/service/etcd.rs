@@ -1,4 +1,4 @@
-//! A router that discovers its workers through etcd, whose list is advisory: a worker whose stream is open stays a member.
+//! A router discovers its workers through etcd, whose list is advisory: a worker whose stream is open stays a member.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 pub mod servers;
@@ -55,7 +55,7 @@ async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;
 
-    // Its lease has expired. A worker that registers and joins afterwards shows that the router has seen the deletion.
+    // The lease of `stays` has expired. A worker that registers and joins afterwards shows that the router has seen the deletion.
     scenario.delete(&stays).await;
     scenario.put(&other).await;
     let others = other.join().await;
@@ -66,7 +66,7 @@ async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
     let placed = router.route(prompt("r", &[1])).await.placement().await;
     assert_eq!(placed.decode.and_then(|chosen| chosen.worker).map(|chosen| chosen.worker_id).as_deref(), Some("stays"));
 
-    // Once its stream has closed, it is not a member, and the router does not try to reconnect.
+    // Once the worker's stream has closed, it is not a member, and the router does not try to reconnect.
     scenario.delete(&other).await;
     drop(watch);
     router.until(|view| view.workers.is_empty() && view.unavailable.is_empty()).await;

@@ -1,4 +1,4 @@
-//! Fake workers whose messages the test sends, a router over real sockets, and a client of it.
+//! Fake workers whose messages the test sends, and a router over real sockets with a client.
 
 use std::{
     net::SocketAddr,
@@ -33,12 +33,12 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// Longer than anything here takes on a busy machine; only a failing test waits this long.
+/// This limit is longer than anything here takes on a busy machine. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub const BLOCK: u32 = 16;
 
-/// Waits for an event that must happen.
+/// Waits for an event, which must happen within the limit.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
     timeout(TIMEOUT, what).await.expect("it comes in time")
 }
@@ -60,7 +60,7 @@ pub struct FakeSnapshot {
 /// The worker's end of one `Watch` stream. Dropping it ends the stream.
 pub struct FakeWatch {
     instance_id: String,
-    /// The router receives the events over NATS.
+    /// Whether the router wants to receive the events over NATS.
     pub events_over_nats: bool,
     replies: UnboundedSender<Result<WatchReply, Status>>,
 }
@@ -129,17 +129,17 @@ impl FakeWorker {
         change(&mut self.info.lock().expect("not poisoned"));
     }
 
-    /// The router's next `Watch`.
+    /// Returns the router's next `Watch` stream.
     pub async fn watched(&mut self) -> FakeWatch {
         soon(self.watches.recv()).await.expect("the server runs")
     }
 
-    /// The router's next request for a snapshot.
+    /// Returns the router's next request for a snapshot.
     pub async fn snapshot_requested(&mut self) -> FakeSnapshot {
         soon(self.snapshots.recv()).await.expect("the server runs")
     }
 
-    /// Accepts the router's next `Watch` with an empty snapshot.
+    /// Accepts the router's next `Watch` stream with an empty snapshot, so that the worker joins.
     pub async fn join(&mut self) -> FakeWatch {
         let watch = self.watched().await;
         watch.snapshot(0, &[]);
@@ -183,7 +183,7 @@ impl FakeWatch {
         self.batch(KvBatch { last_event_id, events, ..Default::default() });
     }
 
-    /// Sends no events; `last_event_id` is the id of the worker's last event.
+    /// Sends a heartbeat without events. `last_event_id` is the id of the worker's last event.
     pub fn heartbeat(&self, last_event_id: u64, load: Load, included_request_ids: &[&str]) {
         let included_request_ids = included_request_ids.iter().map(|id| (*id).to_owned()).collect();
         self.batch(KvBatch { last_event_id, load, included_request_ids, ..Default::default() });
@@ -307,7 +307,7 @@ pub fn worker<'a>(view: &'a WorkersReply, worker_id: &str) -> Option<&'a WorkerV
     view.workers.iter().find(|worker| worker.info.as_ref().is_some_and(|info| info.worker_id == worker_id))
 }
 
-/// A frontend's stream, which holds a booking.
+/// A frontend's `Route` stream, which holds a booking.
 pub struct Route {
     pub requests: UnboundedSender<RouteRequest>,
     replies: Streaming<RouteReply>,
@@ -352,7 +352,7 @@ impl Route {
     }
 }
 
-/// A prompt with these full blocks and one more token.
+/// Returns a prompt with these full blocks and one more token.
 pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     RoutePrompt {
         request_id: request_id.to_owned(),
@@ -364,7 +364,7 @@ pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     }
 }
 
-/// (instance, overlap blocks, predicted blocks)
+/// Returns (instance id, overlap blocks, predicted blocks) of the candidate.
 pub fn chosen(candidate: Option<Candidate>) -> Option<(String, u32, u32)> {
     let candidate = candidate?;
     Some((candidate.worker?.instance_id, candidate.overlap_blocks, candidate.predicted_blocks))

@@ -26,7 +26,7 @@ fn remote() -> RouterSettings {
     RouterSettings { prefill: PrefillPlace::Remote, ..Default::default() }
 }
 
-/// The overlap of a prompt with the one decode worker.
+/// Returns the overlap of a prompt with the only decode worker.
 async fn overlap(router: &TestRouter, numbers: &[u64]) -> u32 {
     let placement = router.route(prompt("overlap", numbers)).await.placement().await;
     chosen(placement.decode).expect("there is always a decode worker").1
@@ -48,7 +48,7 @@ async fn worker_joins_with_a_complete_snapshot_and_its_later_events_are_applied(
     router.until_indexed("d", 5).await;
     assert_eq!(overlap(&router, &[1, 2, 3, 4]).await, 3);
 
-    // The snapshot includes events up to 7.
+    // The snapshot includes all events up to 7.
     watch.events(6, vec![Change::Cleared, Change::Cleared, stored(Some(3), &[4]), Change::Removed(hashes(&[9, 77, 8]))]);
     router.until_indexed("d", 4).await;
     assert_eq!((overlap(&router, &[1, 2, 3, 4]).await, overlap(&router, &[1, 2, 8]).await), (4, 2));
@@ -67,7 +67,7 @@ async fn lost_events_are_detected_counted_and_repaired_by_a_snapshot() {
     let mut watch = decode.watched().await;
     watch.snapshot(0, &[1, 2, 3]);
     router.until_indexed("d", 3).await;
-    // Lost between two batches; lost with the last batch; reported by the worker itself.
+    // Events are lost between two batches, then in the last batch, then before the worker itself reports a loss.
     for (gaps, blocks) in [(1, 2), (2, 1), (3, 0)] {
         match gaps {
             1 => watch.events(2, vec![stored(Some(3), &[4])]),
@@ -131,7 +131,7 @@ async fn events_beyond_capacity_end_the_membership_and_are_not_indexed() {
         let watch = decode.watched().await;
         watch.snapshot(0, &[1, 2, 3]);
         router.until_indexed("d", 3).await;
-        // A full cache is valid.
+        // A cache that is exactly full is valid.
         watch.events(1, vec![stored(Some(3), &hashes[3..10]), Change::Removed(fake::hashes(&hashes[3..10]))]);
         watch.events(3, vec![stored(Some(3), &[30]), change]);
         watch.abandoned().await;
@@ -142,7 +142,7 @@ async fn events_beyond_capacity_end_the_membership_and_are_not_indexed() {
             view.unavailable.iter().any(|worker| worker.reason.contains("more blocks than its reported capacity of 10"))
         })
         .await;
-    // Snapshots have the same limit.
+    // The same limit applies to snapshots.
     let watch = decode.watched().await;
     watch.snapshot(0, &hashes);
     watch.abandoned().await;
@@ -187,7 +187,7 @@ async fn incompatible_worker_is_not_used_until_it_is_compatible() {
     early.abandoned().await;
     let failure = router.route(prompt("r", &[1])).await.failure().await;
     assert!(failure.message.contains("no prefill worker"), "{failure:?}");
-    // The operator restarts it with the cluster's block size.
+    // The operator restarts the prefill worker with the cluster's block size.
     prefill.describe_as(|info| info.block_size = BLOCK);
     let _prefill = prefill.join().await;
     router.until(|view| worker(view, "p").is_some()).await;
@@ -221,11 +221,11 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One has its first token: the predicted overlap (two blocks) is compared with the tokens that were cached.
+    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached.
     routes[0].prefill_finished(Some(16));
     router.until(bookings(2, 3, 3)).await;
     assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
-    // One client closes its side of the stream; one drops the stream.
+    // One client closes its side of the stream; another drops the stream.
     let closing = routes.remove(1);
     drop(closing.requests);
     router.until(bookings(1, 2, 2)).await;
@@ -247,7 +247,7 @@ async fn reported_requests_are_not_counted_twice() {
     let [zero, one] = &mut prefills;
     let watches = [zero.join().await, one.join().await];
     router.until(|view| view.workers.len() == 3).await;
-    // 10 blocks are booked on one worker, 15 reported by the other: the first still has less load.
+    // 10 blocks are booked on one worker and 15 are reported by the other, so the first has less load.
     let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
     let (taken, ..) = chosen(first.placement().await.prefill).expect("it is remote");
     let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
@@ -261,7 +261,7 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // Counted as reported and as booked it would be 20 blocks; counted once it is 10.
+    // If the booking counted in addition to the report, the first worker would have 20 blocks; counted once they are 10.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -340,7 +340,7 @@ async fn invalid_streams_are_refused_and_leave_no_booking() {
     twice.placement().await;
     assert_eq!(twice.reply().await.expect_err("the second is not").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // A failure without an instance excludes none, and a second end of prefill changes nothing.
+    // A failure without an instance id excludes no instance, and a second end of prefill changes nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);
@@ -359,7 +359,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
         router.until_indexed("d", 0).await;
         let mut route = router.route(prompt("r", &[1])).await;
         route.placement().await;
-        // Longer than the test takes, if the streams end by themselves.
+        // The grace period is longer than the test takes if the streams end by themselves, and else zero.
         let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
         let shutdown = router.shutdown.clone();
         let stopping = tokio::spawn(async move { shutdown.run(grace).await });

@@ -1,4 +1,4 @@
-//! A router that receives KV events over NATS: loads on the stream, events from NATS, snapshots when events are missing.
+//! A router receives loads on the worker's stream, events over NATS, and a snapshot whenever events are missing.
 
 use crate::{
     etcd::servers::Server,
@@ -26,7 +26,7 @@ async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker 
     Broker::open(&settings, key.clone(), metrics).await.expect("the settings are good")
 }
 
-/// Sends heartbeats with this event id, more often than a worker does, until the router has reacted.
+/// Sends heartbeats with this event id, more often than a worker does, until `reaction` resolves.
 async fn heartbeat_until<T>(watch: &FakeWatch, last_event_id: u64, reaction: impl Future<Output = T>) -> T {
     let heartbeats = async {
         loop {
@@ -67,15 +67,15 @@ impl Scenario {
         Self { server, broker: own, router_nats, worker, router }
     }
 
-    /// Publishes these events, each of which stores one block, with its own number, under the previous one.
+    /// Publishes the events with these ids. Each stores one block, numbered like the event, under the block of the previous event.
     async fn publish(&self, ids: std::ops::RangeInclusive<u64>) {
         let event = |id: u64| KvEvent { event_id: id, change: stored((id > 1).then(|| id - 1), &[id]) };
         let batch = KvBatch { last_event_id: *ids.end(), events: ids.map(event).collect(), ..Default::default() };
         self.broker.publish(event_batch("d-1", &batch, 0)).await;
     }
 
-    /// Publishes these events until they are indexed. They are the first after a subscription, which may reach NATS after the events
-    /// do; in production the next heartbeat reveals the gap. Events received twice change nothing.
+    /// Publishes these events until they are indexed. They are the first events after a subscription, which NATS may receive after the
+    /// events; in production the next heartbeat reveals that gap. Events received twice change nothing.
     async fn publish_until_indexed(&self, ids: std::ops::RangeInclusive<u64>) {
         let again = async {
             loop {
@@ -111,7 +111,7 @@ impl Scenario {
 #[tokio::test]
 async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     let mut scenario = Scenario::start().await;
-    // More blocks than fit into one message of a snapshot.
+    // The snapshot has more blocks than fit into one message.
     let watch = scenario.join(20_000).await;
     scenario.publish_until_indexed(20_001..=20_003).await;
     assert_eq!((scenario.plane("nats"), scenario.plane("direct"), scenario.gaps()), (Some(1.0), Some(0.0), Some(0.0)));
@@ -131,7 +131,7 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     scenario.router.until_indexed("d", 20_007).await;
     assert_eq!(scenario.gaps(), Some(1.0));
 
-    // The heartbeats' event id reveals that the last message is lost, if the event has not arrived a second later.
+    // The event id in heartbeats reveals that the last message is lost, if the event has not arrived a second later.
     let request = heartbeat_until(&watch, 20_008, scenario.worker.snapshot_requested()).await;
     request.answer(20_008, &(1..=20_008).collect::<Vec<_>>());
     scenario.router.until_indexed("d", 20_008).await;
@@ -167,7 +167,8 @@ async fn forged_batches_are_ignored_and_signed_ones_applied() {
     scenario.publish_until_indexed(4..=4).await;
     let forger = broker(&scenario.server, &ClusterKey::default(), &Metrics::default()).await;
     soon(forger.until(true)).await;
-    // One with the next id, after which the real event of that id would count as known; and one that would leave a gap.
+    // The first forged event has the next id, so if it were accepted, the real event of that id would count as known. The second would
+    // leave a gap.
     for event_id in [5, 50] {
         let events = vec![KvEvent { event_id, change: stored(None, &[666, 667]) }];
         let batch = KvBatch { last_event_id: event_id, events, ..Default::default() };

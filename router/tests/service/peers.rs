@@ -1,4 +1,4 @@
-//! Several routers: they replicate bookings, take over running requests, and place nothing before they know their workers.
+//! Several routers replicate bookings, take over running requests, and place nothing before they are synchronised with their workers.
 
 use crate::{
     fake::{FakeWatch, FakeWorker, TestRouter, chosen, prompt, soon, worker},
@@ -11,7 +11,7 @@ use tandem_router::RouterSettings;
 use tokio::net::TcpListener;
 use tonic::Code;
 
-/// Routers that know each other and themselves, and the same workers.
+/// Starts routers that have the same workers, and the same list of routers, which includes themselves.
 async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettings) -> [TestRouter; N] {
     let mut listeners = Vec::new();
     for _ in 0..N {
@@ -27,7 +27,7 @@ async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettin
     routers.try_into().unwrap_or_else(|_| unreachable!("as many were started"))
 }
 
-/// Lets the worker join each router. Their order does not matter here.
+/// Lets the worker join each router, in any order.
 async fn join_all(worker: &mut FakeWorker, routers: usize) -> Vec<FakeWatch> {
     let mut watches = Vec::new();
     for _ in 0..routers {
@@ -61,7 +61,7 @@ async fn each_router_counts_the_bookings_of_connected_peers() {
     let mut first = one.route(prompt("a", &long)).await;
     let (computes, ..) = chosen(first.placement().await.prefill).expect("it is remote");
     other.until(counts(0, 1, 1)).await;
-    // The same prompt goes to the worker that is prefilling it; another prompt to the other worker.
+    // The same prompt is placed on the worker that is prefilling it, and another prompt on the other worker.
     let mut same = other.route(prompt("b", &long)).await;
     assert_eq!(chosen(same.placement().await.prefill), Some((computes.clone(), 0, 59)));
     let mut another = other.route(prompt("c", &[1_000, 1_001])).await;
@@ -114,7 +114,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     };
     other.until(on(&instance, 1)).await;
     assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
-    // It knows the failed worker: the next attempt uses another one.
+    // The router knows which worker failed, so the next attempt uses another one.
     moved.failed(&instance);
     let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("placed");
     assert_ne!(elsewhere, instance);
@@ -146,7 +146,7 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
             Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
-        // Running requests are booked all the same.
+        // Requests that are already running are booked even so.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let running = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;

@@ -1,4 +1,4 @@
-//! Bookings: which load counts where, and that nothing is left of a released booking.
+//! Tests of bookings: which load counts on which worker, and that a released booking leaves nothing behind.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
     assert_eq!((name(&placement.decode), name(&placement.prefill)), ("d0".to_owned(), "p0".to_owned()));
     let overlaps = |candidate: Option<v1::Candidate>| candidate.map(|c| (c.overlap_blocks, c.predicted_blocks));
     assert_eq!((overlaps(placement.prefill), overlaps(placement.decode)), (Some((2, 0)), Some((0, 0))));
-    // All tokens but the last, minus two cached blocks.
+    // p0 computes all tokens but the last, without two cached blocks.
     assert_eq!((scenario.booked("p0"), scenario.booked("d0")), ((100 - 32, 1, 1), (0, 3, 1)));
 
     scenario.reports("p0", vec![], Load { pending_prefill_tokens: 68, ..Default::default() }, &["r1"]);
@@ -31,7 +31,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
     assert!(text.contains(r#"tandem_router_placements_total{worker="p0",kind="prefill"} 1"#), "{text}");
     assert!(text.contains(r#"tandem_router_placements_total{worker="d0",kind="decode"} 1"#), "{text}");
 
-    // The view has the numbers of the metrics, and the cache counters that the worker reported.
+    // The view shows the same numbers as the metrics, and the cache counters that the worker reported.
     let cache = Some(v1::CacheTotals { prompts: 1, prompts_hit: 1, prompt_tokens: 101, cached_tokens: 48 });
     let steps = Some(v1::StepTotals { prefilled_tokens: 53, generated_tokens: 9 });
     let stats = ReportedStats { transfer_bytes_per_second: 7.0, cache, steps };
@@ -52,7 +52,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
 fn bookings_count_as_reported_after_lost_messages() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (booking, _) = scenario.place_hashes(100, hashes(1, 0, 6));
-    // The lost message said that the worker's load includes the request, and so does the next report.
+    // The lost message, and the next report as well, announced that the worker's load includes the request.
     let id = scenario.member("d0");
     scenario.state.members.replace(id, &Snapshot { at_event_id: 7, stored: Vec::new() });
     assert_eq!(scenario.booked("d0"), (0, 0, 1));
@@ -98,14 +98,14 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     let refused = scenario.state.place(&request, &Excluded::default(), 1).expect_err("there is no prefill worker");
     assert_eq!(refused, PlacementError::NoEligibleWorker(NoEligibleWorker::NoPrefillWorker));
 
-    // The same worker as a new instance: it reuses the slot, which is empty.
+    // The worker joins as a new instance and reuses the slot, which is empty.
     scenario.join(WorkerInfo { instance_id: "p0-2".to_owned(), ..info(worker_info::Role::Prefill, "p0") }).expect("it may join");
     let (second, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert_eq!(placement.prefill.map(|candidate| candidate.overlap_blocks), Some(0));
     assert_eq!(scenario.booked("p0"), (99, 1, 1));
     scenario.state.release(first);
     assert_eq!(scenario.booked("p0"), (99, 1, 1), "releasing the old instance's booking does not affect the new one");
-    // Late messages of the old instance are ignored.
+    // Late messages of the instance that left are ignored.
     scenario.state.apply(
         left,
         KvBatch { included_request_ids: vec!["r3".to_owned()], ..Default::default() },

@@ -1,4 +1,4 @@
-//! Membership: which workers join, and how their events and measurements are taken over.
+//! Tests of membership: which workers may join, and how their events and measurements are recorded.
 
 use super::*;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn worker_that_differs_from_the_first_member_cannot_join() {
     }
     assert_eq!(scenario.join(good.clone()), Err(JoinError::Duplicate));
     assert_eq!(scenario.state.members.len(), 1);
-    // When all have left, the next worker that joins decides.
+    // When all members have left, the next worker that joins determines the identity.
     scenario.state.leave(first);
     scenario.join(WorkerInfo { block_size: 32, ..new() }).expect("the first decides");
 }
@@ -86,7 +86,7 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         if placed(&mut scenario, &mut tokens) == "p0" {
             first.get_or_insert(second);
         }
-        // Heartbeats repeat the old measurement.
+        // Heartbeats repeat p0's old measurement.
         report(&mut scenario, "p0", 100.0, 2);
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
@@ -111,7 +111,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     };
     report(&mut scenario, 200.0, 1_536, 1);
     assert_eq!(weight(&scenario), 1.0);
-    // 16 tokens every second: each step changes the fitted rate a little.
+    // The worker prefills 16 tokens every second, and each such step changes the fitted rate a little.
     for second in 1..=300_u32 {
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
         report(&mut scenario, 200.0 + f64::from(second) / 1e3, 1_536 + 16 * u64::from(second), 1);

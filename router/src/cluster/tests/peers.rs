@@ -1,5 +1,5 @@
-//! Replication of bookings between routers: each counts the union, whatever messages are lost, and nothing is left of released
-//! bookings.
+//! Tests of replication between two routers: each router counts the union of their bookings, whatever messages are lost, and released
+//! bookings leave nothing behind.
 
 use super::*;
 use crate::replication::{PeerReceiver, ReplicationError};
@@ -35,7 +35,7 @@ impl Replica {
         self.sent.extend(messages.into_iter().map(|message| reply(&from.instance_id, message)));
     }
 
-    /// Delivers the next message; after a gap the full state is requested again.
+    /// Delivers the next message. After a gap the full state is requested again.
     fn deliver(&mut self, to: &mut State) {
         let Some(reply) = self.sent.pop_front() else { return };
         match self.receiver.take(reply) {
@@ -45,7 +45,7 @@ impl Replica {
         }
     }
 
-    /// Loses the next message, unless it is a chunk of a full state: within a connection none is lost.
+    /// Loses the next message if it has changes. Chunks of a full state are sent within one connection, which loses none.
     fn lose(&mut self) {
         self.sent.pop_front_if(|reply| matches!(reply.message, Some(Message::Changes(_))));
     }
@@ -60,7 +60,7 @@ impl Replica {
     }
 }
 
-/// The model of a booking.
+/// The expected state of a booking.
 struct ModelBooking {
     id: BookingId,
     request_id: String,
@@ -79,13 +79,13 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// The reports of a worker of a booking of either router come to include it.
+    /// A worker's report comes to include a booking of either router. `of`: the router; `at`: its booking; `prefill`: the worker.
     Included {
         of: usize,
         at: usize,
         prefill: bool,
     },
-    /// A worker's report reaches a router.
+    /// A router receives a worker's report.
     Report,
     Send,
     Deliver,
@@ -111,7 +111,7 @@ fn act() -> impl Strategy<Value = (usize, Act)> {
 
 const NAMES: [&str; 4] = ["p0", "p1", "d0", "d1"];
 
-/// What counts on each worker.
+/// Returns the load that the router counts on each worker.
 fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |name: &str| {
         let (tokens, sequences, bookings) = scenario.booked(name);
@@ -121,7 +121,7 @@ fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     NAMES.map(of).into()
 }
 
-/// What must count on each worker: the union of both routers' bookings, without what workers have reported.
+/// Returns the load that must count on each worker: the union of both routers' bookings, without what workers have reported.
 fn union(made: &[Vec<ModelBooking>; 2], included_request_ids: &HashSet<(String, String)>) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |worker: &str| {
         let (mut sums, mut predicted) = ((0, 0, 0), HashSet::new());
@@ -210,7 +210,7 @@ proptest! {
         prop_assert_eq!(counted(one), expected.clone());
         prop_assert_eq!(counted(other), expected);
 
-        // All bookings end: those of the first router are released, the second router disconnects.
+        // All bookings end: the first router releases its own, and the second router disconnects.
         for booking in &made[0] {
             one.state.release(booking.id);
         }
@@ -234,7 +234,7 @@ fn burst_over_two_routers_goes_to_one_worker_after_replication() {
     let (second, same) = other.place_hashes(1_001, hashes(1, 0, 62));
     assert_eq!(name(&same.prefill), name(&placement.prefill));
     assert_eq!(same.prefill.map(|candidate| (candidate.overlap_blocks, candidate.predicted_blocks)), Some((0, 62)));
-    // The first token ends the prediction.
+    // The first token ends the prediction of the prompt's blocks.
     one.state.on_prefilled(first, None);
     other.state.on_prefilled(second, None);
     replica.settle(&one.state, &mut other.state);
@@ -283,7 +283,7 @@ fn rebooked_request_counts_on_its_workers_without_load() {
         (Some("p0-1"), false, 0, 1),
         (None, true, 0, 1),
         (Some("unknown"), true, 0, 1),
-        // One instance in both roles, which is invalid, must do no harm.
+        // A placement with one instance in both roles is invalid and must do no harm.
         (Some("d0-1"), true, 0, 1),
     ] {
         let booking = scenario.state.rebook(&request, running(prefill, prefilling)).expect("the router has capacity");

@@ -1,4 +1,4 @@
-//! Placements: which workers are chosen, with which overlap, and when a request is refused.
+//! Tests of placements: which workers are chosen, with which overlap, and when a request is refused.
 
 use super::*;
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
             seen.insert(name(&computes));
         }
         assert_eq!(seen.len(), 1, "one worker computes the prompt");
-        // After the worker's events the predicted blocks count as overlap.
+        // Once the worker's events have arrived, the predicted blocks count as overlap.
         let computes = seen.first().expect("there is one").clone();
         scenario.stored(&computes, &hashes(1, 0, 62));
         let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));

@@ -1,5 +1,5 @@
-//! A worker with a modelled engine: steps in which chunks of prompts and running sequences share the device, blocks that are
-//! pinned until the answer ends, prompts that wait for blocks, preemption. The prefix cache is the real one.
+//! A worker with a modelled engine: steps in which chunks of prompts and running sequences share the device, blocks that are in use until
+//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the real one.
 
 use super::{Prompt, namespace};
 use crate::cluster::MemberId;
@@ -9,13 +9,13 @@ use tandem_kv::{
 };
 use tandem_proto::v1::{StepTotals, worker_info::Role};
 
-/// Tokens of a block, as in the recorded trace.
+/// Tokens per block, as in the recorded trace.
 pub(super) const BLOCK_TOKENS: u64 = 512;
-/// Limit on prompt tokens of a step.
+/// The most prompt tokens in a step.
 const CHUNK_TOKENS: u64 = 2_048;
 const BATCH_MAX: usize = 256;
-/// Microseconds on the default simulated device: 50 a prompt token (20,000 tokens/s), 4 ms a step with prompt tokens, 6 ms a step
-/// with decoding sequences and 0.1 ms for each of them.
+/// Times on the default simulated device, in microseconds: 50 for each prompt token (20,000 tokens/s), 4 ms for each step with prompt
+/// tokens, 6 ms for each step with decoding sequences, and 0.1 ms for each of these sequences.
 const PREFILL_TOKEN_US: f64 = 50.0;
 const PREFILL_STEP_US: f64 = 4_000.0;
 const DECODE_STEP_US: f64 = 6_000.0;
@@ -27,11 +27,11 @@ pub(super) struct Sequence {
     pub(super) computed: u64,
     pub(super) committed: usize,
     pub(super) generated: u64,
-    /// Tokens that it is expected to compute, without cached ones.
+    /// Tokens that the sequence is expected to compute, without cached ones.
     pub(super) own: u64,
-    /// Its KV comes from a prefill worker.
+    /// Whether its KV comes from a prefill worker.
     pub(super) received: bool,
-    /// Blocks that were cached when it was first admitted, until they are counted.
+    /// Blocks that were cached when the sequence was first admitted; `None` once they are counted.
     pub(super) cached: Option<u32>,
 }
 
@@ -43,17 +43,17 @@ pub(super) struct Worker {
     pub(super) cache: PrefixCache,
     pub(super) cached: HashSet<SequenceHash>,
     pub(super) waiting: VecDeque<Sequence>,
-    /// The oldest first.
+    /// Running sequences, the oldest first.
     pub(super) running: Vec<Sequence>,
-    /// Computed, and being transferred to a decode worker.
+    /// Sequences that are computed and are being transferred to a decode worker.
     pub(super) sending: Vec<Sequence>,
-    /// Placed here, and being computed by prefill workers.
+    /// The number of sequences that are placed on this worker and are being computed by prefill workers.
     pub(super) expected: u32,
-    /// Tokens of the current step, for each of `running`.
+    /// The tokens that the current step computes for each sequence in `running`.
     pub(super) step: Option<Vec<u64>>,
     pub(super) step_ms: f64,
     pub(super) totals: StepTotals,
-    /// Steps long enough to measure a rate.
+    /// The number of steps that were long enough to measure a rate.
     pub(super) long_steps: u64,
 }
 
@@ -95,7 +95,7 @@ impl Worker {
         }
     }
 
-    /// Takes the cache's events, and applies them to `cached`.
+    /// Takes the cache's new events, and applies them to `cached`.
     pub(super) fn take_events(&mut self) -> Vec<KvEvent> {
         let events = self.cache.take_events();
         for event in &events {
@@ -110,7 +110,7 @@ impl Worker {
         events
     }
 
-    /// Leading blocks that are cached, or that sequences before it will compute.
+    /// Returns how many leading blocks of the prompt are cached, or will be computed by sequences that are queued or running.
     pub(super) fn known_blocks(&self, prompt: &Prompt, prompts: &[Prompt]) -> usize {
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &prompt.blocks[..prompt.blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
@@ -124,8 +124,8 @@ impl Worker {
         }
     }
 
-    /// Allocates a block to each sequence whose next token needs one, and preempts the youngest sequences if there is none.
-    /// Returns the number of preempted sequences.
+    /// Allocates a block to each sequence whose next token needs one. If no block is available, it preempts the youngest sequences. Returns
+    /// the number of preempted sequences.
     pub(super) fn grow(&mut self, prompts: &[Prompt]) -> u64 {
         let (mut at, mut preempted) = (0, 0);
         while at < self.running.len() {
@@ -147,8 +147,8 @@ impl Worker {
         preempted
     }
 
-    /// Admits sequences for which there are blocks, in order. Sequences whose next block is being computed for another sequence
-    /// wait and are skipped.
+    /// Admits queued sequences in order while there are blocks for them. A sequence whose next block is being computed for another sequence
+    /// is skipped and stays queued.
     pub(super) fn admit(&mut self, prompts: &[Prompt]) {
         let mut at = 0;
         while at < self.waiting.len() && self.running.len() < BATCH_MAX {
@@ -182,7 +182,7 @@ impl Worker {
         }
     }
 
-    /// Plans the next step: the tokens of each running sequence, and how long the step takes in microseconds.
+    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds.
     pub(super) fn plan(&mut self, prompts: &[Prompt]) -> Option<(Vec<u64>, f64)> {
         let (mut budget, mut decodes) = (CHUNK_TOKENS, 0);
         let tokens = self.running.iter().map(|sequence| match sequence.remaining(prompts) {
@@ -214,7 +214,7 @@ impl Worker {
     pub(super) fn commit(&mut self, at: usize, prompts: &[Prompt]) {
         let sequence = &mut self.running[at];
         let tokens: &[TokenId] = &prompts[sequence.request].blocks;
-        // The last one stands for the incomplete block at the end.
+        // The prompt's last block is incomplete, so it is never committed.
         let full = (sequence.computed / BLOCK_TOKENS).min(tokens.len() as u64 - 1) as usize;
         for at in sequence.committed..full {
             let parent = at.checked_sub(1).map(|parent| sequence.blocks[parent]);

@@ -1,5 +1,4 @@
-//! Clusters of workers with modelled engines ([`super::engine`]). Prefill workers transfer the KV that they have computed to a
-//! decode worker.
+//! Clusters of workers with modelled engines ([`super::engine`]). Prefill workers transfer the KV of their prompts to a decode worker.
 
 use super::{
     Micros, Prompt,
@@ -24,7 +23,7 @@ use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
 use tokio::{runtime::Runtime, time::Instant};
 
-/// Microseconds to transfer a token: 128 KiB over 10 GB/s.
+/// The time to transfer the KV of a token, in microseconds: 128 KiB over 10 GB/s.
 const TRANSFER_TOKEN_US: f64 = 13.1;
 
 /// The modelled cluster.
@@ -32,7 +31,7 @@ const TRANSFER_TOKEN_US: f64 = 13.1;
 pub(super) struct World {
     pub(super) rule: Rule,
     pub(super) prefill: PrefillPlace,
-    /// The role of each worker, and the factor by which its device is slower.
+    /// The role of each worker, and the factor by which its device is slower than the default.
     pub(super) devices: Vec<(Role, f64)>,
     pub(super) capacity_blocks: u32,
     pub(super) costs: Costs,
@@ -84,7 +83,7 @@ struct Simulation<'a> {
     preemptions: u64,
 }
 
-/// Simulates the prompts on the cluster, in simulated time.
+/// Simulates the requests for these prompts on the cluster, in simulated time.
 pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
     let _entered = runtime.enter();
@@ -186,7 +185,7 @@ impl Simulation<'_> {
         self.start(now, computes);
     }
 
-    /// Excludes all workers but the one that the rule chooses; none if the router itself chooses.
+    /// Returns an exclusion of all workers but the one that the rule chooses. It is empty if the router itself chooses.
     fn exclude_by_rule(&mut self, placement_request: &PlacementRequest) -> Excluded {
         let candidates = self.router.lock().candidates(&placement_request.hashes);
         let query = PlacementQuery {
@@ -258,7 +257,7 @@ impl Simulation<'_> {
         self.report(number, vec![]);
     }
 
-    /// The sequence has computed all that it has to compute on this worker.
+    /// Ends the request's sequence on this worker, which has computed all that it has to compute there.
     fn ends(&mut self, now: Micros, number: usize, request: usize) {
         let worker = &mut self.workers[number];
         let at = worker.running.iter().position(|sequence| sequence.request == request).expect("it is running");

@@ -1,5 +1,5 @@
-//! Simulations of the router on modelled clusters: the real index, bookings and costs, and workers with real prefix caches and
-//! modelled time. One token stands for a block, so that a trace of thousands of long prompts takes a second.
+//! Simulations of the router on modelled clusters. The index, bookings, costs and prefix caches are real; time is modelled. One token
+//! stands for a block, so that a trace of thousands of long prompts takes a second.
 
 mod engine;
 mod engines;
@@ -10,11 +10,10 @@ mod worlds;
 use std::sync::Arc;
 use tandem_kv::{Namespace, TokenId};
 
-/// Times are in microseconds.
+/// A time in microseconds.
 type Micros = u64;
 
-/// One request: a token for each block of its prompt; the last one stands for the incomplete block at the end, which is never
-/// shared.
+/// One request. Its prompt has one token for each block; the last token stands for the incomplete block at the end, which is never shared.
 #[derive(Clone)]
 struct Prompt {
     at: Micros,
@@ -47,7 +46,7 @@ impl Lcg {
     }
 }
 
-/// Prompts with `questions` questions to each of `count` documents of `blocks` blocks, in random order.
+/// Returns prompts in random order: `questions` questions about each of `count` documents of `blocks` blocks.
 fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> {
     let mut prompts = Vec::new();
     for (document, query) in (0..count).flat_map(|document| (0..questions).map(move |query| (document, query))) {
@@ -58,7 +57,8 @@ fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> 
     prompts
 }
 
-/// The first recorded requests, `faster` times as fast; `None` without the recording, which is not part of the repository.
+/// Returns the first recorded requests, which arrive `faster` times as fast as recorded; `None` without the recording, which is not part of
+/// the repository.
 fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
     let text = std::fs::read_to_string(path).ok()?;

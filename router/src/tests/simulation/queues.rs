@@ -1,4 +1,4 @@
-//! Prefill workers modelled as a queue, a prefix cache and a rate, and one decode worker that costs nothing.
+//! Simulation of prefill workers, each modelled as a queue, a prefix cache and a rate, with one decode worker that costs nothing.
 
 use super::{Micros, Prompt, documents, namespace, skipped, trace};
 use crate::{
@@ -25,11 +25,11 @@ struct Setup {
     capacity_blocks: u32,
     /// Time to compute a block.
     block: Micros,
-    /// Fixed time of every prompt.
+    /// Fixed time to compute any prompt, in addition to its blocks.
     overhead: Micros,
     /// Time from the first token to the last.
     decode: Micros,
-    /// Concurrent requests; `None`: each arrives at its recorded time.
+    /// The number of concurrent requests; `None`: each request arrives at its recorded time.
     concurrency: Option<usize>,
     seed: u64,
 }
@@ -39,9 +39,9 @@ struct Setup {
 struct Outcome {
     /// The fraction of prompt blocks found in caches.
     hit_rate: f64,
-    /// Requests of the worker with the most, divided by the mean.
+    /// The most requests of any worker, divided by the mean of all workers.
     requests_max: f64,
-    /// Compute time of the worker with the most, divided by the mean.
+    /// The longest compute time of any worker, divided by the mean of all workers.
     busy_max: f64,
     /// Time to the first token, in milliseconds.
     ttft_mean_ms: f64,
@@ -51,9 +51,9 @@ struct Outcome {
 struct Worker {
     member: MemberId,
     cache: PrefixCache,
-    /// The blocks in the cache.
+    /// Hashes of the blocks in the worker's cache.
     cached: HashSet<SequenceHash>,
-    /// Requests, each with the tokens that it is expected to compute.
+    /// Queued requests, each with the tokens that it is expected to compute.
     queue: VecDeque<(usize, u64)>,
     pending_tokens: u64,
     running: Option<Running>,
@@ -147,7 +147,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
 }
 
 impl Worker {
-    /// Leading blocks of a prompt that are cached, or that prompts before it will have computed by then.
+    /// Returns how many leading blocks of a prompt are cached, or will be computed by prompts that are queued or running.
     fn known_blocks(&self, blocks: &[TokenId], prompts: &[Prompt]) -> usize {
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &blocks[..blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
@@ -246,7 +246,7 @@ impl Simulation<'_> {
         let Running { request, mut blocks, cached } = worker.running.take().expect("a prompt was being computed");
         let tokens = &self.prompts[request].blocks;
         worker.pending_tokens -= (tokens.len() - cached) as u64;
-        // The last one stands for the incomplete block at the end.
+        // The last token stands for the incomplete block at the end, which is not cached.
         for at in 0..tokens.len() - 1 {
             let parent = at.checked_sub(1).map(|parent| blocks[parent]);
             blocks[at] = worker.cache.commit(&namespace(), parent, blocks[at], &tokens[at..=at]);
@@ -315,7 +315,7 @@ impl Simulation<'_> {
     }
 }
 
-/// The cluster of the documents benchmark: 20,000 tokens/s, blocks of 64 tokens, workers that can cache 15 documents.
+/// Returns the cluster of the documents benchmark: 20,000 tokens/s, blocks of 64 tokens, workers that can cache 15 documents.
 fn small_workers() -> Setup {
     Setup {
         policy: PolicyKind::KvAware,
@@ -331,7 +331,7 @@ fn small_workers() -> Setup {
 
 #[test]
 fn documents_hit_the_cache_and_load_is_balanced_at_any_concurrency() {
-    // 23 of 24 blocks are shared, and nine of ten requests find them.
+    // 23 of a prompt's 24 blocks are shared, and nine of ten requests can find them cached.
     let possible = 0.9 * 23.0 / 24.0;
     for (concurrency, capacity_blocks) in [(1, 360), (8, 360), (16, 360), (32, 360), (8, 240)] {
         for seed in 1..=3 {
@@ -353,13 +353,13 @@ fn documents_larger_than_all_caches_hit_more_often_than_by_load_alone() {
     assert!(aware.requests_max < 1.2 && aware.busy_max < 1.2, "{aware:?}");
 }
 
-/// All requests share the first block and most share nothing else: overlap must not outweigh load.
+/// All requests have the first block in common, and most have nothing else in common: overlap must not outweigh load.
 #[test]
 fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
     let Some(prompts) = trace(1_500, 1.5) else {
         return skipped();
     };
-    // Blocks of 512 tokens.
+    // `block` is the time of a block of 512 tokens, as in the trace.
     let setup =
         Setup { workers: 8, capacity_blocks: 2_048, block: 51_200 / 2, decode: 3_000_000, concurrency: None, ..small_workers() };
     let [aware, loaded, round_robin] = [PolicyKind::KvAware, PolicyKind::LeastLoaded, PolicyKind::RoundRobin]

@@ -1,5 +1,5 @@
-//! The rules by which other routers choose, according to their documentation and sources, to compare with. Each gets the same
-//! input as the rule of this router.
+//! The rules by which other routers choose workers, according to their documentation and sources, for comparison. Each rule gets the same
+//! input as this router's own.
 
 use super::Lcg;
 use crate::route::{Candidate, PlacementQuery};
@@ -8,13 +8,14 @@ use std::cmp::Reverse;
 /// A rule that chooses a worker which prefills and decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// The router's own.
+    /// The rule of this router.
     Tandem,
-    /// The least `max(0, (active prefill tokens + prompt tokens) / block size - overlap) + decode blocks`.
+    /// Chooses the worker with the least `max(0, (active prefill tokens + prompt tokens) / block size - overlap) + decode blocks`.
     Dynamo,
-    /// The longest prefix, if it is more than half of the prompt and the cluster is balanced; else the fewest requests.
+    /// Chooses the worker with the longest cached prefix if that is more than half of the prompt and the cluster is balanced, or else the
+    /// worker with the fewest requests.
     Sglang,
-    /// The highest weighted score: 3 for the prefix, 2 for the queue, 2 for free KV.
+    /// Chooses the worker with the highest weighted score: 3 for the cached prefix, 2 for the queue, 2 for free KV.
     LlmD,
     FewestRequests,
     RoundRobin,
@@ -23,7 +24,7 @@ pub(super) enum Rule {
 /// All rules but the one of this router.
 pub(super) const OTHER_RULES: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
 
-/// SGLang's thresholds: loads that differ by more than both, absolutely and as a factor, are imbalanced.
+/// SGLang's thresholds: the cluster is imbalanced if loads differ by more than both, the first absolutely and the second as a factor.
 const IMBALANCE: (u32, f64) = (32, 1.000_1);
 
 impl Rule {
@@ -62,7 +63,7 @@ impl Rule {
     }
 }
 
-/// Returns the worker with the least value; among equal ones, a random one.
+/// Returns the worker with the least value. Among equal ones it is random.
 fn least(workers: &[Candidate], turn: u64, of: impl Fn(&Candidate) -> f64) -> usize {
     let random = |at: usize| Lcg(turn.wrapping_mul(0x9E37_79B9) + at as u64 * 7_919).below(1 << 20);
     let all = workers.iter().enumerate();

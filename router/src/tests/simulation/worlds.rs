@@ -1,6 +1,6 @@
-//! The recorded conversations on eight workers with modelled engines: with long answers, small caches, a slow worker, mixed roles.
-//! The rules of other routers get the same input; with this router's policy, requests must not wait longer than with the best of them. Run
-//! with `--nocapture` to see the figures.
+//! Simulations of the recorded conversations on eight workers with modelled engines: with long answers, small caches, a slow worker, and
+//! mixed roles. The rules of other routers get the same input; with this router's policy, requests must not wait longer than with the best
+//! of them. Run with `--nocapture` to see the figures.
 
 use super::{
     Prompt,
@@ -11,7 +11,7 @@ use super::{
 use crate::settings::{Costs, PrefillPlace};
 use tandem_proto::v1::worker_info::Role;
 
-/// Eight equal workers that prefill and decode, with 512 k tokens of KV each.
+/// Returns eight equal workers that prefill and decode, with 512 k tokens of KV each.
 fn world() -> World {
     World {
         rule: Rule::Tandem,
@@ -23,7 +23,7 @@ fn world() -> World {
     }
 }
 
-/// The first recorded conversations, with answers this many times as long.
+/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long.
 fn conversations(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
     let mut prompts = trace(1_500, faster)?;
     prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
@@ -38,8 +38,8 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
     )
 }
 
-/// Asserts that requests wait no longer with our rule than with the best other rule at the 99th percentile, and at most 5% longer
-/// on average.
+/// Asserts that at the 99th percentile requests wait no longer with our rule than with the best other rule, and on average at most 5%
+/// longer.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
     print(&format!("{what}, Tandem"), &ours).expect("stdout");
@@ -54,8 +54,8 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
     ours
 }
 
-/// If every new token were charged once for each sequence, and pinned blocks not at all, one worker after the other would receive no more
-/// prompts, while the queues of the others grow.
+/// If every new token were charged once for each running sequence, and blocks in use not at all, one worker after the other would receive
+/// no more prompts, while the queues of the others grew.
 #[test]
 fn cost_policy_waits_least_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
@@ -85,7 +85,7 @@ fn cost_policy_waits_least_with_one_slow_worker() {
     assert_no_rule_is_better("one worker four times slower", World { devices, ..world() }, &prompts);
 }
 
-/// Two workers prefill for the other six, where that is estimated to be faster.
+/// Two of the eight workers only prefill, for the other six, and are used where that is estimated to be faster.
 #[test]
 fn interference_of_a_tenth_waits_less_than_of_one_with_mixed_roles() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
