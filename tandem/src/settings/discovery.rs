@@ -127,12 +127,12 @@ impl DiscoveryArgs {
     }
 }
 
-/// Cluster names are part of names in etcd and NATS, in which `/` and `.` separate.
+/// Checks a cluster's name. It becomes part of names in etcd and NATS, in which `/` and `.` are separators.
 fn cluster_name(text: &str) -> Result<String, &'static str> {
     name(text, "-_").ok_or("write 1 to 64 letters, digits, - and _")
 }
 
-/// The text if it has 1 to 64 letters, digits and `signs`.
+/// Returns the text if it has 1 to 64 characters, all of them letters, digits or `signs`.
 pub(super) fn name(text: &str, signs: &str) -> Option<String> {
     let fits = |letter: char| letter.is_ascii_alphanumeric() || signs.contains(letter);
     ((1..=64).contains(&text.len()) && text.chars().all(fits)).then(|| text.to_owned())

@@ -51,7 +51,7 @@ impl KeyArgs {
     }
 }
 
-/// Removes the newline with which editors and shells end a file: it is not meant to be part of the secret.
+/// Removes the newline with which editors and shells end a file, because it is not meant to be part of the secret.
 fn without_newline(content: &[u8]) -> &[u8] {
     let content = content.strip_suffix(b"\n").unwrap_or(content);
     content.strip_suffix(b"\r").unwrap_or(content)
