@@ -80,7 +80,8 @@ pub enum DiscoveryArgsError {
 }
 
 impl DiscoveryArgs {
-    /// The settings for etcd of a process that listens on `listens`, and the address that it registers; `None` without etcd.
+    /// Returns the settings for etcd of a process that listens on `listens`, and the address that the process registers; `None` if it does
+    /// not use etcd.
     ///
     /// # Errors
     /// A file cannot be used, or the process listens on all addresses and the host has no usable name.
@@ -98,7 +99,7 @@ impl DiscoveryArgs {
         }
     }
 
-    /// The source of the members of these roles: etcd if it is set, else the list.
+    /// Returns the source of the addresses of members with these roles: etcd if it is set, else `list`.
     pub(super) fn members(&self, roles: &[Role], list: Vec<String>) -> MemberSource {
         match self.etcd() {
             Some(etcd) => MemberSource::Etcd(etcd, roles.to_vec()),
@@ -106,7 +107,7 @@ impl DiscoveryArgs {
         }
     }
 
-    /// The settings for etcd, without the cluster key; `None` without etcd.
+    /// Returns the settings for etcd, still without the cluster key; `None` if no etcd is set.
     fn etcd(&self) -> Option<EtcdSettings> {
         if self.etcd.is_empty() {
             return None;

@@ -31,7 +31,7 @@ pub struct KeyFileError {
 }
 
 impl KeyArgs {
-    /// The cluster key, or none if no file is set. Logs a warning if users other than the file's owner can read it.
+    /// Returns the cluster key, which has no secret if no file is set. Logs a warning if users other than the file's owner can read it.
     ///
     /// # Errors
     /// The file is missing, too short or too long.

@@ -131,7 +131,7 @@ impl Rig {
         self.members.keys().cloned().collect()
     }
 
-    /// Starts a process again, which must have ended, at the address that it had before.
+    /// Starts a process, which must not be running, at the address that the rig has assigned to it.
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
         let member = self.members.get_mut(name).expect("a process of the rig");

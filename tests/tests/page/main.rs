@@ -264,7 +264,8 @@ async fn fits_every_window(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that names and prompts are escaped, and that the content security policy blocks injected scripts and connections to other origins.
+/// Asserts that names and prompts are escaped, and that the content security policy blocks injected scripts and connections to other
+/// origins.
 async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Result<()> {
     assert_eq!(browser.value("document.getElementById('model').textContent").await?, MODEL);
     let markup = "document.querySelectorAll('img').length + document.querySelectorAll('body script').length";
