@@ -1,5 +1,5 @@
-//! The command line: its subcommands, and the layers of the settings of those that serve: flags, then the environment, then the file named by
-//! `--config`, then defaults.
+//! The command line: its subcommands, and the settings of those that serve. A setting is taken from its flag, else from the environment,
+//! else from the file named by `--config`, else it has its default.
 
 mod layers;
 mod rules;
@@ -166,7 +166,7 @@ pub enum ModelCommand {
     },
 }
 
-/// A subcommand that serves: the settings of its role, and the file that they may come from.
+/// The arguments of a subcommand that serves: the settings of its role, and the file that may contain them.
 #[derive(Args, Debug)]
 pub struct Serve<R: Args + Serialize> {
     /// The role's settings.

@@ -58,7 +58,7 @@ pub fn run(args: ExplainArgs) -> Result<String> {
     if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
 }
 
-/// Parses the frontend's reply; fails if it is an error or not a frontend's.
+/// Parses the frontend's reply. Fails if the reply is an error, or is not from a frontend.
 fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Value> {
     let reply =
         reply.with_context(|| format!("no frontend answers at {frontend}; start one, or set its address with --frontend"))?;
@@ -71,7 +71,7 @@ fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Valu
     Ok(body)
 }
 
-/// The reply as a table for people, a line for each role that a worker could take.
+/// Formats the reply as a table for people, with one line for each worker and each role that it could take.
 fn table(prompt: &Value) -> String {
     let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
     let mut rows = vec![["", "overlap", "predicted", "queued"].into_iter().chain(costs).map(str::to_owned).collect()];

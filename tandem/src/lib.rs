@@ -1,4 +1,4 @@
-//! The parts of the binary: its command line, the store of models, the whole cluster in one process, and the roles as processes of their own.
+//! The parts of the binary: its command line, the store of models, a whole cluster in one process, and each role as a process of its own.
 
 pub mod audit;
 pub mod cli;

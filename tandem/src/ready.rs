@@ -1,4 +1,4 @@
-//! `tandem ready`: the health check of containers, which need no other program for it.
+//! `tandem ready`: a health check, so that containers need no other program for it.
 
 use crate::http;
 use anyhow::{Context, Result, ensure};

@@ -1,9 +1,11 @@
-//! Reads secrets from files: flags are visible in the list of processes; variables in `docker inspect` and to child processes.
+//! Reads secrets from files: flags are visible in the list of processes, and environment variables in `docker inspect` and to child
+//! processes.
 
 use std::{fs, io, path::Path};
 use tandem_node::Secret;
 
-/// The longest secret, in bytes: a token of any service is shorter, and a wrong path, such as a model's, must not fill the memory.
+/// Limit on the length of a secret, in bytes. The tokens of all services are shorter, and a wrong path, such as a model's, must not fill
+/// the memory.
 const LEN_MAX: u64 = 64 << 10;
 
 /// Reads a file that holds one secret.

@@ -23,7 +23,7 @@ pub fn run<S: Served>(
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads can be started")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
-    // A download or a load whose result is not needed any more must not delay the end.
+    // A download, or the loading of a model, must not delay the end of the process when its result is not needed any more.
     runtime.shutdown_background();
     done
 }

@@ -57,18 +57,19 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// Returns [`sim_settings`] with prompts computed at this place.
+/// Returns [`sim_settings`] for a cluster that computes prompts at this place.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// Returns the settings with prompts computed at this place.
+/// Returns the settings, changed so that prompts are computed at this place.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings
 }
 
-/// Returns the settings of a cluster with the real model on the CPU. Without `TANDEM_MODEL` it prints that the test is skipped.
+/// Returns the settings of a cluster with the real model on the CPU. Without `TANDEM_MODEL`, prints that the test is skipped and returns
+/// `None`.
 pub fn cpu_settings() -> Option<UpSettings> {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
         #[expect(clippy::print_stderr, reason = "a skipped test must be visible")]
@@ -105,7 +106,7 @@ impl TestCluster {
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
     }
 
-    /// Waits until the router's index has as many blocks of every worker as the idle worker has cached.
+    /// Waits until the router's index has, for every worker, as many blocks as that worker has cached. The workers must be idle.
     pub async fn settle_events(&self) -> Result<()> {
         wait_until("the index follows the workers", async || {
             let view = self.view().await?;
@@ -135,8 +136,8 @@ impl TestCluster {
         .await
     }
 
-    /// Waits until the cluster is idle, and asserts that usage reconciles: the usage that `client` received (which must have sent all
-    /// requests), the workers' ledger, and the metrics.
+    /// Waits until the cluster is idle, and asserts that three counts of usage agree: the usage that `client` received, the workers'
+    /// ledger, and the metrics. `client` must have sent all requests of the cluster.
     pub async fn assert_usage_reconciles(&self, client: &Client) -> Result<audit::Checked> {
         self.assert_idle().await?;
         let mut last = Vec::new();
@@ -196,7 +197,7 @@ pub async fn wait_until<F: Future<Output = Result<bool>>>(what: &str, holds: imp
 pub struct Client {
     http: reqwest::Client,
     base: String,
-    /// All requests and their usage, each with its number of prompts. Clones share it.
+    /// All requests and their usage, each with its number of prompts. Clones of the client share this log.
     log: Arc<Mutex<Vec<(ClientLine, usize)>>>,
 }
 
@@ -223,7 +224,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Returns its path.
+    /// Returns the path of the endpoint.
     pub fn path(self) -> &'static str {
         match self {
             Self::Chat => "/v1/chat/completions",
@@ -334,13 +335,13 @@ impl Client {
         Ok((response.status().as_u16(), response.text().await?))
     }
 
-    /// Returns the sum over all series of a metric whose labels contain `labels`.
+    /// Returns the sum of a metric over its series whose labels contain `labels`.
     pub async fn metric(&self, name: &str, labels: &str) -> Result<f64> {
         Ok(sum(&self.get("/metrics").await?.1, name, labels))
     }
 }
 
-/// Returns the sum over all series of a metric in a scraped text whose labels contain `labels`.
+/// Returns the sum of a metric in a scraped text over its series whose labels contain `labels`.
 pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
     let series = metrics.lines().filter_map(|line| {
         let (series, value) = line.rsplit_once(' ')?;

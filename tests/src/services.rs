@@ -17,7 +17,7 @@ use tokio::net::TcpListener;
 /// Limit on waiting for a ticket, for blocks, and for a step.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Running services with common metrics. Dropping it stops them.
+/// Running services with common metrics. Dropping this value stops them.
 #[derive(Default)]
 pub struct Services {
     /// The metrics of all services.
@@ -27,7 +27,7 @@ pub struct Services {
 }
 
 impl Services {
-    /// Starts a prefill worker whose simulated transfers take the time of this device's. Returns its address.
+    /// Starts a prefill worker whose simulated transfers take as long as those of the device `sim`. Returns the worker's address.
     pub async fn prefill_worker(&self, worker: WorkerSettings, engine: EngineHandle, sim: &SimSettings) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let transfer_mode = TransferMode::Simulated { block: sim.block_transfer() };
@@ -102,7 +102,7 @@ pub fn worker_settings(worker_id: &str, model: &str) -> WorkerSettings {
     }
 }
 
-/// Returns settings of an engine that tests change as needed.
+/// Returns an engine's settings, which tests change as needed.
 pub fn engine_settings() -> EngineSettings {
     EngineSettings {
         chunk_budget: 512,

@@ -69,7 +69,7 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
     assert_eq!(client.metric("tandem_router_unauthenticated_total", "").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "prefill-0").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "decode-0").await?, 6.0);
-    // With the key, no call is refused for its authentication.
+    // With the key, no call is refused as unauthenticated.
     for (call, refused) in make_every_call(&cluster, ClusterKey::new(SECRET)?).await? {
         assert!(refused.as_ref().is_none_or(|status| status.code() != Code::Unauthenticated), "{call}: {refused:?}");
     }
@@ -132,7 +132,7 @@ impl Insider {
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
 
-    /// Returns the router's decode and prefill workers for a prompt.
+    /// Returns the decode worker and the prefill worker that the router chooses for a prompt.
     async fn placed(&mut self) -> Result<[WorkerRef; 2]> {
         let identity = self.router.workers(WorkersRequest {}).await?.into_inner().identity;
         let prompt =
@@ -146,7 +146,7 @@ impl Insider {
         Ok([decode, prefill])
     }
 
-    /// Returns the decode worker's first message if its request names this prefill worker.
+    /// Sends the decode worker a request that names this prefill worker, and returns the decode worker's first message.
     async fn generate(&mut self, instance_id: &str, prefill: WorkerRef) -> Result<Option<generate_reply::Message>> {
         let request = GenerateRequest {
             request_id: "r".to_owned(),
@@ -161,7 +161,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Returns how the prefill worker ends a prompt whose blocks it must send to this address.
+    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends it.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {

@@ -85,7 +85,7 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// Returns `data` of a reply of its API.
+    /// Calls the API of Prometheus, and returns the field `data` of the reply.
     async fn api(&self, path: &str, params: &[(&str, &str)]) -> Result<Value> {
         let url = reqwest::Url::parse_with_params(&format!("http://{}/api/v1/{path}", self.address), params)?;
         let answer: Value = self.http.get(url).send().await?.json().await?;
@@ -103,7 +103,7 @@ impl Prometheus {
         series.collect()
     }
 
-    /// Returns how often it has scraped the page.
+    /// Returns how often Prometheus has scraped the page.
     async fn scrapes(&self) -> Result<f64> {
         Ok(self.query("count_over_time(up[1h]) * up").await?.first().map_or(0.0, |(_, scrapes)| *scrapes))
     }
@@ -145,7 +145,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     Ok(())
 }
 
-/// A cluster in which every worker has work of every kind, and a Prometheus that has scraped it.
+/// Returns a cluster in which every worker has had work of every kind, and a Prometheus that has scraped it.
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
     settings.model.max_concurrent_requests = PROMPTS_MAX;
@@ -155,8 +155,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // A rate needs two scrapes. Series that the first half of the requests creates increase in the second half, and a series that the last
-    // request creates is scraped again after it.
+    // A rate needs two scrapes. A series that the first half of the requests creates increases in the second half, and a series that the
+    // last request creates is scraped again after that request.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;

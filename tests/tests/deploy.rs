@@ -170,7 +170,7 @@ fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
         run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
     };
     enable()?;
-    // The same after a change of the password, as when the service restarts.
+    // The script must also work after a change of the password, when the service restarts.
     fs::write(secrets.join("etcd_password"), "new")?;
     enable()?;
     let check = r"

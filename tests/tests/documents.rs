@@ -22,7 +22,7 @@ const QUESTION_TOKENS: u32 = 12;
 const CONCURRENCY: usize = 8;
 const PREFILL_WORKERS: usize = 4;
 const BLOCK_SIZE: u32 = 64;
-/// The KV of fifteen documents.
+/// The capacity of each prefill worker: the KV of fifteen documents.
 const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not

@@ -32,7 +32,7 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     }
     assert!(warm["explanation"].as_str().is_some_and(|verdict| verdict.contains("cheapest is")), "{warm:#}");
 
-    // The command line shows the same.
+    // The command line shows the same explanation.
     let frontend = cluster.frontend().to_string();
     let text = request["prompt"].as_str().expect("a text").to_owned();
     let run = |json: bool| {

@@ -25,7 +25,7 @@ async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() ->
                 let reads_answer = number % 2 == 0;
                 let options = match reads_answer {
                     true => json!({ "max_tokens": 5 + number % 60, "stream": number % 4 == 0, "n": 1 + number % 4 / 2 }),
-                    // Long enough to be still running when its client disconnects.
+                    // This answer is so long that it is not complete when its client disconnects.
                     false => json!({ "max_tokens": 2_000, "stream": true, "ignore_eos": true }),
                 };
                 let request = endpoint.request(&model, &text, options);
@@ -36,14 +36,14 @@ async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() ->
                 }
                 // Errors are ignored, because these clients do not read the answer.
                 match number % 6 {
-                    // Before the first token: queued, prefilling or transferring.
+                    // These clients disconnect before the first token, while the request is queued, prefilled or transferred.
                     1 => {
                         let disconnect_after = Duration::from_micros(number * 7_919 % 400_000);
                         let _ = tokio::time::timeout(disconnect_after, client.send(endpoint.path(), &request)).await;
                     }
-                    // With the first token.
+                    // These clients disconnect when the first token arrives.
                     3 => drop(client.send(endpoint.path(), &request).await?),
-                    // While it streams.
+                    // These clients disconnect while the answer is streamed.
                     _ => {
                         let mut response = client.send(endpoint.path(), &request).await?;
                         for _ in 0..number % 20 {

@@ -15,7 +15,7 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// Returns the choices with their texts and logprobs, which must not change, and the number of cached tokens.
+/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
@@ -41,14 +41,14 @@ async fn answers_are_bit_identical_cold_cached_local_remote_batched_and_chunked(
         settings.worker.prefill_chunk_budget = Some(prefill_chunk_budget);
         let cluster = start(settings).await?;
         let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-        // Three samples and seven other requests in one batch, all cold.
+        // The request with its three samples runs in one batch with seven other requests, and no prompt is cached.
         let target = request(&model, "asked", 41, 3);
         let others: Vec<_> = (0..7).map(|other| request(&model, &format!("other {other}"), other, 1)).collect();
         let others = futures::future::try_join_all(others.iter().map(|other| choices(&client, other)));
         let (batched, others) = tokio::join!(choices(&client, &target), others);
         let ((batched, cached), others) = (batched?, others?);
         assert_eq!(cached, 0, "{name}");
-        // The same request again, alone and cached.
+        // The same request is sent again. Now it runs alone, and its prompt is cached.
         let (warm, cached) = choices(&client, &target).await?;
         assert!(cached > 300, "{name}: {cached}");
         assert_eq!(warm, batched, "{name}: cached and alone against cold in a batch");

@@ -16,7 +16,7 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
     socket.set_recv_buffer_size(1 << 16)?;
     let mut connection = socket.connect(frontend).await?;
     let (path, body) = (Endpoint::Chat.path(), request.to_string());
-    // With HTTP/1.0 the answer has no chunked encoding, and ends with the connection.
+    // With HTTP/1.0 the answer has no chunked encoding, and the end of the connection is its end.
     let head = format!("POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     connection.write_all((head + &body).as_bytes()).await?;
     Ok(connection)
@@ -27,7 +27,8 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
 #[tokio::test(flavor = "multi_thread")]
 async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()> {
     const TOKENS: u64 = 15_000;
-    // The frontend's socket buffers some megabytes; a token is more than one KiB here.
+    // Limit on the tokens that are generated before they are read: the frontend's socket buffers some megabytes, and a token is more than
+    // one KiB here.
     const AHEAD_MAX: f64 = 10_000.0;
     let mut settings = sim_settings_with(PrefillPlace::Local);
     // With a finite speed-up each step would sleep for at least a millisecond.

@@ -32,7 +32,7 @@ impl Cli {
         let mut matches = parse(&command, &args)?;
         if let Some((role, file)) = matches.subcommand().and_then(|(role, given)| Some((role.to_owned(), config(given)?))) {
             command = with_file(command, &role, &file)?;
-            // First without flags: a mistake is the file's, not the command line's.
+            // The first parse has no flags, so its errors are mistakes in the file, not on the command line.
             let without_flags = command.clone().try_get_matches_from(&args[..2]);
             without_flags.map_err(|error| refused(&file, without_advice(&error)))?;
             matches = command.clone().try_get_matches_from(&args)?;
@@ -50,7 +50,7 @@ fn serves(subcommand: &clap::Command) -> bool {
     subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
-/// The file of a role's settings.
+/// Returns the path given by `--config`.
 fn config(role: &ArgMatches) -> Option<PathBuf> {
     role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
 }
@@ -74,8 +74,8 @@ fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap:
     })
 }
 
-/// The command with the file's values as the defaults of the role's flags. Keys of other roles are skipped, so that one file can hold the
-/// settings of a whole cluster.
+/// Returns the command with the file's values as the defaults of the role's flags. Keys of other roles are skipped, so that one file can
+/// hold the settings of a whole cluster.
 fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Command, clap::Error> {
     let text = std::fs::read_to_string(file).map_err(|error| refused(file, error))?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, on_one_line(&text, &error)))?;
@@ -103,14 +103,14 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
     })
 }
 
-/// The message of `error` without clap's hints, which are about the command line.
+/// Returns the message of `error` without clap's hints, which apply to the command line only.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
     let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
     message.lines().map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
-/// The message of a TOML error in one line, with the line of `text` in which it is.
+/// Returns the message of a TOML error on one line, with the number of the line of `text` that has the error.
 fn on_one_line(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().and_then(|span| text.get(..span.start)).map_or(1, |before| before.matches('\n').count() + 1);
     format!("line {line} is not valid TOML: {}", error.message().replace('\n', ", "))

@@ -1,9 +1,10 @@
-//! Rules that concern several settings. clap checks such rules for flags and variables only: values of the file are defaults to it.
+//! Rules that concern several settings. clap would check such rules for flags and variables only, because it takes values of the file for
+//! defaults.
 
 use clap::ArgMatches;
 use tandem_frontend::CacheIsolation;
 
-/// Settings that exclude each other.
+/// Groups of settings, of which at most one may be set.
 const ALTERNATIVES: &[&[&str]] = &[
     &["workers", "workers-file", "etcd"],
     &["peers", "etcd"],
@@ -14,7 +15,7 @@ const ALTERNATIVES: &[&[&str]] = &[
     &["hf-token", "hf-token-file"],
 ];
 
-/// Settings, each of which needs one of the others.
+/// Pairs of groups: each setting of the first group needs at least one setting of the second.
 const NEEDS: &[(&[&str], &[&str])] = &[
     (&["etcd-user", "etcd-ca"], &["etcd"]),
     (&["etcd-user"], &["etcd-password", "etcd-password-file"]),
@@ -51,8 +52,8 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
         None if isolation == Some(&CacheIsolation::Account) => {
             Err("--cache-isolation account needs --account-header <NAME>".to_owned())
         }
-        // Also on a loopback listener: a proxy on this machine that adds no forwarding header cannot be distinguished from a program, and
-        // would pass on the accounts that clients make up.
+        // The proxies must be listed also for a loopback listener: a local proxy that adds no forwarding header cannot be distinguished
+        // from other local programs, and would pass on accounts that clients invent.
         Some(header) if !is_set(&&"trusted-proxies") => Err(format!(
             "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets \
              it in --trusted-proxies (127.0.0.1 for one on this machine)"

@@ -27,7 +27,8 @@ use tokio::{
 };
 use weights::{EngineConfig, Loaded};
 
-/// The time in which serving starts once the model is loaded; if it does not, something is broken. Connecting takes milliseconds.
+/// Limit on the time from the loaded model to a ready frontend. Connecting takes milliseconds, so a longer time means that something is
+/// broken.
 const READY_WAIT: Duration = Duration::from_secs(30);
 /// The pause between checks of the frontend's readiness.
 const READY_POLL: Duration = Duration::from_millis(10);
@@ -67,9 +68,9 @@ pub struct Worker {
     pub role: Role,
     /// The address of its gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach it, if it differs from `address`.
+    /// The host:port at which other workers reach this worker, if it differs from `address`.
     pub advertise: Option<String>,
-    /// The engine that it runs.
+    /// The engine that the worker runs.
     pub engine: EngineHandle,
 }
 
@@ -202,8 +203,8 @@ async fn loopback() -> Result<TcpListener, StartError> {
     listen(([127, 0, 0, 1], 0).into(), "--listen").await
 }
 
-/// Connections that the kernel queues until they are accepted. As many as Linux allows by default (`net.core.somaxconn`): when the queue is full, the
-/// kernel drops new connections, and clients see resets.
+/// The number of connections that the kernel queues until they are accepted: Linux's default maximum (`net.core.somaxconn`). When the queue
+/// is full, the kernel drops new connections, and clients see resets.
 const BACKLOG: u32 = 4_096;
 
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
@@ -222,7 +223,7 @@ fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {
     listener.local_addr().map_err(StartError::LocalAddress)
 }
 
-/// The number of workers that have joined the router.
+/// Returns the number of workers that have joined the router, or 0 if it does not answer.
 async fn joined(mut router: RouterClient<Channel>) -> usize {
     router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
 }
@@ -233,7 +234,7 @@ async fn is_ready(frontend: SocketAddr) -> bool {
     ready.await.is_ok_and(|reply| reply.is_ok_and(|reply| reply.status == 200))
 }
 
-/// The address at which this machine reaches a listener: one on all addresses is reached on loopback.
+/// Returns the address at which this machine reaches a listener: loopback if it listens on all addresses.
 fn reachable(mut address: SocketAddr) -> SocketAddr {
     if address.ip().is_unspecified() {
         address.set_ip(match address {

@@ -23,16 +23,16 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// How long a prefill worker waits for a ticket. A decode worker answers `Scheduled` immediately; it may have to wait for blocks that other
-/// requests release.
+/// How long a prefill worker waits for a ticket. Before the decode worker can send one, it may have to wait for blocks that other requests
+/// release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
-/// The longest wait for a first token. After it a client, or its proxy, has given up.
+/// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
 /// The time to send buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
-/// Starts parts and reports when they end: all parts of a cluster in `up`, one in a process of a role.
+/// Starts the parts of this process and reports when one ends. `up` starts all parts of a cluster, and a process of a role starts one.
 pub(super) struct Parts {
     cluster: String,
     /// The cluster key.
@@ -41,12 +41,12 @@ pub(super) struct Parts {
     /// The ledger of all workers.
     ledger: Ledger,
     tracer: Tracer,
-    /// The connection to NATS, over which workers publish KV events and the router receives them; not in `up`.
+    /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
     pub(super) broker: Option<Broker>,
     pub(super) metrics: Metrics,
     ends: mpsc::Receiver<StartError>,
     reports: mpsc::Sender<StartError>,
-    /// Background tasks of metrics and traces.
+    /// The background tasks that maintain metrics and traces.
     _upkeep: JoinSet<()>,
 }
 
@@ -58,10 +58,10 @@ struct Report {
 }
 
 impl Parts {
-    /// Prepares parts of the cluster of this name and key. Traces name the process `service`.
+    /// Prepares to start parts of the cluster with this name and key. Traces name the process `service`.
     pub(super) fn new(service: &'static str, cluster: &str, key: ClusterKey, settings: &CommonArgs) -> Result<Self, StartError> {
         let metrics = Metrics::default();
-        // The first end stops the process; later ones are not needed.
+        // The first part that ends stops the process, so later reports are not needed.
         let (reports, ends) = mpsc::channel(1);
         let mut upkeep = JoinSet::new();
         upkeep.spawn(metrics.clone().upkeep());
@@ -89,7 +89,7 @@ impl Parts {
         })
     }
 
-    /// Opens the ledger of the workers that start after this.
+    /// Opens the ledger for the workers that are started after this call.
     pub(super) fn open_ledger(&mut self, settings: &WorkerArgs) -> Result<(), StartError> {
         if let Some(path) = &settings.ledger {
             self.ledger = Ledger::open(path).map_err(|source| StartError::Ledger { path: path.clone(), source })?;
@@ -113,7 +113,7 @@ impl Parts {
         Network::tcp(self.key.clone()).connect_lazy(&endpoint)
     }
 
-    /// Wraps the socket so that its calls are checked with the cluster key.
+    /// Wraps the socket so that calls to it are authenticated with the cluster key.
     fn listener(&self, socket: TcpListener) -> Listener {
         Listener::tcp(socket, self.key.clone())
     }
@@ -152,7 +152,7 @@ impl Parts {
                 let settings = DecodeWorkerSettings {
                     worker: shared,
                     advertise: worker.advertise.clone(),
-                    // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
+                    // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
                     remote_waiting_max: config.model.max_concurrent_requests as usize,
                     receive_timeout: FIRST_TOKEN_WAIT,
                     transfer_mode,
@@ -231,7 +231,7 @@ impl Parts {
         E: std::error::Error + Send + Sync + 'static,
     {
         let report = Report { part: part.to_owned(), error: None, reports: self.reports.clone() };
-        // Parts end by themselves after a stop, once their clients have been answered.
+        // After a shutdown has begun, a part ends by itself once its clients have been answered.
         shutdown.track(report.after(run));
     }
 }
@@ -252,7 +252,7 @@ impl Drop for Report {
             Some(source) => StartError::Part { part, source },
             None => StartError::PartEnded(part),
         };
-        // There is no receiver after the cluster was dropped: then all parts end.
+        // The send fails if an earlier end is already reported, or if the cluster was dropped, when all parts end.
         let _ = self.reports.try_send(end);
     }
 }

@@ -21,10 +21,10 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The time in which a process answers its own readiness probe; if it does not, it is not ready.
+/// A process that does not answer its own readiness probe within this time is not ready.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
 
-/// The time to deregister from etcd; a shutdown does not wait longer for an etcd that is unreachable.
+/// Limit on the time to deregister from etcd, so that an unreachable etcd does not delay a shutdown.
 const LEAVE_WAIT: Duration = Duration::from_secs(1);
 /// The pause between attempts to read the worker's own description, which is available once its engine runs.
 const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
@@ -32,10 +32,10 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 /// A running role. Dropping it stops it at once.
 pub struct Process {
     name: String,
-    /// Addresses and sizes for the introduction, each with its name.
+    /// Addresses and sizes that the introduction shows, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    /// Ends before the service does, so that no new client connects to a service that drains.
+    /// Runs before the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
     /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
@@ -236,7 +236,7 @@ impl Drop for Process {
     }
 }
 
-/// Reads the description of the process's worker; retries until it succeeds.
+/// Reads the description of this process's worker, and retries until it succeeds.
 async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {
@@ -258,7 +258,7 @@ async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }
 
-/// The host's name, shortened to 32 characters that other systems allow in names.
+/// Returns the first 32 characters of the host's name, with `-` in place of characters that are no ASCII letters or digits.
 fn host_name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     name.chars().take(32).map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()

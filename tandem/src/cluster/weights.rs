@@ -1,4 +1,5 @@
-//! The model as all workers of a process share it, with one copy of the weights, and what a frontend reads from the same files.
+//! Loads the model: for workers, with one copy of the weights that all workers of a process share, and for frontends, which need no
+//! weights.
 
 use super::StartError;
 use crate::{
@@ -16,8 +17,8 @@ use tandem_frontend::ServedModel;
 use tandem_model::{Gguf, HfDirectory, ModelFile};
 use tandem_proto::ClusterKey;
 
-/// Events of a sequence that are buffered for a client before backpressure pauses the sequence. More than a second of tokens, so that a
-/// short delay of the reader pauses nothing; a few hundred KiB with logprobs.
+/// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. That is more than a second of
+/// tokens, so that a short delay of the reader pauses nothing, and takes a few hundred KiB with logprobs.
 const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
 /// The settings of the engines of a process.
@@ -73,12 +74,12 @@ impl EngineConfig {
         .await
     }
 
-    /// The settings of the engine's thread in a cluster with this key.
+    /// Returns the settings of the engine's thread in a cluster with this key.
     pub(super) fn machine(&self, key: &ClusterKey) -> EngineSettings {
         EngineSettings {
             chunk_budget: self.chunk_budget(),
             batch_max: self.worker.batch_max,
-            // The frontend's limit is the cluster's: everything that it admits may be placed on one worker.
+            // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
             queue_max: self.model.max_concurrent_requests,
             prefix_caching: !self.worker.no_prefix_caching,
             hash_key: key.hash_key(),
@@ -102,7 +103,7 @@ impl EngineConfig {
     }
 
     fn cuda_limits(&self, engines: u32) -> CudaLimits {
-        /// Prompt tokens that are computed in the same step as a full batch, however small the budget.
+        /// The number of prompt tokens that always fit in the same step as a full batch, however small the budget.
         const PREFILL_WITH_FULL_BATCH: u32 = 16;
         let batch_max = self.worker.batch_max;
         CudaLimits {
@@ -136,7 +137,7 @@ impl EngineConfig {
 }
 
 impl Loaded {
-    /// Creates the engine of one worker of `engines` in this process.
+    /// Creates the engine of one of this process's `engines` workers.
     pub(super) fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
             Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),
@@ -158,14 +159,14 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
     .await
 }
 
-/// Loading reads large files and may download them.
+/// Runs `load` on a thread that it may block, because it reads large files and may download them.
 async fn on_blocking_thread<T: Send + 'static>(
     load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
     tokio::task::spawn_blocking(load).await.expect("loading returns its errors")
 }
 
-/// The model in the store and its revision; `None` if the simulator runs without one.
+/// Returns the model in the store and its revision; `None` if the simulator runs without a model.
 fn stored(settings: &ModelArgs) -> Result<Option<(StoredModel, String)>, StartError> {
     if settings.engine == EngineKind::Sim && settings.model.is_none() {
         return Ok(None);
@@ -181,7 +182,7 @@ fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
 
-/// The model's file, and what a frontend reads from it.
+/// Opens the model's file or directory, and reads from it what a frontend needs.
 fn open(
     model: &StoredModel,
     revision: &str,
@@ -200,7 +201,7 @@ fn open(
         (Box::new(file), served)
     };
     let mut served = served.map_err(|error| unservable(error.into()))?;
-    // The KV of a GPU has another number format and layout than that of the CPU: their workers must not exchange blocks.
+    // KV on GPUs and on CPUs differs in number format and layout, so GPU workers and CPU workers must not exchange blocks.
     if engine == EngineKind::Cuda {
         served.revision += "-cuda";
     }
@@ -211,7 +212,8 @@ fn unservable(path: &Path, source: Box<dyn Error + Send + Sync>) -> StartError {
     StartError::Unservable { path: path.to_owned(), source }
 }
 
-/// A model's tokens for the simulator: it answers with plain words if the model has any, and ends as the model does.
+/// Returns the tokens that the simulator answers with: the model's plain words, or all tokens if it has none, and its first stop token as
+/// the end.
 fn vocabulary(served: &ServedModel) -> Vocabulary {
     let tokenizer = &served.tokenizer;
     let is_word = |token: &u32| {

@@ -1,7 +1,7 @@
 //! Caches the SHA-256 of model files on disk, so that a process does not read gigabytes at each start to compute a model's revision.
 //!
-//! A cached hash is valid while the file's size, inode and times (of content and of inode) stay the same. The time of the inode
-//! cannot be set back by a program, so a file that was written in place is read again.
+//! A cached hash is valid while the file's size, inode, mtime and ctime stay the same. No program can set back the ctime, so a file that
+//! was written in place is read again.
 
 use super::ModelError;
 #[cfg(feature = "model")]
@@ -24,7 +24,7 @@ pub(super) struct Digests {
     dir: PathBuf,
 }
 
-/// A file as it was when its hash was computed.
+/// The path and the attributes of a file when its hash was computed.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 struct Stamp {
     path: String,
@@ -40,7 +40,7 @@ impl Digests {
         Self { dir: store.join(".sha256") }
     }
 
-    /// The file's SHA-256 in 64 hex digits, computed unless it is cached.
+    /// Returns the file's SHA-256 in 64 hex digits, and computes it if it is not cached.
     pub(super) fn of(&self, file: &Path) -> Result<String, ModelError> {
         let failed = || ModelError::io(file);
         let path = file.canonicalize().map_err(failed())?;
@@ -114,7 +114,7 @@ mod tests {
         fs::write(&entry, changed).expect("ours");
         assert_eq!(digests.of(&file).expect("it is there"), "remembered");
 
-        // The same size and the same time of content: the time of the inode differs.
+        // The size and the mtime stay the same, so only the ctime differs.
         let modified = fs::metadata(&file).expect("there").modified().expect("known");
         std::thread::sleep(Duration::from_millis(20)); // the file system's clock ticks every 10 ms at most
         fs::write(&file, "two").expect("ours");
@@ -131,7 +131,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("ours");
-        // A file in the place of the directory.
+        // A file is in the place of the directory, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
         assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..]).expect("memory"));
     }

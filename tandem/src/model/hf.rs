@@ -20,19 +20,20 @@ use std::{
 };
 use tandem_model::{revision::git_blob_sha1, shards_of_index};
 
-/// A broken connection is tried again this often, from where it broke.
+/// The number of times that an interrupted download is resumed at the byte where it stopped.
 const RETRIES: usize = 3;
 
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// The files that a model must have in addition to its weights, and those that it may have.
+/// The files that a model in safetensors must have in addition to its weights, and those that it may have.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
 const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// Downloads a file of the repository `ORG/NAME`, or else its model, into `partial`. The files end up below a folder named after the commit.
+/// Downloads one file of the repository `ORG/NAME`, or its model if no file is named, into `partial`. The files end up below a folder named
+/// after the commit.
 pub(super) fn download(
     settings: &StoreArgs,
     source: &Source,
@@ -79,7 +80,7 @@ struct Lfs {
     sha256: String,
 }
 
-/// Resolves the revision to a commit, with the list of its files.
+/// Resolves the revision to a commit, and returns the commit's hash with the list of its files.
 fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Listing, ModelError> {
     let answer = repo.info_request().query("blobs", "true").call();
     let listing = answer.and_then(|mut answer| answer.body_mut().read_json::<Listing>());
@@ -91,7 +92,7 @@ fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Li
     Ok(listing)
 }
 
-/// A commit that is being fetched from.
+/// A commit whose files are being downloaded.
 struct Commit<'a> {
     repo: ApiRepo,
     files: &'a [Listed],
@@ -103,9 +104,9 @@ impl Commit<'_> {
         self.files.iter().any(|file| file.rfilename == name)
     }
 
-    /// The repository's only `.gguf` file; `None` if it has none, but safetensors and their configuration.
+    /// Returns the repository's only `.gguf` file; `None` if it has no such file but safetensors and their configuration.
     fn only_gguf(&self) -> Result<Option<String>, ModelError> {
-        // Names that lead out of the folder (`../`) are skipped.
+        // Names that are paths out of the folder (`../`) are skipped.
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
@@ -174,7 +175,7 @@ impl Commit<'_> {
     }
 }
 
-/// The client for the hub; refuses to send a token over an unencrypted connection.
+/// Returns the client for the hub. Refuses to send a token over an unencrypted connection.
 fn api(settings: &StoreArgs, partial: &Path, source: &Source) -> Result<Api, ModelError> {
     let endpoint = settings.hf_endpoint.trim_end_matches('/');
     let token = settings.token().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty());

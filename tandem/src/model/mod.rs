@@ -49,7 +49,7 @@ pub enum ModelError {
         "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
     Hub { model: Source, source: Box<hf_hub::api::sync::ApiError> },
-    /// The file is not kept.
+    /// A downloaded file has the wrong size, and is not kept.
     #[error("{name} came with {got} bytes instead of {expected}; fetch it again")]
     WrongSize { name: String, expected: u64, got: u64 },
     #[error(

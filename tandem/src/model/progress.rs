@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
 
-/// Shows a task until the bar is dropped; `total` is in bytes, and a spinner is shown while it is unknown.
+/// Shows the progress of a task until the returned bar is dropped. `total` is in bytes; while it is unknown, a spinner is shown.
 #[expect(clippy::print_stderr, reason = "progress is for the waiting user, on stderr")]
 pub(super) fn start(what: &str, total: Option<u64>) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
@@ -27,7 +27,7 @@ pub(super) fn set_total(bar: &ProgressBar, total: u64) {
     }
 }
 
-/// A bar for the hub's client, whose own bars have another style.
+/// Shows the progress of the hub's client on this bar, because the client's own bars have another style.
 pub(super) struct HubProgress<'a>(pub(super) &'a ProgressBar);
 
 impl hf_hub::api::Progress for HubProgress<'_> {

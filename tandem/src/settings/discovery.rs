@@ -80,7 +80,8 @@ pub enum DiscoveryArgsError {
 }
 
 impl DiscoveryArgs {
-    /// The settings for etcd of a process that listens on `listens`, and the address that it registers; `None` without etcd.
+    /// Returns the settings for etcd of a process that listens on `listens`, and the address that the process registers; `None` if it does
+    /// not use etcd.
     ///
     /// # Errors
     /// A file cannot be used, or the process listens on all addresses and the host has no usable name.
@@ -98,7 +99,7 @@ impl DiscoveryArgs {
         }
     }
 
-    /// The source of the members of these roles: etcd if it is set, else the list.
+    /// Returns the source of the addresses of members with these roles: etcd if it is set, else `list`.
     pub(super) fn members(&self, roles: &[Role], list: Vec<String>) -> MemberSource {
         match self.etcd() {
             Some(etcd) => MemberSource::Etcd(etcd, roles.to_vec()),
@@ -106,7 +107,7 @@ impl DiscoveryArgs {
         }
     }
 
-    /// The settings for etcd, without the cluster key; `None` without etcd.
+    /// Returns the settings for etcd, still without the cluster key; `None` if no etcd is set.
     fn etcd(&self) -> Option<EtcdSettings> {
         if self.etcd.is_empty() {
             return None;
@@ -127,12 +128,12 @@ impl DiscoveryArgs {
     }
 }
 
-/// Cluster names are part of names in etcd and NATS, in which `/` and `.` separate.
+/// Checks a cluster's name. It becomes part of names in etcd and NATS, in which `/` and `.` are separators.
 fn cluster_name(text: &str) -> Result<String, &'static str> {
     name(text, "-_").ok_or("write 1 to 64 letters, digits, - and _")
 }
 
-/// The text if it has 1 to 64 letters, digits and `signs`.
+/// Returns the text if it has 1 to 64 characters, all of them letters, digits or `signs`.
 pub(super) fn name(text: &str, signs: &str) -> Option<String> {
     let fits = |letter: char| letter.is_ascii_alphanumeric() || signs.contains(letter);
     ((1..=64).contains(&text.len()) && text.chars().all(fits)).then(|| text.to_owned())

@@ -11,7 +11,7 @@ use tandem_node::{
 };
 use tandem_proto::ClusterKey;
 
-/// Messages of one worker that a router buffers; see [`NatsSettings::pending_max`].
+/// The number of messages of one worker that a router buffers; see [`NatsSettings::pending_max`].
 const PENDING_MAX: usize = 1_024;
 
 /// Removes passwords from addresses. Addresses with passwords are refused, but only after the settings have been logged.

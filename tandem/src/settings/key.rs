@@ -31,7 +31,7 @@ pub struct KeyFileError {
 }
 
 impl KeyArgs {
-    /// The cluster key, or none if no file is set. Logs a warning if users other than the file's owner can read it.
+    /// Returns the cluster key, which has no secret if no file is set. Logs a warning if users other than the file's owner can read it.
     ///
     /// # Errors
     /// The file is missing, too short or too long.
@@ -51,7 +51,7 @@ impl KeyArgs {
     }
 }
 
-/// Removes the newline with which editors and shells end a file: it is not meant to be part of the secret.
+/// Removes the newline with which editors and shells end a file, because it is not meant to be part of the secret.
 fn without_newline(content: &[u8]) -> &[u8] {
     let content = content.strip_suffix(b"\n").unwrap_or(content);
     content.strip_suffix(b"\r").unwrap_or(content)

@@ -44,7 +44,7 @@ pub struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// The limit on one client's sequences among `all`; `None` if there is no limit.
+    /// Returns how many of `all` sequences one client may use; `None` if there is no limit.
     pub fn sequences_per_client(&self, all: u32) -> Option<usize> {
         match self.max_sequences_per_account.unwrap_or(all.div_ceil(2)) {
             0 => None,

@@ -35,7 +35,7 @@ pub struct TenantArgs {
 }
 
 impl TenantArgs {
-    /// Which requests share cached KV; applies the default if the flag is not set.
+    /// Returns which requests share cached KV, and applies the default if the flag is not set.
     pub fn isolation(&self) -> CacheIsolation {
         let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
         self.cache_isolation.unwrap_or(by_default)

@@ -69,7 +69,7 @@ pub struct WorkerArgs {
 }
 
 impl WorkerArgs {
-    /// KV memory of each worker in whole blocks, at least one. `None`: as much as fits on the device.
+    /// Returns the KV memory of each worker in whole blocks, at least one. `None`: as much as fits on the device.
     pub fn capacity_blocks(&self, engine: EngineKind, block_size: u32) -> Option<u32> {
         let by_default = match engine {
             EngineKind::Cpu => Some(16_384),
@@ -79,7 +79,7 @@ impl WorkerArgs {
         self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / block_size).max(1))
     }
 
-    /// Tokens computed in one step of an engine.
+    /// Returns the maximum number of tokens that are computed in one step of an engine.
     pub fn chunk_budget(&self, engine: EngineKind) -> u32 {
         self.prefill_chunk_budget.unwrap_or(match engine {
             EngineKind::Cpu | EngineKind::Sim => 512,

@@ -14,7 +14,7 @@ use ratatui::{
 pub(super) struct Screen {
     sort: Column,
     reverse: bool,
-    /// Rows scrolled past at the top.
+    /// The number of rows above the first visible one.
     above: usize,
 }
 

@@ -33,7 +33,7 @@ enum Signal {
     Stop(Duration),
 }
 
-/// Waits until all streams have begun and have ten tokens each on the average.
+/// Waits until all streams have begun and have received ten tokens each on average.
 fn streaming(rig: &Rig) {
     let first = "tandem_frontend_time_to_first_token_seconds_count";
     let begun = series(rig.process("f0"), first);
@@ -54,7 +54,7 @@ fn prefilling(rig: &Rig) {
 const KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT);
 const SHORT_STOP: Duration = Duration::from_secs(5);
 const STOP_BEYOND_KEEP_ALIVE: Duration = Duration::from_secs(25);
-/// The time for another placement, for computing the prompt again, and for its transfer, after the loss of a worker.
+/// Limit on the time after the loss of a worker until the request is placed again and its prompt is computed and transferred again.
 const RESUME: Duration = Duration::from_millis(500);
 
 const DECODE_KILLED: Fault = Fault {
@@ -85,7 +85,7 @@ pub fn prefill_killed() -> Row {
     run(&PREFILL_KILLED)
 }
 
-/// The stop is shorter than keep-alive, so no connection is closed.
+/// A decode worker is stopped (SIGSTOP) for less than the keep-alive timeout, so no connection is closed.
 pub fn decode_stopped() -> Row {
     let (signal, gap_max) = (Signal::Stop(SHORT_STOP), SHORT_STOP + RESUME);
     run(&Fault { name: "SIGSTOP of a decode worker for 5 s", signal, gap_max, ..DECODE_KILLED })
@@ -96,7 +96,7 @@ pub fn prefill_stopped() -> Row {
     run(&Fault { name: "SIGSTOP of a prefill worker for 5 s", signal, gap_max, ..PREFILL_KILLED })
 }
 
-/// The stop is longer than keep-alive, so other processes close their connections to the worker.
+/// A decode worker is stopped (SIGSTOP) for longer than the keep-alive timeout, so other processes close their connections to it.
 pub fn decode_stopped_beyond_keep_alive() -> Row {
     let (signal, gap_max) = (Signal::Stop(STOP_BEYOND_KEEP_ALIVE), KEEP_ALIVE + RESUME);
     run(&Fault { name: "SIGSTOP of a decode worker for 25 s", signal, gap_max, ..DECODE_KILLED })
@@ -161,7 +161,8 @@ fn run(fault: &Fault) -> Row {
         gap_max: fault.gap_max,
         recovery,
         reconnected,
-        // On a busy machine every answer may receive a chunk after the signal was sent, so that no recovery is measured but a gap is.
+        // On a busy machine a chunk may arrive for every answer after the signal was sent. Then the recovery is too short to show the
+        // fault, but the gap shows it.
         had_effect: resumed + retried > 0 || recovery.max(gap) > Duration::from_secs(1),
     }
 }

@@ -36,7 +36,7 @@ use tonic::{
 
 /// The time for which CPU time is measured.
 const MEASURED: Duration = Duration::from_secs(30);
-/// Limit on an idle process's use of the CPU, as a fraction of a core.
+/// Limit on the CPU use of an idle process, as a fraction of a core.
 const IDLE_MAX: f64 = 0.01;
 const WORKERS: u32 = 1_000;
 const BLOCKS: u32 = 4_096;
@@ -49,7 +49,7 @@ const TICKS: f64 = 100.0;
 /// Returns the CPU time of a process since its start, in seconds.
 fn cpu_seconds(process: &Up) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("the process runs");
-    // The name, which may contain any character, is followed by the state, ten other numbers, and the times.
+    // The process's name, which may contain any character, is followed by the state, ten other numbers, and the times.
     let numbers = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("Linux writes them");
     numbers.map(|ticks| ticks.parse::<f64>().expect("a number")).sum::<f64>() / TICKS
 }
@@ -71,7 +71,7 @@ pub fn cluster() {
     }
 }
 
-/// The `Control` service of a worker, with a full cache that differs from all others.
+/// The `Control` service of a worker, whose full cache differs from the caches of all other workers.
 struct Worker {
     info: WorkerInfo,
     number: u32,
@@ -152,7 +152,7 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
     }
 }
 
-/// Measures a router with a thousand workers, which have four million blocks.
+/// Measures a router with a thousand workers, which have four million blocks in total.
 pub fn router() {
     let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let (etcd, plan) = (Server::etcd(&[]), Plan::new());

@@ -20,12 +20,12 @@ const DISTINCT: usize = 60;
 const TIMES: usize = 3;
 /// The maximum number of requests that a client sends to get one answer.
 const REQUESTS_MAX: usize = 6;
-/// The pause before a client repeats a request for the second time.
+/// The pause before each repetition of a request except the first one.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// The result of one request at its client.
 pub struct ClientRecord {
-    /// The number of the request among the different ones.
+    /// The number of the request among the different requests.
     pub which: usize,
     pub answer_text: Option<AnswerText>,
     pub sent: Instant,
@@ -50,7 +50,7 @@ fn nth(number: usize, salt: &str) -> serde_json::Value {
     request(which, salt, 100 + which * 61 % 500, 40 + which * 37 % 160)
 }
 
-/// Returns each of the different requests once.
+/// Returns all different requests, each once.
 pub fn distinct() -> Vec<serde_json::Value> {
     (0..DISTINCT).map(|number| nth(number, "undisturbed")).collect()
 }
@@ -83,7 +83,7 @@ impl Load {
         Self { end, ended, clients: running }
     }
 
-    /// Sends no new requests, waits for those in flight, and returns all results.
+    /// Stops sending new requests, waits for those in flight, and returns all results.
     pub fn finish(self, rig: &Rig) -> Vec<ClientRecord> {
         self.end.store(0, Ordering::Relaxed);
         self.wait(rig)

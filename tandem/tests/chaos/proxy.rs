@@ -1,4 +1,4 @@
-//! A proxy in front of a process that can interrupt the connections of all other processes, or of some.
+//! A proxy in front of one process, which can interrupt connections to it: those of all other processes, or of some.
 
 use std::{fs, net::SocketAddr};
 use tokio::{
@@ -70,7 +70,7 @@ impl Proxy {
     }
 }
 
-/// Forwards one connection until either side closes it or the gate breaks it.
+/// Forwards one connection until either side or the gate closes it.
 async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<u32>, gate: watch::Receiver<Gate>) {
     let mut breaking = gate.clone();
     let breaks = breaking.wait_for(|gate| matches!(gate, Gate::Broken(dialers) if dialers.include(dialer)));
@@ -111,7 +111,7 @@ async fn forward(
     }
 }
 
-/// Returns the process that has a socket with these two ports, if it has not ended already.
+/// Returns the id of the process with a socket of local port `own` and remote port `peer`; `None` if it has ended already.
 fn dialer(own: u16, peer: u16) -> Option<u32> {
     let sockets = fs::read_to_string("/proc/net/tcp").expect("Linux lists its sockets");
     let [own, peer] = [own, peer].map(|port| format!(":{port:04X}"));

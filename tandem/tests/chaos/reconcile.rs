@@ -1,5 +1,5 @@
-//! Two thousand requests, of which a fifth of the clients disconnects, while a worker is killed and restarted. The usage that clients
-//! received must equal the frontend's counters, series by series, and must reconcile with ledgers and metrics.
+//! Two thousand requests while a worker is killed and restarted. The clients of a fifth of them disconnect. The usage that clients received
+//! must equal the frontend's counters, series by series, and must reconcile with ledgers and metrics.
 
 use crate::{
     cluster::{series, until},
@@ -22,7 +22,7 @@ const REQUESTS: usize = 2_000;
 const CLIENTS: usize = 32;
 /// The worker is killed after this many requests.
 const KILL_AFTER: usize = 700;
-/// So many tokens that the client disconnects before the end of the answer.
+/// The length of an answer that is too long to end before its client disconnects.
 const MANY_TOKENS: usize = 20_000;
 
 /// The usage of many requests, as clients received it or as the frontend counts it.
@@ -96,7 +96,7 @@ impl Usage {
         counted.prompts = sum("request_cached_tokens_count");
         counted.prompt_tokens = sum("prompt_tokens_total");
         counted.completion_tokens = sum("completion_tokens_total");
-        // Other metrics must have the same counts.
+        // The other metrics must agree with these counters.
         assert_eq!(sum("request_prompt_tokens_sum"), counted.prompt_tokens);
         assert_eq!(sum("request_completion_tokens_sum"), counted.completion_tokens);
         assert_eq!(sum("request_cached_tokens_sum"), counted.cached.values().sum::<u64>());

@@ -53,7 +53,7 @@ pub struct Rig {
     members: BTreeMap<String, Member>,
     pub services: Option<Services>,
     args: Vec<String>,
-    /// The processes that have ended at any time. Their last counters, and perhaps lines of their ledgers, are lost.
+    /// The processes that have been killed or terminated at least once. Their last counters, and perhaps lines of their ledgers, are lost.
     ended: BTreeSet<String>,
     /// The counters of frontends that have ended, by series.
     ended_counts: BTreeMap<&'static str, f64>,
@@ -76,7 +76,7 @@ impl Member {
 /// A client's answer, or its error.
 pub type Outcome = anyhow::Result<Answer>;
 
-/// Requests in flight with their numbers.
+/// Requests in flight, each with its number.
 pub struct PendingAnswers(JoinSet<(usize, Outcome)>);
 
 /// The result of an audit of an idle cluster.
@@ -131,7 +131,7 @@ impl Rig {
         self.members.keys().cloned().collect()
     }
 
-    /// Starts a process that does not run, at its address.
+    /// Starts a process, which must not be running, at the address that the rig has assigned to it.
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
         let member = self.members.get_mut(name).expect("a process of the rig");
@@ -250,12 +250,12 @@ impl Rig {
         outcomes.into_iter().map(|(_, outcome)| outcome).collect()
     }
 
-    /// Answers that failed over to another worker after their first token.
+    /// Returns how many answers failed over to another worker after their first token.
     pub fn resumed(&self) -> u64 {
         self.of_frontends(RESUMED)
     }
 
-    /// Attempts that failed before their first token.
+    /// Returns how many attempts failed before their first token.
     pub fn retried(&self) -> u64 {
         self.of_frontends(RETRIED)
     }
@@ -265,12 +265,12 @@ impl Rig {
         (now + self.ended_counts.get(name).copied().unwrap_or_default()) as u64
     }
 
-    /// Resident memory of all running processes, in KiB.
+    /// Returns the resident memory of each running process, in KiB.
     pub fn memory(&self) -> BTreeMap<String, f64> {
         self.running().map(|(name, process)| (name.to_owned(), resident(process))).collect()
     }
 
-    /// All running processes with their names.
+    /// Returns all running processes with their names.
     pub fn running(&self) -> impl Iterator<Item = (&str, &Up)> {
         self.members.iter().filter_map(|(name, member)| Some((name.as_str(), member.process.as_ref()?)))
     }
@@ -323,7 +323,7 @@ impl Rig {
             findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
-        // Processes must not log faults of others as errors.
+        // Processes must not log faults of other processes as errors.
         findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
         AuditResult { findings, unverified, leaked_blocks }
     }

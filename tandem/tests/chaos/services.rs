@@ -21,7 +21,7 @@ pub struct Services {
     to_nats: Proxy,
     /// The proxies of the workers, by name.
     to_workers: BTreeMap<String, Proxy>,
-    /// The proxies' runtime. Clients have another one, so that the proxies do not delay their measurements.
+    /// The proxies' runtime. Clients use another runtime, so that the proxies do not delay the clients' measurements.
     _runtime: Runtime,
 }
 
@@ -35,7 +35,7 @@ impl Services {
         Self { etcd, nats, to_etcd, to_nats, to_workers, _runtime: runtime }
     }
 
-    /// Returns the arguments with which a process registers and finds the others.
+    /// Returns the arguments with which a process registers and finds the other processes.
     pub fn args_of(&self, name: &str, role: &str) -> Vec<String> {
         let mut args = vec![("--etcd", self.to_etcd.at)];
         if role != "frontend" {

@@ -17,9 +17,9 @@ use std::{
 use tandem_proto::channel::{PING_INTERVAL, PING_TIMEOUT};
 use tokio::time::Instant;
 
-/// A stop or partition that is too short for keep-alive to detect.
+/// The duration of a stop or partition that is too short for keep-alive to detect.
 const SHORT_STOP: Duration = Duration::from_secs(5);
-/// A stop or partition that keep-alive detects.
+/// The duration of a stop or partition that keep-alive detects.
 const BEYOND_KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT).saturating_add(Duration::from_secs(1));
 /// Limit on the time until an answer continues after the loss of a worker.
 const RESUME: Duration = Duration::from_millis(500);
@@ -31,9 +31,9 @@ const DOWNTIME: Duration = Duration::from_secs(1);
 /// A fault that is injected under load.
 struct Scenario {
     fault: &'static str,
-    /// Whether it is also run in the short form.
+    /// Whether the short form includes this scenario.
     short: bool,
-    /// Injects the fault, waits until another process has detected it, ends it, and returns the time of its end.
+    /// Injects the fault, waits until another process has detected it, ends the fault, and returns the time of its end.
     inject: fn(&mut Rig, Form) -> Instant,
     /// Whether frontends end, so that clients repeat requests at another one.
     frontends_end: bool,
@@ -98,7 +98,8 @@ fn services_stopped(rig: &mut Rig, _: Form) -> Instant {
     Instant::now()
 }
 
-/// Nothing is delivered until the router detects it. The short form breaks the connections instead, which is detected at once.
+/// Between one router and one worker, no bytes are delivered until the router detects the partition. The short form closes the connections
+/// instead, which the router detects at once.
 fn router_partitioned(rig: &mut Rig, form: Form) -> Instant {
     let (services, router) =
         (rig.services.as_ref().expect("this cluster uses etcd and NATS"), Dialers::Processes(vec![rig.process("r0").id()]));
@@ -121,7 +122,7 @@ fn workers(rig: &Rig) -> impl Iterator<Item = (&str, &crate::up::Up)> {
     rig.running().filter(|(name, _)| name.starts_with(['p', 'd']))
 }
 
-/// The number of workers whose events the first router receives on this path.
+/// Returns the number of workers whose events the first router receives on this path.
 fn workers_on_path(rig: &Rig, path: &str) -> f64 {
     let page = rig.process("r0").get("/metrics");
     let on_path = |line: &&str| line.starts_with("tandem_router_event_plane") && line.contains(path);
@@ -343,7 +344,7 @@ impl Baseline {
             gap_max,
             recovery: recoveries.max().unwrap_or_default(),
             reconnected,
-            // The scenario waits until the fault is detected.
+            // Each scenario waits until its fault is detected.
             had_effect: true,
         }
     }

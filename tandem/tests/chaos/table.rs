@@ -16,7 +16,7 @@ const BUSY_MACHINE: Duration = Duration::from_secs(15);
 pub struct Row {
     pub fault: String,
     pub requests: usize,
-    /// Requests whose client did not disconnect and received no complete answer.
+    /// Requests without a complete answer although their client did not disconnect.
     pub failed: usize,
     /// How often a client repeated its request at another frontend, because its own had ended.
     pub repeated: usize,
@@ -33,7 +33,7 @@ pub struct Row {
     pub leaked_blocks: f64,
     /// The longest time between two chunks of an answer.
     pub largest_gap: Duration,
-    /// The limit on it that follows from the settings.
+    /// The limit on `largest_gap` that follows from the settings.
     pub gap_max: Duration,
     /// The time from the fault until every answer in flight continued.
     pub recovery: Duration,
@@ -81,7 +81,7 @@ impl Memory {
         late / early - 1.0
     }
 
-    /// Prints its table of docs/reliability.md.
+    /// Prints the table of memory that docs/reliability.md shows.
     pub fn print(&self) {
         let [early, late] = self.at;
         print_text(&format!("\n| process | resident at request {early} | at request {late} | growth |\n|---|--:|--:|--:|"));
@@ -101,7 +101,7 @@ impl Memory {
     }
 }
 
-/// Prints a table of docs/reliability.md.
+/// Prints the rows as a table of docs/reliability.md.
 pub fn print(rows: &[Row]) {
     let head = [
         "fault",

@@ -63,7 +63,7 @@ impl Hub {
         if self.unhashed == Some(file) {
             return listed;
         }
-        // For a file in the large-file storage, git's hash is that of a pointer to the file.
+        // For a file in the large-file storage, git's hash is the hash of a pointer to the file.
         let large = file.ends_with(".gguf") || file.ends_with(".safetensors");
         let blob =
             if large { revision::git_blob_sha1(0, &b""[..]) } else { revision::git_blob_sha1(content.len() as u64, content) };
@@ -112,7 +112,7 @@ impl Hub {
         };
         let interrupted =
             body.len() > 1000 && self.interrupted.try_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
-        // Without a length, an interruption looks like the end, so only the client's own check can detect it.
+        // Without a content length, an interruption looks like the end of the file, so only the client's own check can detect it.
         let length = if interrupted { String::new() } else { format!("content-length: {}\r\n", body.len()) };
         let body = if interrupted { &body[..body.len() / 2] } else { &body[..] };
         let mut answer = format!("HTTP/1.1 {head}{length}connection: close\r\n\r\n").into_bytes();

@@ -8,7 +8,8 @@ use crate::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Sends a chat. Returns the answer's cached tokens and, if it is an explanation, the most blocks of the prompt that any worker has cached.
+/// Sends a chat. Returns the answer's cached tokens and, if the answer is an explanation, the largest number of the prompt's blocks that a
+/// worker has cached.
 fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>) {
     let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 1 });
     let (answer, _) = post_chat(frontend, headers, &body);
@@ -75,7 +76,7 @@ fn report_sums_the_usage_of_each_account() {
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    // In the second case the client sends an account header in addition to the one of the proxy.
+    // In the second case the client's own account header arrives in addition to the proxy's account header.
     for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
         let (refused, _) = post_chat(&frontend, headers, &strange);
         assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");

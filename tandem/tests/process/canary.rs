@@ -56,7 +56,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
     let bytes = CANARY.bytes().map(|byte| byte.to_string()).collect::<Vec<_>>().join(", ");
     let mut forbidden = vec![CANARY.to_owned(), ids(", "), ids(","), bytes];
-    // Of the answers' texts, any sequence that is too long to be in the log by chance.
+    // Each sequence of 16 characters of the answers' texts is forbidden, because it is too long to be in the log by chance.
     let answered: String = answers[..4].iter().flat_map(|answer| texts(answer)).collect();
     let letters: Vec<char> = answered.chars().filter(char::is_ascii).collect();
     forbidden.extend(

@@ -69,7 +69,7 @@ fn second_signal_ends_the_grace_period() {
         let started = tokio::time::Instant::now();
         up.signal("-INT");
         if second {
-            // The process has received the first signal when it refuses new requests.
+            // Once the process refuses new requests, it has received the first signal.
             let refused = || {
                 let mut answer = String::new();
                 let read = up.send(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));

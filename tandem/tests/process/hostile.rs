@@ -41,10 +41,9 @@ const RESIDENT_MAX_MB: f64 = 400.0;
 const PROMPT: usize = 2_000;
 
 const ROUNDS: usize = 5;
-/// Questions of each round without the attack, and as many during it.
+/// The number of questions that each round sends without the attack, and again during it.
 const QUESTIONS: usize = 40;
-/// Limit on the time to first token during the attack, relative to the time without it: the median over rounds of the ratios of 99th
-/// percentiles.
+/// Limit on the 99th percentile of the time to first token during the attack, divided by that without it: the median of all rounds.
 const RATIO_MAX: f64 = 3.0;
 /// Limit on the response time of `/live`.
 const LIVE_MAX: Duration = Duration::from_millis(500);
@@ -79,7 +78,7 @@ fn one_client_does_not_starve_another() {
         measured.live.extend(live.stop());
         assert!(attack.bodies.load(Ordering::Relaxed) >= BODIES, "the bodies were sent");
         drop(attack);
-        // The same questions get the same answers when nothing else runs.
+        // The questions must have had the same answers as they get now, when nothing else runs.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
             assert_eq!(answer.text, send_question(&frontend, &format!("{round} {number} attacked")).text, "question {number}");
@@ -183,7 +182,7 @@ impl Attack {
     }
 }
 
-/// Repeats an action on a new connection, one second after it has ended or was refused.
+/// Repeats an action, each time on a new connection, one second after the last one has ended or was refused.
 async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
     address: SocketAddr,
     mut act: impl FnMut(tokio::net::TcpStream) -> F,
@@ -267,7 +266,7 @@ fn resident_max_mb(process: &Up) -> f64 {
 
 #[derive(Default)]
 struct Measurements {
-    /// Of each round, the times to first token without and during the attack.
+    /// The times to first token in each round, without and during the attack.
     rounds: Vec<[Vec<Duration>; 2]>,
     live: Vec<Duration>,
 }
@@ -277,7 +276,7 @@ impl Measurements {
         self.rounds.iter().flat_map(|round| &round[attacked]).copied().collect()
     }
 
-    /// Returns the median of the rounds' ratios. Other work on the machine affects both times of a round.
+    /// Returns the median of the rounds' ratios, because other work on the machine affects both times of a round.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds

@@ -59,7 +59,7 @@ fn page(process: &Up) -> String {
     process.get("/metrics").split_once("\r\n\r\n").expect("an answer has a head").1.to_owned()
 }
 
-/// Returns the problems of a page that must have these families.
+/// Returns the problems of a metrics page, which must have these families.
 fn problems(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
     let mut problems = Vec::new();
     let typed = |line: &'_ str| {

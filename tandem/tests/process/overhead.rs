@@ -11,9 +11,9 @@ use std::{fs, net::Ipv4Addr, time::Duration};
 use tandem_tests::{Client, Endpoint, prose};
 use tokio::time::Instant;
 
-/// Many short rounds, so that other work on the machine affects all frontends of a round equally.
+/// The number of rounds. They are many and short, so that other work on the machine affects all frontends of a round equally.
 const ROUNDS: usize = 120;
-/// Requests to each frontend in each round.
+/// The number of requests to each frontend in each round.
 const REQUESTS: usize = 50;
 /// Prometheus' default scrape interval.
 const SCRAPE_INTERVAL: Duration = Duration::from_secs(15);
@@ -23,7 +23,7 @@ const MAX_TOKENS: usize = 64;
 /// Limit on the CPU time with telemetry, relative to the time without it.
 const RATIO_MAX: f64 = 1.03;
 
-/// Returns the CPU time since the process's start in milliseconds: user time, and user and system time.
+/// Returns two CPU times since the process's start, in milliseconds: user time, and the sum of user and system time.
 fn cpu_ms(process: &Up) -> [f64; 2] {
     const TICK_MS: f64 = 10.0;
     let proc = format!("/proc/{}", process.id());
@@ -102,7 +102,7 @@ fn telemetry_costs_little_cpu_time() {
                 scraped[which] = Instant::now();
             }
             let after = cpu_ms(process);
-            // The first round warms the processes up and is not measured.
+            // The first round only warms up the processes and is not measured.
             if round > 0 {
                 cpu_times[which].push([after[0] - before[0], after[1] - before[1]]);
             }

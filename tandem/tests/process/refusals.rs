@@ -81,7 +81,7 @@ fn incompatible_workers_get_no_requests() {
     let (router, frontend) = (plan.router(&["--served-model-name", "sim"]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
-    // The last one is compatible except for its worker id.
+    // The last worker of `incompatible` is compatible except for its worker id, which another worker already has.
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
     let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
     let view = until("the incompatible workers are refused", || plan.view(), |view| refused(view) == 5);

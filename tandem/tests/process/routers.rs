@@ -126,7 +126,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
             let started = tokio::time::Instant::now();
             router.signal("-TERM");
             assert_eq!(router.wait().0.code(), Some(0));
-            // Its bookings have moved to the other router, so it does not wait for the answers to end (the grace period is 30 s).
+            // The router's bookings have moved to the other router, so it does not wait for the answers to end (the grace period is 30 s).
             assert!(started.elapsed().as_secs() < 15, "{:?}", started.elapsed());
             cluster.routers[number] = Some(cluster.plan.router_at(number, &[]));
             cluster.wait_for_peers(number, 1);
@@ -141,7 +141,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
 #[test]
 fn router_waits_for_a_prefix_that_its_peer_placed() {
     const CLIENTS: usize = 16;
-    // A prompt takes two seconds.
+    // Each prompt takes two seconds to compute.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);
     let send = |client: usize, text: &str| {
         let mut answer = String::new();
@@ -153,7 +153,8 @@ fn router_waits_for_a_prefix_that_its_peer_placed() {
     let sum = |what: &str| -> f64 {
         cluster.frontends.iter().map(|frontend| series(frontend, &format!("tandem_frontend_request_{what}_tokens_sum"))).sum()
     };
-    // Returns how often a prompt was computed that all clients send at the same time.
+    // All clients send the same prompt at once. Returns how many times it was computed. With `known_before`, both routers know the first
+    // client's booking before the other clients send.
     let computed = |text: &str, known_before: bool| {
         let before = (sum("prompt"), sum("cached"));
         std::thread::scope(|scope| {

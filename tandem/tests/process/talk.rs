@@ -35,7 +35,7 @@ pub fn metric(process: &Up, series: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
-/// Returns the body of a chat that generates `max_tokens` tokens: the bias excludes the end token.
+/// Returns the body of a chat that generates exactly `max_tokens` tokens, because a logit bias excludes the end token.
 pub fn chat_body(text: &str, max_tokens: u32, stream: bool) -> String {
     format!(
         r#"{{"model":"sim","stream":{stream},"max_tokens":{max_tokens},"logit_bias":{{"257":-100}},"messages":[{{"role":"user","content":"{text}"}}]}}"#

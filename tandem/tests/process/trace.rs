@@ -113,7 +113,7 @@ fn tree(spans: &[&(String, Span)]) -> BTreeSet<(String, String, String)> {
     spans.iter().map(|(service, span)| (service.clone(), parent(span), span.name.clone())).collect()
 }
 
-/// A text in every prompt that no span or log line may contain.
+/// A text that is in every prompt and must not be in any span or log line.
 const SECRET: &str = "tourmaline";
 /// The id of the trace that a request continues.
 const CALLERS_TRACE: &str = "0af7651916cd43dd8448eb211c80319c";

@@ -20,7 +20,7 @@ pub fn tandem(args: &[&str]) -> Command {
 pub struct Up {
     process: Child,
     stdout: BufReader<ChildStdout>,
-    /// The text that it printed when it was ready.
+    /// The text that the process printed when it was ready.
     pub introduction: String,
 }
 
@@ -37,7 +37,7 @@ impl Up {
         Self { process, stdout, introduction }
     }
 
-    /// The address in the first URL of the introduction: of the OpenAI API, or else of the admin endpoint.
+    /// Returns the address in the first URL of the introduction: that of the OpenAI API, or else that of the admin endpoint.
     pub fn address(&self) -> &str {
         self.introduction
             .split("http://")

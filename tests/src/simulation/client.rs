@@ -97,7 +97,7 @@ impl Outcome {
         format!("{:?}, status {:?}, {} bytes", self.end, self.status, self.body.len())
     }
 
-    /// Returns the request and its reported usage as input of the audit.
+    /// Returns the request and the usage that its client received, as input of the audit.
     pub(super) fn line(&self) -> ClientLine {
         let usage = self.answer().ok().filter(|_| self.end == End::Complete).and_then(|answer| answer.reported_usage(1));
         ClientLine { request_id: self.request_id.clone(), usage }

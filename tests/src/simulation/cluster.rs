@@ -36,7 +36,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// These limits are the same as in production (`tandem/cluster/parts`).
+/// Both limits are the same as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
@@ -63,7 +63,7 @@ pub(super) struct SimulatedCluster {
 pub(super) struct Host {
     pub(super) name: Name,
     role: Role,
-    /// Additional time of each step of its engine.
+    /// Time that is added to each step of the host's engine.
     extra_step_ms: Arc<AtomicU64>,
     process: Option<Process>,
 }
@@ -112,7 +112,7 @@ impl SimulatedCluster {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number of the clients' host in faults.
+    /// Returns the number that means the clients' host in a fault.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -269,7 +269,7 @@ impl SimulatedCluster {
         self.engine.hash_key
     }
 
-    /// Returns the first difference from an idle cluster, if there is one.
+    /// Returns a description of the first difference from an idle cluster, if there is one.
     pub(super) async fn unsettled(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
@@ -303,7 +303,7 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks that the router's overlap of a prompt equals the blocks that each worker's cache has.
+    /// Checks for each worker that the overlap of a prompt that the router reports is the number of leading blocks in the worker's cache.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),

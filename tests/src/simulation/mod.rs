@@ -1,7 +1,7 @@
 //! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed determines.
 //!
-//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks
-//! the answers, `cluster` checks that nothing is held and that the router's index is correct, and usage is audited as by an operator.
+//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the
+//! answers, `cluster` checks that nothing is held and that the router's index is correct, and usage is audited as an operator does it.
 
 mod client;
 mod cluster;
@@ -279,7 +279,8 @@ async fn inject_faults(plan: &Plan, cluster: &mut SimulatedCluster) {
     }
 }
 
-/// Waits until the cluster is idle and its processes agree about that. If they do not within the time limit, returns the difference.
+/// Waits until the cluster is idle and its processes agree about that. After the time limit, returns a description of the remaining
+/// difference.
 async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {
@@ -300,7 +301,7 @@ fn audit_findings(outcomes: &[Outcome], ledger: &Path, metrics: &Metrics) -> Res
 }
 
 thread_local! {
-    /// Panics in this thread so far. They are counted because a task's `JoinHandle` may not be awaited.
+    /// The number of panics in this thread so far. They are counted because the `JoinHandle` of a task that panics may not be awaited.
     static PANICS: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -35,9 +35,9 @@ pub(super) type Name = Arc<str>;
 pub(super) struct Link {
     /// Whether bytes are delivered.
     pub(super) open: bool,
-    /// The shortest delay. A random time of up to half of it is added for each chunk.
+    /// The shortest delay of a chunk. A random time of up to half this delay is added for each chunk.
     pub(super) delay: Duration,
-    /// The pause between two chunks. It does not depend on their size, which varies between runs, as HTTP headers carry the date.
+    /// The pause between two chunks. It does not depend on their size, which varies between runs because HTTP headers contain the date.
     pub(super) pause: Duration,
 }
 
@@ -60,7 +60,8 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and the tasks that wait until it opens. They wake in the order in which they began to wait, which a `watch` does not guarantee.
+/// A link and the tasks that wait until it opens. The tasks wake in the order in which they began to wait, which a `watch` does not
+/// guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
@@ -74,9 +75,9 @@ struct Open {
 
 /// Why a connection breaks.
 enum Broken {
-    /// A fault between its ends: both ends detect it at once.
+    /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// The host that dialled, or the host that was dialled, is down: the other one detects it when the network delivers a packet.
+    /// The host that dialled, or the host that was dialled, is down: the other host detects that when the network delivers a packet.
     HostDown { dialled: bool },
 }
 
@@ -225,7 +226,7 @@ impl Direction {
         }
     }
 
-    /// Waits as long as a single small packet takes, including its retransmissions.
+    /// Waits for as long as the network takes to deliver a single small packet, including its retransmissions.
     async fn pass(&mut self) {
         self.open().await;
         sleep(self.delay()).await;
@@ -269,7 +270,7 @@ impl Direction {
     }
 }
 
-/// A connection, identified in the log by its name.
+/// A connection; the log identifies it by its name.
 struct Connection {
     network: SimulatedNetwork,
     id: u64,

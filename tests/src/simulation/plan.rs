@@ -50,7 +50,7 @@ pub(super) struct RequestSpec {
     pub(super) stop: Option<String>,
     pub(super) ignore_end: bool,
     pub(super) stream: bool,
-    /// The time after which its client disconnects; `None`: it waits for the end.
+    /// The time after which the client disconnects; `None`: the client waits for the end of the answer.
     pub(super) disconnect_after: Option<Duration>,
 }
 
@@ -85,9 +85,9 @@ pub(super) enum Fault {
     Slow { between: (usize, usize), delay: Duration },
     /// Delivers one chunk at a time with a pause between them, in both directions.
     Throttle { between: (usize, usize), pause: Duration },
-    /// Delivers nothing in this direction, or in both.
+    /// Delivers no bytes in this direction, or in both.
     Partition { from: usize, to: usize, both_ways: bool },
-    /// Delivers nothing to or from the host.
+    /// Delivers no bytes to or from the host.
     Isolation { host: usize },
     /// Breaks all connections between two hosts; new ones can be made.
     Cut { between: (usize, usize) },
@@ -146,7 +146,7 @@ impl Plan {
         }
     }
 
-    /// Whether every request must be answered: no faults, and enough capacity.
+    /// Whether every request must be answered, because there are no faults and the queue has enough capacity.
     pub(super) fn must_answer_all(&self) -> bool {
         self.faults.is_empty() && self.engine.queue_max > 26
     }

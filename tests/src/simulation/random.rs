@@ -18,7 +18,7 @@ impl Random {
         number
     }
 
-    /// Returns an independent generator. Numbers that are taken from this one afterwards do not change it.
+    /// Returns an independent generator. Later use of `self` does not change the numbers of the returned generator.
     pub(super) fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -1,6 +1,6 @@
 //! The page at `/dashboard` in a real browser, on a cluster that has served requests.
 //!
-//! `PAGE_SHOTS=FOLDER` keeps screenshots: light, dark, as wide as a phone, and a request's timeline.
+//! With `PAGE_SHOTS=FOLDER` the tests write screenshots to the folder: light, dark, as wide as a phone, and a request's timeline.
 
 mod browser;
 mod cluster;
@@ -18,9 +18,9 @@ use tokio::time::Instant;
 const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
 const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
-/// A text in every prompt that must not appear on the page.
+/// A text that is in every prompt and must not appear on the page.
 const SECRET: &str = "wisteria";
-/// Limit on the page's update.
+/// Limit on the time until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -118,7 +118,7 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // Polls, because workers report their totals every second, and the page is updated every two.
+    // This polls, because workers report their totals every second, and the page is updated every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;
@@ -264,7 +264,8 @@ async fn fits_every_window(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that names and prompts are escaped, and that the content security policy blocks scripts of others.
+/// Asserts that names and prompts are escaped, and that the content security policy blocks injected scripts and connections to other
+/// origins.
 async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Result<()> {
     assert_eq!(browser.value("document.getElementById('model').textContent").await?, MODEL);
     let markup = "document.querySelectorAll('img').length + document.querySelectorAll('body script').length";

@@ -73,7 +73,7 @@ async fn many_cancelled_requests_do_not_affect_others_on_their_connection() {
     stays.scheduled().await;
     stays.started().await;
     for _ in 0..3 {
-        // Half of them disconnect after their first answer, half right after sending.
+        // Half of the clients disconnect after they have received the first message, half of them right after they have sent the request.
         let opened = (0..100).map(|number| cluster.open(cluster.local(prompt(number, 50), 100)));
         let opened = futures::future::join_all(opened).await;
         let mut sent: Vec<_> = (0..100).map(|number| Box::pin(cluster.open(cluster.local(prompt(number, 50), 100)))).collect();

@@ -38,7 +38,8 @@ fn all_paths() -> DeviceAccess {
     DeviceAccess { ipc: true, nccl: true, ..DeviceAccess::default() }
 }
 
-/// Returns a ticket that requests the memory's IPC handle and the join of a communicator, for blocks that are sent to `address`.
+/// Returns a ticket for blocks that are sent to `address`. It requests the IPC handle of the GPU memory, and that the worker joins a
+/// communicator.
 fn ticket_requesting_access(address: &str, communicator: u32) -> v1::Ticket {
     v1::Ticket {
         ticket: vec![7; 16],
@@ -113,7 +114,7 @@ async fn ticket_with_unsigned_address_gives_no_access() {
     let receiver = AcceptingReceiver::start().await;
     let unsigned = ticket_requesting_access(&receiver.address, 1);
     let signed = unsigned.clone().with_signed_address(&info.instance_id, &key);
-    // No signature, one for another prefill worker, and one that was made for another address.
+    // These tickets have no signature, a signature for another prefill worker, and a signature of another address.
     let elsewhere =
         v1::Ticket { address: "127.0.0.1:1".to_owned(), ..unsigned.clone() }.with_signed_address(&info.instance_id, &key);
     let elsewhere = v1::Ticket { address: unsigned.address.clone(), ..elsewhere };
@@ -181,7 +182,7 @@ async fn joins_of_many_peers_are_bounded() {
         peer.control_stream_opened().await;
     }
     assert_eq!(*access.joins_started.borrow(), JOINS_MAX, "the other peers' blocks were sent over TCP, and no join is queued");
-    // The joins have ended, so another one can begin.
+    // The joins have ended, so another join can begin.
     let last = AcceptingReceiver::start().await;
     prefill_with_ticket(&cluster, 100, ticket_requesting_access(&last.address, 100)).await.expect("the blocks are accepted");
     wait_for_joins(&access, JOINS_MAX + 1).await;

@@ -16,19 +16,19 @@ use tokio::sync::watch;
 /// The transfer paths that a simulated device supports, and the means to block and break transfers.
 #[derive(Clone, Default)]
 pub struct DeviceAccess {
-    /// Other devices may open its memory, as over CUDA IPC.
+    /// Whether other devices may open the device's memory, as over CUDA IPC.
     pub ipc: bool,
-    /// It has NCCL.
+    /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While it is closed, no copy and no batch arrives.
+    /// While this gate is closed, no copy and no batch arrives.
     pub copy_gate: Gate,
     /// The number of peers' memories that are open.
     pub open_memories: watch::Sender<usize>,
-    /// If it is 1, the next batch that is sent breaks its communicator.
+    /// 1 if sending the next batch must break its communicator, else 0.
     pub break_next_batch: Arc<AtomicU64>,
-    /// The number of sending ends that have begun to join a communicator.
+    /// The number of communicators that a sending end has begun to join.
     pub joins_started: watch::Sender<u64>,
-    /// While it is closed, no sending end joins.
+    /// While this gate is closed, no sending end joins a communicator.
     pub join_gate: Gate,
 }
 

@@ -9,12 +9,12 @@ use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
 use tandem_transfer::TransferMode;
 
-/// Returns the access on one host: the decode worker opens the prefill worker's memory.
+/// Returns the access of workers on one host: the decode worker opens the prefill worker's memory.
 fn one_host() -> DeviceAccess {
     DeviceAccess { ipc: true, ..DeviceAccess::default() }
 }
 
-/// Returns the access between two hosts: the workers use NCCL.
+/// Returns the access of workers on two hosts: they use NCCL.
 fn two_hosts() -> DeviceAccess {
     DeviceAccess { nccl: true, ..DeviceAccess::default() }
 }
@@ -34,7 +34,7 @@ fn transferred_bytes(worker: &Worker, transport: &str) -> f64 {
     worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}"))
 }
 
-/// Returns the metric label of the path between two such workers after its preparation.
+/// Returns the metric label of the transfer path between two workers with this access, once the path is prepared.
 fn path_label(access: &DeviceAccess) -> &'static str {
     match access {
         DeviceAccess { ipc: true, .. } => "cuda_ipc",
@@ -43,8 +43,8 @@ fn path_label(access: &DeviceAccess) -> &'static str {
     }
 }
 
-/// Sends prompts until the blocks of one are transferred from device to device. Returns the number of prompts before it. The prompts,
-/// numbered from `first`, differ from those of the tests.
+/// Sends prompts until the blocks of a prompt are transferred from device to device. Returns the number of prompts before that prompt. The
+/// prompts, numbered from `first`, differ from those of the tests.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);
@@ -158,7 +158,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
     let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
     cluster.idle().await;
-    // Both ends have closed it: the blocks of the next prompts are sent over TCP until there is a new one.
+    // Both ends have closed the communicator: the blocks of the next prompts are sent over TCP until there is a new one.
     assert!(prompts_until_path_is_used(&cluster, &access, 150).await > 0);
     cluster.idle().await;
 }

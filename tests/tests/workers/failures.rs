@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
-/// A decode worker whose messages the test sends.
+/// A decode worker, as its prefill worker sees it: the test sends its messages.
 pub struct FakeDecodeWorker {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -81,7 +81,7 @@ fn ticket(address: &str, missing_blocks: Vec<u32>) -> prefill_request::Message {
 async fn unreachable_prefill_worker_is_reported_lost() {
     let mut cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
-    // The connection is open at one attempt and closed at the other.
+    // The first attempt opens a connection, which is closed when the second attempt needs it.
     cluster.answer(cluster.remote(prompt(1, 50), 1)).await;
     cluster.prefill.kill();
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 50), 1)).await, lost);

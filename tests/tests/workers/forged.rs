@@ -43,7 +43,8 @@ async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// Returns the next ticket if tickets were a counter that was mixed twice with SplitMix64's finaliser, which is invertible.
+/// Returns the ticket that would follow `ticket` if tickets came from a counter, mixed twice with the finaliser of SplitMix64, which is
+/// invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -181,7 +182,7 @@ async fn attempt_with_forged_blocks_is_retried_with_a_correct_answer() {
     }
 }
 
-/// Attacks a whole cluster that prefills remotely.
+/// Attacks a whole cluster that prefills remotely, with one prefill worker or two.
 async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let second = Worker::prefill(&Setup { number: 1, ..Setup::default() }).await;

@@ -113,7 +113,7 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    /// Returns when the gate is open.
+    /// Blocks the thread until the gate is open.
     pub fn pass(&self) {
         let closed = self.0.0.lock().expect("no holder panics");
         self.0.2.send_modify(|waiting| *waiting += 1);
@@ -121,7 +121,7 @@ impl Gate {
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
-    /// Makes the engine's next step fail.
+    /// Makes the next step of the engine behind this gate fail.
     pub fn fail_next(&self) {
         self.0.3.store(true, Ordering::Relaxed);
     }
@@ -191,7 +191,7 @@ pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
-    /// The gate before each step of its engine.
+    /// The gate that the engine passes before each step.
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,

@@ -26,7 +26,7 @@ struct RelayService {
     forwarding: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// A ticket that the relay forwards when this value is dropped.
+/// A ticket that the relay holds back. It forwards the ticket when this value is dropped.
 pub struct HeldTicket {
     pub ticket: v1::Ticket,
     _hold: oneshot::Sender<()>,

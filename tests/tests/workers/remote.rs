@@ -72,7 +72,7 @@ async fn concurrent_requests_get_the_same_answers_as_alone() {
 
 #[tokio::test]
 async fn blocks_are_transferred_while_later_chunks_are_computed() {
-    // A chunk of 64 tokens takes 320 ms: the first of 4 is written long before the last is computed.
+    // A chunk of 64 tokens takes 320 ms, so the first of 4 chunks is written long before the last one is computed.
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let answer = cluster.answer(cluster.remote(prompt(1, 257), 1)).await;
     let started = answer.started.expect("decode has started");

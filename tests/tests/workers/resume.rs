@@ -90,7 +90,7 @@ impl Cluster {
         answers.into_iter().map(|(_, answer)| answer).collect()
     }
 
-    /// Waits until the sum of a metric's series reaches a value.
+    /// Waits until the sum of a metric over all series reaches a value.
     async fn wait_for_metric(&self, name: &str, at_least: f64) {
         let counting = async {
             while self.client().metric(name, "").await.expect("the server answers") < at_least {
@@ -196,7 +196,7 @@ async fn hung_engine_is_avoided_and_used_again_after_recovery() {
         }
         hung.gate.close();
         let answers = async {
-            // The router has removed it.
+            // The router has removed the worker with the hung engine.
             cluster.wait_for_members(3).await;
             cluster.answers(pending).await
         };
