@@ -1,4 +1,4 @@
-//! Limits circles of imports inside crates, because the modules of a circle cannot be understood one at a time.
+//! Refuses import circles inside crates: a circle of files can only be read as a whole.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
