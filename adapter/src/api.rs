@@ -12,7 +12,7 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Computes a prompt and holds its KV for another engine.
     ///
     /// # Errors
-    /// The engine refused the request or failed.
+    /// The engine refused the request or failed, so that it counted nothing.
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
 
     /// Generates. The stream ends with a chunk that has [`Chunk::usage`]; dropping it cancels the request.
@@ -45,10 +45,11 @@ pub(crate) struct Call {
     pub tokens: Vec<TokenId>,
 }
 
-/// A prompt that the engine has computed.
+/// A prompt that the engine has computed, or has stopped to compute.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    pub handle: KvHandle,
+    /// An error if the engine holds no KV, as that of an aborted request.
+    pub handle: Result<KvHandle, EngineFailure>,
     /// Tokens that the engine found in its prefix cache; `None`: it does not report them.
     pub cached_tokens: Option<u32>,
 }
