@@ -77,9 +77,10 @@ impl Samples {
                 self.events.push_back(event);
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
+            Message::Scheduled(scheduled) => self.events.push_back(AnswerEvent::Scheduled(scheduled)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These messages precede an attempt's first token, so here they are those of a resume. They do not change the facts.
-            Message::Scheduled(_) | Message::DecodeStarted(_) => {}
+            // This message precedes an attempt's first token, so here it is that of a resume. It does not change the facts.
+            Message::DecodeStarted(_) => {}
         }
         Ok(())
     }
