@@ -73,7 +73,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. Knowing them gives access to nothing.
+    /// Returns the transfer capabilities, if the worker has a path besides TCP. They are not secret: knowing them gives no access to the
+    /// memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
