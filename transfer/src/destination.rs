@@ -4,8 +4,8 @@ use bytes::Bytes;
 use tandem_kv::{BlockWrite, Ticket};
 use tonic::Status;
 
-/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written before
-/// or has another size. The owner of the memory does not report to the sender which of these it is.
+/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written
+/// before or has another size. The owner of the memory does not report to the sender which of these it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
