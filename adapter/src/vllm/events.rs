@@ -150,7 +150,8 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
-/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed numbers.
+/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed
+/// numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),
