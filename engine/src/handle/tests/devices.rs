@@ -85,7 +85,7 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// Then the supervisor restarts the process: without that, every other request would fail on the lost device, too.
+/// When the engine has ended, the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn lost_device_ends_its_engine() {
     let engine = start_device(Device { lost: true, ..Device::new() });
