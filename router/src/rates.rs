@@ -45,7 +45,7 @@ impl MeanRate {
         Self(if weights > 0.0 { f64::exp(logs / weights) } else { default })
     }
 
-    /// Returns the mean.
+    /// Returns the mean of all workers.
     pub fn value(&self) -> f64 {
         self.0
     }

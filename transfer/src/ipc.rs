@@ -73,7 +73,7 @@ impl IpcReceiver {
         }
     }
 
-    /// Copies announced blocks from the ticket's source.
+    /// Copies the blocks that the sender has announced as ready from the memory that the ticket names.
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;

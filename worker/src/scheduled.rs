@@ -50,7 +50,7 @@ impl CountedJob {
     }
 
     fn job(&mut self) -> &mut dyn Job {
-        &mut **self.job.as_mut().expect("the job is there until this is dropped")
+        &mut **self.job.as_mut().expect("only drop takes the job")
     }
 }
 

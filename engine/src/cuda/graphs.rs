@@ -56,8 +56,8 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Executes the step `work`, which was padded to this bucket and has its lists and results at these addresses. The bucket's first step
-    /// is launched directly; the second is captured, and the graph is replayed from then on. `work` may be called a second time after a
+    /// Executes the step `work`. The caller has padded it to the size `bucket`; the step reads its lists and writes its results at
+    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may be called a second time after a
     /// partial execution, and must then still give the right result.
     pub fn run(
         &mut self,

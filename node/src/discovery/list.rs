@@ -40,7 +40,7 @@ impl Watched {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             let path = self.path.clone();
-            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
+            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("the reading task does not panic");
             let listed = match polled {
                 // The writer of the file may not have finished.
                 Ok(text) if text != self.text => {

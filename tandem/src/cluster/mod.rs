@@ -51,7 +51,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     /// The workers: first prefill workers, then decode workers.
     pub workers: Vec<Worker>,
-    /// The address of the router's gRPC.
+    /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
     /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.

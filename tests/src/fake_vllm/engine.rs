@@ -92,7 +92,7 @@ impl Cache {
         self.held.len()
     }
 
-    /// Whether it holds nothing.
+    /// Whether the cache has no blocks.
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
     }

@@ -23,7 +23,7 @@ const OWN_BLOCKS: u32 = 10;
 struct Sequence {
     /// The step in which the sequence starts.
     begins: usize,
-    /// Number of positions in shared blocks.
+    /// The number of positions before the prompt's own; their blocks are shared with other sequences.
     before: usize,
     prompt: usize,
     /// Number of tokens sampled.
