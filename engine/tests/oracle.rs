@@ -153,7 +153,7 @@ fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {
 }
 
 #[test]
-fn chunks_of_any_length_give_the_same_bits() {
+fn logits_and_kv_have_the_same_bits_for_chunks_of_any_length() {
     let Some(model) = model() else { return };
     let tokens = document();
     let used = tokens.len().div_ceil(BLOCK_SIZE);
@@ -184,7 +184,7 @@ fn chunks_of_any_length_give_the_same_bits() {
 }
 
 #[test]
-fn batch_of_eight_gives_the_bits_of_each_sequence_alone() {
+fn logits_in_a_batch_of_eight_have_the_same_bits_as_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();

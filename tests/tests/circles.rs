@@ -106,7 +106,7 @@ fn crates_have_no_import_circles() {
 }
 
 #[test]
-fn circle_is_found() {
+fn import_circle_is_detected() {
     let files = [
         ("", "mod a; pub use a::A;"),
         ("a", "use crate::{b::{C, D}, x};"),

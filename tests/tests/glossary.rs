@@ -139,7 +139,7 @@ fn comments_are_sentences_without_banned_words() {
 }
 
 #[test]
-fn banned_words_are_found_in_names_and_text() {
+fn banned_words_are_detected_in_names_and_text() {
     let banned = banned(&format!("{HEADING}\n| Not this | This |\n|---|---|\n| `blue moon`, `whale`, link | this |\n"));
     assert_eq!(banned.len(), 2, "words without backticks are not checked: {banned:?}");
     for (text, expected) in [
@@ -156,7 +156,7 @@ fn banned_words_are_found_in_names_and_text() {
 }
 
 #[test]
-fn comments_that_are_fragments_are_found() {
+fn comments_that_are_fragments_are_detected() {
     for (text, expected) in [
         ("/// Why.", 1),
         ("let a = 1;\n    // Milliseconds.\nlet b = 2;", 1),

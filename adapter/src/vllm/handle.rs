@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_parameters_round_trip_and_incomplete_ones_are_refused() {
+    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
         let bytes = to_bytes(Some(recorded())).expect("they are complete");
         assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
         for (field, _) in FIELDS {

@@ -67,7 +67,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 "#;
 
     #[test]
-    fn constants_are_read_for_each_rank() {
+    fn engine_constants_are_parsed_for_each_rank() {
         let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
         let expected = EngineConstants {
             block_size: 32,

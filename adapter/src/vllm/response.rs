@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn unreported_count_differs_from_zero() {
+    fn missing_cached_token_count_differs_from_zero() {
         let of = |usage: &str| chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("an event").usage;
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn http_errors_have_their_reasons() {
+    fn http_status_determines_the_engine_failure() {
         let refused = failure(400, br#"{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#);
         assert!(matches!(refused, EngineFailure::Invalid(message) if message == "too long"));
         let denied = failure(401, br#"{"error":"Unauthorized"}"#);

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cache_finds_stored_prefixes_and_drops_the_oldest() {
+    fn fake_cache_finds_stored_prefixes_and_drops_the_oldest() {
         let mut cache = Cache::new(4, 3);
         let prompt: Vec<u32> = (0..12).collect();
         assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0);

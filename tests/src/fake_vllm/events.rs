@@ -383,7 +383,7 @@ mod tests {
     ];
 
     #[test]
-    fn encoding_equals_recorded_payloads() {
+    fn encoded_events_equal_recorded_payloads() {
         for digits in RECORDED {
             let digits: Vec<u8> = digits.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
             let payload: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
