@@ -1,4 +1,4 @@
-//! The subscription to an engine's KV events, over real sockets, with losses.
+//! The subscription to an engine's KV events over real sockets: replays, and the losses that it must report.
 
 use anyhow::{Result, bail};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tandem_adapter::{
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
-/// Only a failing test waits this long.
+/// Limit on every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Setup {
@@ -17,7 +17,7 @@ struct Setup {
     subscription: Subscription,
 }
 
-/// The settings of a subscription that looks for lost batches often.
+/// Returns the settings of a subscription that checks for lost batches every 50 ms.
 fn settings(publisher: &PublisherSettings) -> SubscriptionSettings {
     SubscriptionSettings {
         endpoint: publisher.endpoint.clone(),
@@ -33,7 +33,7 @@ async fn start() -> Result<Setup> {
     start_with(|_| {}).await
 }
 
-/// Starts a publisher and a subscription, which has taken effect.
+/// Starts a publisher and a subscription, and waits until the publisher knows the subscription.
 async fn start_with(change: impl FnOnce(&mut SubscriptionSettings)) -> Result<Setup> {
     follow(Publisher::bind().await?, change).await
 }
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// A batch that a test recognises by its number.
+/// Returns a batch whose only event contains this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
@@ -152,7 +152,7 @@ async fn restarted_engine_is_detected_and_followed_from_its_first_batch() -> Res
     let mut setup = start().await?;
     setup.publish([0, 1]).await?;
     setup.expect([0, 1]).await?;
-    // The new process publishes as many batches as the old one before it is reached.
+    // The new process publishes more batches than the old one, possibly before the subscription reconnects.
     setup.publisher.restart().await?;
     setup.publish([10, 11, 12]).await?;
     assert_eq!(setup.next().await?, Update::Restarted);
@@ -203,7 +203,7 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // Whether the gap or the silence is noticed first is a matter of time.
+    // The subscription may detect first the gap, or the missing answer to its request for a replay.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),
@@ -286,7 +286,7 @@ async fn events_over_unix_sockets_are_delivered_and_replayed() -> Result<()> {
 #[tokio::test]
 async fn subscription_that_is_not_read_loses_no_batch() -> Result<()> {
     let mut setup = start().await?;
-    // More than the subscription buffers.
+    // The subscription cannot buffer this many batches.
     setup.publish(0..500).await?;
     setup.expect(0..500).await
 }

@@ -86,13 +86,13 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// The text of a line comment, without its slashes.
+/// Returns the text of a line comment without its slashes.
 fn comment(line: &str) -> Option<&str> {
     let text = line.trim_start().strip_prefix("//")?;
     Some(text.trim_start_matches(['/', '!']).trim())
 }
 
-/// Whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
+/// Returns whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
 fn is_fragment(text: &str) -> bool {
     let Some(text) = text.strip_suffix('.').filter(|text| text.starts_with(char::is_alphabetic)) else { return false };
     let words = text.split(' ').count();

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use tandem_kv::{Change, StoredChain};
 
 const BLOCK: usize = 2;
-/// Tandem blocks in an engine block.
+/// The number of the cluster's blocks in an engine block.
 const K: usize = 2;
 const ENGINE_BLOCK: usize = BLOCK * K;
 
@@ -31,7 +31,7 @@ fn namespace() -> Namespace {
     Namespace::new("model", "main", "", "")
 }
 
-/// `blocks` engine blocks of tokens, which differ from those of another `seed` from the first on.
+/// Returns the tokens of `blocks` engine blocks. Tokens with different seeds differ from the first one on.
 fn tokens(seed: u32, blocks: usize) -> Vec<TokenId> {
     (0..(blocks * ENGINE_BLOCK) as u32).map(|index| seed * 1000 + index).collect()
 }
@@ -44,7 +44,7 @@ fn number(hash: u64) -> EngineHash {
     EngineHash::Number(hash)
 }
 
-/// Blocks that begin a prompt, with these engine hashes.
+/// Returns an event that stores the first blocks of a prompt under these engine hashes.
 fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
     let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
     extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
@@ -118,7 +118,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // A hit also brings back what the mirror lacks.
+    // A reported hit also adds a block that the mirror does not have.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -154,7 +154,7 @@ fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
     mirror.apply(&[removed(3), removed(2)]);
     assert_eq!(changes(&mut mirror), []);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 4 });
-    // The engine looks on the host for what follows the device's prefix, so block 3 is of no use there once block 2 is dropped.
+    // The engine searches host memory only for the block that follows the prefix on the device, so without block 2 it cannot use block 3.
     mirror.apply(&[removed_from(2, Medium::Host)]);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 0 });
     assert_eq!(mirror.cached_blocks(), K);
@@ -269,7 +269,7 @@ fn assumed_blocks_are_those_of_the_latest_prompts() {
     assert_eq!(cached(&mirror, &prompts[0]), 4);
 }
 
-/// A set of blocks that is built from events as a router builds its own, and checks each of them.
+/// A router's view of the worker's blocks, which is built from the events and checks each event.
 #[derive(Default)]
 struct Replica {
     blocks: BTreeMap<SequenceHash, Option<SequenceHash>>,
@@ -320,7 +320,7 @@ impl Replica {
     }
 }
 
-/// A block of the model's engine: a path of one to four binary choices, under one of two salts of one namespace.
+/// A block of the modelled engine: a path of one to four binary choices under one of two salts. Both salts have the same namespace.
 type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
@@ -330,7 +330,7 @@ enum Op {
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
     Clear,
-    /// Begins a replica from a snapshot.
+    /// Starts a replica from a snapshot.
     Follow,
 }
 
@@ -345,7 +345,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..60)
 }
 
-/// The engine's hash: both salts have the same root hash, so blocks under them are different for the engine and equal here.
+/// Returns the engine's hash of a block. Blocks under different salts have different engine hashes, but the same sequence hash.
 fn engine_hash((salt, choices): &Path) -> EngineHash {
     EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
 }
@@ -354,7 +354,7 @@ fn path_tokens(choices: &[bool]) -> Vec<TokenId> {
     choices.iter().flat_map(|choice| [u32::from(*choice); ENGINE_BLOCK]).collect()
 }
 
-/// The model: how often the engine has stored each block in each medium, as far as it could be identified.
+/// The naive model: how often the engine has stored each identifiable block in each medium.
 #[derive(Default)]
 struct Model(BTreeMap<Path, [u32; 2]>);
 
@@ -455,7 +455,7 @@ proptest! {
     fn assumed_blocks_equal_a_naive_lru(prompts in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 1..5), 1..30)) {
         let mut mirror = mirror();
         let mut replica = Replica::default();
-        // Hash, time of last use, position in its prompt.
+        // Each entry has the hash of a block, the time of its last use, and its position in its prompt.
         let mut model: Vec<(SequenceHash, usize, usize)> = Vec::new();
         for (time, choices) in prompts.into_iter().enumerate() {
             let prompt = path_tokens(&choices);

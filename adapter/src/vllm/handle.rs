@@ -57,7 +57,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Recorded from vLLM 0.32.
+    /// Returns `kv_transfer_params` that vLLM 0.32 has sent.
     fn recorded() -> Value {
         json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[9, 14]],

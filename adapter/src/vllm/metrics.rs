@@ -58,7 +58,7 @@ fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32, shortened.
+    /// An excerpt of a recorded metrics page of vLLM 0.32.
     const METRICS: &str = r#"# TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.79538511919e+09
 # TYPE vllm:cache_config_info gauge

@@ -374,7 +374,7 @@ fn request_for_prompt_logprobs_reads_no_cache_and_covers_every_token() {
         Event::PromptLogprobs(rows) => Some(rows),
         _ => None,
     });
-    let rows = rows.expect("they were asked for");
+    let rows = rows.expect("they were requested");
     assert_eq!(rows.len(), 100);
     assert!(rows[0].is_none() && rows[1..].iter().all(|row| row.as_ref().is_some_and(|row| row.top.len() == 2)));
     assert!(world.tokens(1, 0).is_empty());

@@ -200,7 +200,7 @@ async fn request_is_placed_by_another_router_if_one_does_not_answer() {
         if opened.router == 0 {
             let mut silent = opened;
             opened = routers.opened().await;
-            assert_eq!(silent.receives().await, None, "it is not left with a booking");
+            assert_eq!(silent.receives().await, None, "its stream is closed, so it keeps no booking");
         }
         assert_eq!(opened.router, 1);
         opened.place(cluster.decode).await;
@@ -209,7 +209,7 @@ async fn request_is_placed_by_another_router_if_one_does_not_answer() {
     }
 }
 
-/// Runs the request twice, so that each of the two routers is used first.
+/// Sends the request twice, so that each of the two routers is tried first.
 #[tokio::test]
 async fn refusal_of_one_router_is_returned_although_another_does_not_answer() {
     let (cluster, mut routers) = two().await;

@@ -1,4 +1,4 @@
-//! No log line at any level, of any component or library, contains text of prompts or answers.
+//! Checks that no log line at any level, of any component or library, contains text of prompts or answers.
 
 use crate::up::Up;
 use std::{fs::File, path::Path};

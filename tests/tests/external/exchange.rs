@@ -1,10 +1,10 @@
-//! KV that engines exchange by handles.
+//! Transfers of KV from one external engine to another by handles.
 
 use super::*;
 use tandem_engine::{KvHandle, Prefill};
 use tandem_worker::KvExchange;
 
-/// A prefilling and a decoding engine that reach each other.
+/// Returns a prefilling and a decoding engine on the same network.
 async fn pair() -> Result<(External, External)> {
     let fake = FakeSettings::default();
     Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))

@@ -1,4 +1,4 @@
-//! Generations with their own prefill, the queue, and what the worker reports about the cache.
+//! Jobs of an external engine that prefills its own prompts, the queue of jobs, and the reports about the engine's cache.
 
 use super::*;
 use tandem_engine::{Generated, Refusal};
@@ -174,7 +174,7 @@ async fn failed_and_unsupported_requests_are_reported_with_their_reason() -> Res
     Ok(())
 }
 
-/// The sequence hashes of the prompts' blocks, which the worker must report.
+/// Returns the sequence hashes of the prompt's blocks, which the worker must report.
 fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
     sequence_hashes(&HashKey::new([7; 16]), &namespace(), 16, tokens)
 }
@@ -184,7 +184,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let mut watch = adapter.watch().await.context("the engine runs")?;
     assert!(watch.snapshot.stored.is_empty());
-    // An engine's block of 32 tokens is two blocks of the cluster; the answer's token does not fill another.
+    // An engine's block of 32 tokens is two blocks of the cluster. The generated token does not fill another block.
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let mut stored = Vec::new();

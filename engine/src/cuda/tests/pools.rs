@@ -84,11 +84,11 @@ fn handle_of_another_host_or_layout_is_refused() {
     assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
     // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
+    let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
     assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
-    gone[51] = 0xff;
-    assert_eq!(refused(&gone), "its engine has ended");
+    ended[51] = 0xff;
+    assert_eq!(refused(&ended), "its engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
         assert_eq!(refused(other), "invalid handle (from another version?)");
     }

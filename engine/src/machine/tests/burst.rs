@@ -31,7 +31,7 @@ fn burst_of_equal_prompts_is_computed_once() {
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
     // 935 tokens are left of the first, 7 of each other prefill and of the generation: tokens computed for another prompt count once.
-    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count there");
+    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
     }
