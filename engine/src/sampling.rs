@@ -1,8 +1,8 @@
 //! Samples a token from logits. The token depends only on the logits, the sample's history, its seed and its position.
 //!
 //! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched
-//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the same
-//! bits on every machine.
+//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the
+//! same bits on every machine.
 
 mod changes;
 mod request;
@@ -22,7 +22,7 @@ pub struct Sampling {
     pub max_tokens: Option<u32>,
     /// Stop tokens are not sampled before this many new tokens.
     pub min_tokens: u32,
-    /// The logits are divided by it; 0 selects the likeliest token.
+    /// The number by which logits are divided; 0 selects the likeliest token.
     pub temperature: f32,
     /// Keeps the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,

@@ -100,7 +100,7 @@ pub struct SimEngine {
 pub struct SimClock(Arc<AtomicU64>);
 
 impl SimClock {
-    /// Adds to the duration of the step that runs now.
+    /// Adds a duration to that of the step that runs now.
     pub fn add(&self, duration: Duration) {
         self.0.fetch_add(duration.as_nanos() as u64, Relaxed);
     }

@@ -31,7 +31,7 @@ impl fmt::Debug for HashKey {
     }
 }
 
-/// Identifies a full block *and all blocks before it*. A hint: owners of KV compare tokens on every hit.
+/// Identifies a full block *and all blocks before it*. A hash is only a hint: owners of KV compare tokens on every hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceHash(pub u64);
 
@@ -90,7 +90,7 @@ impl SequenceHash {
     }
 }
 
-/// Tokens that are copied to the stack as bytes and hashed together: a block of the default size.
+/// The number of tokens that are copied to the stack as bytes and hashed together: a block of the default size.
 const HASHED_TOKENS: usize = 16;
 
 /// Returns the hashes of all full blocks of `tokens`, in order.
@@ -195,7 +195,7 @@ mod tests {
     fn namespaces_with_different_parts_have_different_encodings() {
         let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
         let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
-        // A part that contains an encoded length.
+        // One name contains bytes that look like an encoded length.
         bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));
         bytes.push(Namespace::new("a", "b", "", ""));
         bytes.sort();

@@ -16,7 +16,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Returns a backoff after no failures. Its delays grow from `min` to `max`.
+    /// Returns a backoff that has had no failures yet. Its delays grow from `min` to `max`.
     pub fn new(min: Duration, max: Duration) -> Self {
         Self { min, max, delays: exponential(min, max).build(), reported: None }
     }

@@ -53,7 +53,7 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
     }
     let events = std::mem::take(&mut batch.events);
     let without_events = |last_event_id| v1::KvEventBatch { last_event_id, ..batch.clone() };
-    // The size with the longest event id.
+    // The size of an empty batch with the longest event id.
     let empty = without_events(u64::MAX).encoded_len();
     let (mut batches, mut capacity) = (Vec::<v1::KvEventBatch>::new(), 0);
     for event in events {
@@ -81,7 +81,8 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
 /// Bytes of the tag and the length that precede an item of a list, at most.
 const ITEM_BYTES_MAX: usize = 6;
 
-/// Checks that the event ids of the batch have no gap. The receiver checks for a gap before the first one. `step` is not on the wire.
+/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. `step` is not on
+/// the wire.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 

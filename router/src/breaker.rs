@@ -37,8 +37,8 @@ struct Open {
     probe: Option<BookingId>,
 }
 
-/// Whether a failure for this reason suggests that the worker is broken. Being at capacity, draining, restarted or asked for something
-/// invalid does not.
+/// Whether a failure for this reason suggests that the worker is broken. A worker that is at capacity, drains, was restarted or received an
+/// invalid request is not broken. No worker is at fault for a refused write.
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     use FailureReason as Reason;
     match reason {

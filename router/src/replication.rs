@@ -1,8 +1,8 @@
 //! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! This module is pure and independent of how messages travel. A change carries the booking's current record, or that it has ended, so it
-//! does no harm to receive a change twice or only merged with a later one. Each message states which range of the sender's journal it
-//! covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
+//! This module is pure and independent of how messages travel. A change carries the booking's current record, or says that the booking has
+//! ended. So a receiver may apply a change twice, or receive only the later of two changes. Each message states which range of the sender's
+//! journal it covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,7 +17,7 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that lacks older
+/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that has missed older
 /// changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
@@ -166,7 +166,7 @@ impl TryFrom<BookedRequest> for BookingRecord {
     }
 }
 
-/// What a peer's message changes in the known bookings of that peer.
+/// The changes that a peer's message makes to the known bookings of that peer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
     /// All bookings of the peer are replaced by these.
@@ -224,7 +224,7 @@ impl PeerReceiver {
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
             Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // The state that is still to come includes these changes. If it does not, the next changes show a gap.
+                // The state that the peer is still sending includes these changes. If it does not, the next changes show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });

@@ -11,7 +11,8 @@ pub(crate) const PEERS_MAX: usize = 256;
 /// The longest pauses are between this value and twice this value: five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
-/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`] describes.
+/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`]
+/// describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
     /// The failures by peer; at most [`PEERS_MAX`] entries.

@@ -27,7 +27,7 @@ use std::{
 use tandem_engine::CachedTokens;
 use tandem_node::Metrics;
 
-/// The maximum of lines queued for the disk: a few megabytes, some seconds of a busy cluster.
+/// The most lines that are queued for the disk: a few megabytes, or some seconds of a busy cluster.
 const LINES_MAX: usize = 16_384;
 
 /// The permissions of a new ledger file: its owner may read and write it.
@@ -79,20 +79,20 @@ pub enum LedgerLine {
         #[serde(default, skip_serializing_if = "String::is_empty")]
         account: String,
     },
-    /// An attempt has its outcome.
+    /// The outcome of an attempt is known.
     Ended {
         /// The request id, as in the line `scheduled`.
         request_id: String,
         /// The number of the attempt, as in the line `scheduled`.
         attempt: u32,
-        /// The decode worker that owned it.
+        /// The decode worker that owned the attempt.
         worker: String,
         /// The outcome of the attempt.
         outcome: Outcome,
     },
 }
 
-/// A process's ledger. Cheap to clone; the default writes nothing.
+/// A process's ledger. Cheap to clone. The default ledger writes nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger(Option<Arc<Writer>>);
 
@@ -181,7 +181,7 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
     }
 }
 
-/// Returns the cached tokens of each tier that exists: the host's memory is one only if tokens were found there.
+/// Returns the cached tokens by tier: always `device`, and `host` if tokens were found in the host's memory. Empty if the count is unknown.
 pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
     let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
     let tiers = cached.map(tiers).into_iter().flatten().flatten();
@@ -254,7 +254,7 @@ pub struct LedgerEntry {
 }
 
 impl LedgerEntry {
-    /// Records that the first token was sent to the client.
+    /// Records that the first token was sent to the frontend: `Superseded` if the attempt resumes an earlier one, else `Won`.
     pub fn began(&self) {
         self.settle(None);
     }

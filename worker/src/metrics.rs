@@ -107,7 +107,7 @@ impl WorkerMetrics {
         }
     }
 
-    /// Counts what became of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
+    /// Counts the outcome of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
     pub fn count_handle(&self, outcome: &'static str) {
         let help = "Handles that let another engine pull a prompt's KV, by what became of them. KV that is not pulled stays in the engine's memory until its lease ends.";
         let labels = [("worker", self.worker_id.as_str()), ("outcome", outcome)];

@@ -2,7 +2,8 @@
 //!
 //! - If the client disconnects, its task ends at the task's next await, and everything that the task owns is dropped.
 //! - Every stream ends with its task's last message or with an error, never silently in the middle.
-//! - While the process drains, the server accepts connections until the last request has ended: its KV may still have to be transferred.
+//! - While the process drains, the server accepts connections until the last request has ended, because that request's KV may still have to
+//!   be transferred.
 
 use crate::WorkerMetrics;
 use futures::Stream;
@@ -76,7 +77,7 @@ impl Requests {
         Self { running, shutdown }
     }
 
-    /// Starts a request's task. It is dropped when the client disconnects or the process is stopped.
+    /// Starts a request's task. The task is dropped when the client disconnects or the process is stopped.
     pub fn start<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
         F: Future<Output = Result<(), Disconnected>> + Send + 'static,

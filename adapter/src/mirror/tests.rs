@@ -31,7 +31,7 @@ fn namespace() -> Namespace {
     Namespace::new("model", "main", "", "")
 }
 
-/// Returns the tokens of `blocks` engine blocks. Tokens with different seeds differ from the first one on.
+/// Returns the tokens of `blocks` engine blocks. Different seeds give different tokens.
 fn tokens(seed: u32, blocks: usize) -> Vec<TokenId> {
     (0..(blocks * ENGINE_BLOCK) as u32).map(|index| seed * 1000 + index).collect()
 }
@@ -44,7 +44,7 @@ fn number(hash: u64) -> EngineHash {
     EngineHash::Number(hash)
 }
 
-/// Returns an event that stores the first blocks of a prompt under these engine hashes.
+/// Returns blocks with these engine hashes that begin a prompt.
 fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
     let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
     extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
@@ -118,7 +118,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // A reported hit also adds a block that the mirror does not have.
+    // A report of blocks that were found also adds a block that the mirror lacks.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -256,7 +256,8 @@ fn assumed_blocks_are_those_of_the_latest_prompts() {
     }
     mirror.assume_stored(&namespace(), &prompts[0]);
     mirror.take();
-    // The first engine block of prompt 3 displaces the tail of prompt 2, which was used before prompt 1. Its last, partial block is not cached.
+    // The first engine block of prompt 3 displaces the last one of prompt 2, the least recently used prompt. Prompt 3's last, partial block
+    // is not cached.
     mirror.assume_stored(&namespace(), &prompts[2][..ENGINE_BLOCK + 3]);
     let (second, third) = (hashes(&prompts[1]), hashes(&prompts[2]));
     assert_eq!(changes(&mut mirror), [stored(None, &third[..2]), Change::Removed(vec![second[3], second[2]])]);
@@ -269,7 +270,7 @@ fn assumed_blocks_are_those_of_the_latest_prompts() {
     assert_eq!(cached(&mirror, &prompts[0]), 4);
 }
 
-/// A router's view of the worker's blocks, which is built from the events and checks each event.
+/// A set of blocks that is built from events, as in a router's index, and that checks each event.
 #[derive(Default)]
 struct Replica {
     blocks: BTreeMap<SequenceHash, Option<SequenceHash>>,
@@ -320,12 +321,13 @@ impl Replica {
     }
 }
 
-/// A block of the modelled engine: a path of one to four binary choices under one of two salts. Both salts have the same namespace.
+/// A block of the simulated engine: one to four binary choices, which give its tokens and those before it, under one of two salts of one
+/// namespace.
 type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on.
+    /// Stores the blocks of the path from this depth on, on the device or (`true`) on the host.
     Store(Path, usize, bool),
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
@@ -345,7 +347,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..60)
 }
 
-/// Returns the engine's hash of a block. Blocks under different salts have different engine hashes, but the same sequence hash.
+/// Returns the engine's hash of a block. Both salts have the same root hash, so the engine's hashes of two blocks differ by salt, and
+/// Tandem's do not.
 fn engine_hash((salt, choices): &Path) -> EngineHash {
     EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
 }
@@ -354,7 +357,7 @@ fn path_tokens(choices: &[bool]) -> Vec<TokenId> {
     choices.iter().flat_map(|choice| [u32::from(*choice); ENGINE_BLOCK]).collect()
 }
 
-/// The naive model: how often the engine has stored each identifiable block in each medium.
+/// The expected state: how often the engine has stored each identified block in each medium.
 #[derive(Default)]
 struct Model(BTreeMap<Path, [u32; 2]>);
 

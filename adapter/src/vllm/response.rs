@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// In place of everything else.
+    /// The error, which is in an answer without any other field.
     error: Option<ErrorBody>,
 }
 
@@ -68,7 +68,7 @@ struct PromptTokensDetails {
     cached_tokens: Option<u32>,
 }
 
-/// `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
+/// The error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum ErrorBody {
@@ -84,7 +84,7 @@ impl ErrorBody {
     }
 }
 
-/// Returns the failure that an answer with an HTTP error reports.
+/// Returns the failure that an HTTP error with this body reports.
 pub(super) fn failure(status: u16, body: &[u8]) -> EngineFailure {
     #[derive(Deserialize)]
     struct Body {
@@ -111,7 +111,7 @@ impl AnswerUsage {
 /// Decodes one JSON answer.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
     let answer: Answer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
     match answer.error {
@@ -123,7 +123,7 @@ pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
 /// Decodes one event of a streamed answer, with at most `top` alternatives for each token.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailure> {
     let Answer { choices, usage, .. } = answer(json)?;
     let mut chunk = Chunk::default();

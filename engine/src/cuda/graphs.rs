@@ -1,7 +1,7 @@
 //! CUDA graphs of decode steps: a step's hundreds of launches are captured once and replayed by one call.
 //!
-//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and the lists'
-//! addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
+//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and
+//! the lists' addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
 
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;

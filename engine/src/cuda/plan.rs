@@ -112,8 +112,8 @@ pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usiz
     tokens + (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition)
 }
 
-/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
-/// Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
+/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48
+/// and so on. Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
 }

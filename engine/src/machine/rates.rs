@@ -21,8 +21,8 @@ const DECAY: f64 = 0.9;
 /// with the square of their length. Steps of at least this mean length give a rate even if all are equally long: their fixed time is small.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// If the weighted sum of squared deviations from the mean length is less, it determines no slope. A quarter of what one long step adds to
-/// many short ones.
+/// The least weighted sum of squared deviations from the mean length that determines a slope: a quarter of what one long step adds to many
+/// short ones.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
 /// A slope of fewer standard errors is not significant.

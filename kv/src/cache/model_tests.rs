@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// An operation. Its numbers are indices into the list that exists when it runs, modulo the list's length.
+/// An operation. The numbers of a namespace and of blocks to commit are literal; the others select an item of a list, modulo its length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },

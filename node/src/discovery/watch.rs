@@ -142,7 +142,8 @@ impl Watcher {
         self.registered.insert(key.into_owned(), address);
     }
 
-    /// Whether the key can be kept. At most [`KEYS_MAX`] keys are; at this limit an invalid key is dropped for a new one.
+    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When that many are known, a key with an invalid record is
+    /// dropped for a new key.
     fn has_capacity(&mut self, key: &str) -> bool {
         if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
             return true;

@@ -104,11 +104,11 @@ impl SendPath for InProcess {
     }
 }
 
-/// The times of a handoff, from the submission of the prefill.
+/// The times of a handoff, counted from the submission of the prefill, and the generated tokens.
 struct Handoff {
     /// When all KV was on the decode worker.
     started: Duration,
-    /// When each block was written, in that order.
+    /// The index of each block and the time at which it was written, in the order of the writes.
     written: Vec<(u32, Duration)>,
     tokens: Vec<u32>,
 }
@@ -168,7 +168,7 @@ impl Pair {
         let span = Span::default();
         let sending = async {
             let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
-            // As a decode worker does when it receives `PrefillDone`.
+            // A decode worker does this when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };

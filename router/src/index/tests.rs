@@ -58,7 +58,8 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Worker numbers need more than one word of a set. Most operations are on a few workers, so that sets are shared, grow and shrink.
+    // Worker numbers need more than one 64-bit word of a set. Most operations are on a few workers, so that sets are shared, grow and
+    // shrink.
     let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
     let block = || any::<Index>();
     prop_oneof![

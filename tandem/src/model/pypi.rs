@@ -14,7 +14,8 @@ use zip::{ZipArchive, result::ZipError};
 /// The interval at which the progress of the download is measured.
 const POLL: Duration = Duration::from_millis(200);
 
-/// The commands that may start pip, in the order in which they are tried. None of them runs code of the folder that Tandem was started in.
+/// The commands that may start pip, in the order in which they are tried. None of them runs code from the folder in which Tandem was
+/// started.
 #[derive(Clone, Debug)]
 pub struct Pip(Vec<Vec<OsString>>);
 

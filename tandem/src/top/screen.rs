@@ -18,7 +18,7 @@ pub(super) struct Screen {
     above: usize,
 }
 
-/// Whether the view continues or ends after an input.
+/// Whether the display continues or ends after an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flow {
     Continue,

@@ -9,7 +9,7 @@ use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
 use tokio::sync::{broadcast, watch};
 use tonic::Code;
 
-/// A back end whose batches are given by the test.
+/// A back end whose batches are sent by the test.
 struct Scripted {
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     snapshot: Mutex<Snapshot>,
@@ -78,7 +78,7 @@ impl Watched {
         self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
     }
 
-    /// Watches, and takes the snapshot and the load that come first.
+    /// Opens a `Watch` stream and reads the messages that come first: the snapshot and the load.
     async fn watch_batches(&self) -> Replies<WatchReply> {
         let mut replies = self.watch().await;
         assert!(matches!(next(&mut replies).await, watch_reply::Message::Snapshot(chunk) if chunk.last));

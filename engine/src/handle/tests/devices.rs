@@ -85,7 +85,7 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// The supervisor then restarts the process. If the engine continued, every later request would fail on the lost device.
+/// When the engine has ended, the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });

@@ -73,8 +73,8 @@ proptest! {
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
-    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and what accounts with permanent
-    /// demand have received differs by two quanta at most.
+    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and the tokens allotted to
+    /// accounts with permanent demand differ by two quanta at most.
     #[test]
     fn round_robin_spends_the_budget_and_is_fair_within_two_quanta(
         steps in prop::collection::vec(1..2_000usize, 1..40),

@@ -7,7 +7,7 @@ fn of(account: &str, job: Generate) -> Generate {
     Generate { account: account.to_owned(), ..job }
 }
 
-/// A request with `count` samples of `tokens` tokens each.
+/// Returns a request with this many samples, each of `tokens` tokens.
 fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     let mut job = generate(prompt(text, len), tokens);
     job.samples = samples;
@@ -15,7 +15,7 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     job
 }
 
-/// Runs steps until a job has its first token; returns how many.
+/// Runs steps until a job has its first token; returns the number of steps.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
     while !world.events.get(&job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Token { .. }))) {

@@ -45,7 +45,7 @@ impl Replica {
         }
     }
 
-    /// Loses the next message if it has changes. Chunks of a full state are sent within one connection, which loses none.
+    /// Loses the next message if it has changes. A full state is sent in chunks over one connection, which loses no chunk.
     fn lose(&mut self) {
         self.sent.pop_front_if(|reply| matches!(reply.message, Some(Message::Changes(_))));
     }
@@ -79,7 +79,7 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// A worker's report comes to include a booking of either router. `of`: the router; `at`: its booking; `prefill`: the worker.
+    /// A worker's report includes a booking of either router from now on. `of`: the router; `at`: its booking; `prefill`: the worker.
     Included {
         of: usize,
         at: usize,

@@ -23,7 +23,7 @@ struct Setup {
     policy: PolicyKind,
     workers: usize,
     capacity_blocks: u32,
-    /// Time to compute a block.
+    /// Time to compute a block of tokens.
     block: Micros,
     /// Fixed time to compute any prompt, in addition to its blocks.
     overhead: Micros,

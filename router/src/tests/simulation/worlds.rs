@@ -38,8 +38,8 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
     )
 }
 
-/// Asserts that at the 99th percentile requests wait no longer with our rule than with the best other rule, and on average at most 5%
-/// longer.
+/// Asserts that at the 99th percentile requests wait no longer with this router's rule than with the best other rule, and on average at
+/// most 5% longer.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
     print(&format!("{what}, Tandem"), &ours).expect("stdout");
@@ -54,8 +54,8 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
     ours
 }
 
-/// If every new token were charged once for each running sequence, and blocks in use not at all, one worker after the other would receive
-/// no more prompts, while the queues of the others grew.
+/// If every new token were charged once for each running sequence, and blocks in use were not charged, one worker after the other would
+/// receive no more prompts, while the queues of the other workers grew.
 #[test]
 fn requests_wait_least_by_the_cost_policy_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
@@ -85,7 +85,7 @@ fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
     assert_no_rule_is_better("one worker four times slower", World { devices, ..world() }, &prompts);
 }
 
-/// Two of the eight workers only prefill, for the other six, and are used where that is estimated to be faster.
+/// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
 #[test]
 fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
