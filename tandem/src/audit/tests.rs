@@ -184,7 +184,11 @@ fn only_uncertain_sums_may_differ() {
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
     let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
     assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
-    assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but the answer counts when its client has received it");
+    assert_ne!(
+        findings(|evidence| evidence.metrics = finished_less.clone()),
+        [],
+        "but the answer counts when its client has received it"
+    );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
     assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
