@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_http_addresses_without_a_query_are_accepted() {
+    fn invalid_url_key_or_certificate_is_refused() {
         for url in ["http://engine:8000", "https://engine", "http://[::1]:8000/base/"] {
             HttpClient::new(url, Some("secret"), None).expect(url);
         }

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn salt_has_the_root_hash_and_separates_namespaces() {
+    fn salt_encodes_the_root_hash_and_differs_between_namespaces() {
         let key = HashKey::new([7; 16]);
         let namespaces = ["", "tenant-a", "tenant-b", &"x".repeat(4096)].map(|salt| Namespace::new("model", "main", "", salt));
         let salts = namespaces.each_ref().map(|namespace| cache_salt(&key, namespace));
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_not_salts() {
+    fn text_that_is_not_a_salt_has_no_root_hash() {
         let salt = cache_salt(&HashKey::NONE, &Namespace::new("model", "", "", ""));
         let wrong = [
             String::new(),

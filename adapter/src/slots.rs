@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_wait_for_a_place_and_for_blocks_and_a_large_one_runs_alone() {
+    fn request_waits_for_a_slot_and_blocks_and_an_oversized_one_runs_alone() {
         let slots = slots(2, 10, 8);
         let mut requests: Vec<QueuedRequest> = [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("it may wait")).into();
         let first = granted(&mut requests[0]).expect("the engine is idle");
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn accounts_take_turns() {
+    fn account_without_running_requests_is_served_before_one_with_many() {
         let slots = slots(2, 100, 16);
         let mut many: Vec<QueuedRequest> = (0..6).map(|_| slots.enqueue("many", 1).expect("it may wait")).collect();
         let mut few = slots.enqueue("few", 1).expect("it may wait");
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn full_queue_refuses_and_a_request_that_leaves_frees_its_place_in_it() {
+    fn full_queue_refuses_requests_until_a_waiting_one_is_dropped() {
         let slots = slots(1, 10, 1);
         let mut first = slots.enqueue("", 1).expect("idle");
         let running = granted(&mut first).expect("idle");
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn request_that_leaves_with_its_grant_frees_the_place() {
+    fn request_dropped_before_it_uses_its_slot_releases_the_slot() {
         let slots = slots(1, 10, 4);
         let first = slots.enqueue("", 1).expect("idle");
         let mut second = slots.enqueue("", 1).expect("it may wait");

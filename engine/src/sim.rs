@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn time_follows_the_cost_model() {
+    fn simulated_time_follows_the_cost_model() {
         let mut engine = SimEngine::new(SimSettings { speedup: 10.0, ..SimSettings::default() });
         let tokens = vec![1; 2_000];
         let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();

@@ -71,7 +71,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn tickets_of_the_system_are_all_different() {
+    fn system_tickets_are_unique_and_random_in_every_byte() {
         let mut draw = from_system();
         let tickets: BTreeSet<Ticket> = (0..1_000).map(|_| draw()).collect();
         assert_eq!(tickets.len(), 1_000);

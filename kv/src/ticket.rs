@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn debug_hides_the_ticket() {
+    fn debug_output_hides_the_ticket() {
         assert_eq!(format!("{:?}", Ticket::from_bytes([0x5a; 16])), "Ticket(hidden)");
     }
 }

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn delays_double_with_jitter_and_errors_are_new_once_until_reset() {
+    fn backoff_doubles_with_jitter_and_reports_each_new_error_once() {
         let ms = Duration::from_millis;
         let mut backoff = Backoff::new(ms(100), ms(350));
         for least in [100, 200, 350, 350] {

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticket_may_name_only_blocks_of_the_prompt_each_once() {
+    fn ticket_that_names_a_block_twice_or_beyond_the_prompt_is_refused() {
         let check = |missing: &[u32], prompt_tokens| check(missing, blocks(prompt_tokens, 16)).is_ok();
         // The decode worker computes the KV of the last token, so a prompt of 33 tokens has two blocks to send.
         assert!(check(&[], 1) && check(&[1, 0], 33) && check(&[0, 1, 2], 34));

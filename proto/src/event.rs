@@ -148,12 +148,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batch_round_trips(batch in batch()) {
+        fn event_batch_round_trips(batch in batch()) {
             prop_assert_eq!(KvBatch::try_from(event_batch("i", &batch, 0)), Ok(batch));
         }
 
         #[test]
-        fn event_batch_omits_events_up_to_the_snapshot_only(batch in batch(), into in 0..12_u64) {
+        fn event_batch_omits_exactly_the_events_up_to_the_snapshot(batch in batch(), into in 0..12_u64) {
             let above = (batch.last_event_id - batch.events.len() as u64) + into;
             let wire = event_batch("i", &batch, above);
             prop_assert_eq!(wire.events.len() as u64, (batch.events.len() as u64).saturating_sub(into));
@@ -164,7 +164,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn split_batches_are_bounded_and_together_complete(batch in batch(), bytes_max in 40..900_usize) {
+        fn split_batches_are_bounded_and_contain_every_event_once(batch in batch(), bytes_max in 40..900_usize) {
             let wire = v1::KvEventBatch { load: None, ..event_batch("i", &batch, 0) };
             let batches = split_batch(wire.clone(), bytes_max);
             let mut wanted = wire.events.iter();

@@ -174,7 +174,7 @@ mod tests {
     /// The values were computed with Python's `hmac` and `hashlib`: HMAC-SHA256(secret, "tandem/1/…"). If this test fails, processes of two
     /// versions can no longer authenticate each other.
     #[test]
-    fn derived_keys_are_stable() {
+    fn derived_keys_equal_reference_values() {
         assert_eq!(one().fingerprint(), "658b4719de0e0b76");
         assert_eq!(
             one().bearer().expect("there is a key").as_bytes(),

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn assembly_accepts_consecutive_snapshots_but_refuses_mixed_ones() {
+    fn chunks_of_different_snapshots_are_not_assembled() {
         let chunk = |instance_id: &str, at_event_id, last| v1::SnapshotChunk {
             instance_id: instance_id.to_owned(),
             at_event_id,

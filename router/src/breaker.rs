@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn circuit_opens_after_consecutive_faults_probes_and_backs_off() {
+    async fn circuit_opens_after_consecutive_faults_and_probes_with_growing_pauses() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         for _ in 0..2 {
             assert!(!breaker.on_fault(BookingId(0), now) && !breaker.on_fault(BookingId(0), now) && breaker.admits(now));

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn journal_is_bounded_and_reports_forgotten_changes() {
+    fn change_journal_is_bounded_and_reports_that_changes_are_missing() {
         let mut journal = Journal::default();
         let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
         assert_eq!(since(&journal, 0), Some(vec![]));
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn long_updates_are_split_without_a_gap_and_merge_changes_of_one_booking() {
+    fn long_peer_update_is_split_without_a_gap_and_has_each_booking_once() {
         let ids: Vec<BookingId> = (0..3_000).map(|at| BookingId(at / 2)).collect();
         let messages = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| record(1)));
         assert_eq!(messages.len(), 2);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
+    fn booking_records_round_trip_and_gaps_and_other_instances_are_detected() {
         let mut receiver = PeerReceiver::new(10);
         let changes = |router, after, last_change_id| {
             let bookings = vec![change(5, Some(record(4))), change(6, None)];

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_and_malformed_messages_are_rejected() {
+    fn message_of_another_instance_or_without_a_field_is_refused() {
         let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
         let cases = [
             (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn published_events_may_arrive_after_their_announcement() {
+    fn published_events_may_arrive_after_the_heartbeat_that_announces_them() {
         let (mut subscription, start) = (subscription_from(EventSource::Nats), Instant::now());
         let after = |ms| start + Duration::from_millis(ms);
         assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn event_source_may_change_at_any_time() {
+    fn events_are_applied_once_when_their_source_changes() {
         let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
         snapshot_at(&mut subscription, 0);
         assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);

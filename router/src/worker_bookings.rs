@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn booked_load_counts_until_reported_and_never_twice() {
+    fn booked_load_counts_until_the_worker_reports_it() {
         let mut bookings = WorkerBookings::new(0);
         bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, &[]);
         bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, &[]);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn prediction_lasts_until_its_last_prompt_is_prefilled() {
+    fn block_is_predicted_until_all_prompts_that_store_it_are_prefilled() {
         let mut bookings = WorkerBookings::new(0);
         bookings.add(key("a", 1), BookedLoad::default(), &hashes(&[1, 2, 3]));
         bookings.add(key("b", 2), BookedLoad::default(), &hashes(&[1, 2, 9]));

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn each_attempt_has_one_outcome_and_drop_flushes_the_last_line() {
+    fn each_attempt_has_one_outcome_and_dropping_the_ledger_writes_all_lines() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_lines_are_counted() {
+    fn lost_ledger_lines_are_counted() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn open_refuses_a_file_with_another_writer() {
+    fn ledger_file_with_another_writer_is_refused() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let ledger = Ledger::open(file.path()).expect("a temporary file");
         let refused = Ledger::open(file.path()).expect_err("it has a writer");
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_line_does_not_damage_the_next() {
+    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_one() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let mut expected = String::new();
         for before in ["", "{\"line\":\"sched"] {
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn new_file_is_private_and_wider_permissions_are_warned_about() {
+    fn new_ledger_file_is_private_and_wider_permissions_cause_a_warning() {
         /// A log in memory.
         #[derive(Clone, Default)]
         struct Log(Arc<Mutex<Vec<u8>>>);

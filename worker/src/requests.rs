@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn disconnected_client_ends_the_task() {
+    async fn disconnected_client_ends_its_requests_task() {
         let (requests, _shutdown) = requests();
         let (held, released) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<u32>| async move {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_client_delays_only_its_own_task() {
+    async fn slow_client_delays_only_its_own_requests_task() {
         let (requests, _shutdown) = requests();
         let (done, mut is_done) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<usize>| async move {
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn stream_ends_with_its_last_reply_or_an_error() {
+    async fn reply_stream_ends_with_its_last_reply_or_an_error() {
         let (requests, shutdown) = requests();
         let mut whole = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         assert!(matches!(whole.next().await, Some(Ok(1))));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn drained_waits_until_the_last_stream_is_dropped() {
+    async fn drain_waits_until_the_last_reply_stream_is_dropped() {
         let (requests, shutdown) = requests();
         let replies = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         let mut drained = Box::pin(requests.drained());

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Recorded from vLLM 0.32.
+    /// Returns `kv_transfer_params` that vLLM 0.32 has sent.
     fn recorded() -> Value {
         json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[9, 14]],
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_parameters_round_trip_and_incomplete_ones_are_refused() {
+    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
         let bytes = to_bytes(Some(recorded())).expect("they are complete");
         assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
         for (field, _) in FIELDS {

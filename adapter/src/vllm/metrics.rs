@@ -58,7 +58,7 @@ fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32, shortened.
+    /// An excerpt of a recorded metrics page of vLLM 0.32.
     const METRICS: &str = r#"# TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.79538511919e+09
 # TYPE vllm:cache_config_info gauge
@@ -67,7 +67,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 "#;
 
     #[test]
-    fn constants_are_read_for_each_rank() {
+    fn engine_constants_are_parsed_for_each_rank() {
         let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
         let expected = EngineConstants {
             block_size: 32,

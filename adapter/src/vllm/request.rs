@@ -97,7 +97,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn all_parameters_are_passed_on() {
+    fn request_body_contains_all_sampling_parameters() {
         let sampling = Sampling {
             max_tokens: Some(9),
             min_tokens: 2,

@@ -187,7 +187,7 @@ pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> R
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32.
+    /// Events that vLLM 0.32 has sent.
     const FIRST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[324],"routed_experts":null,"sampling_mask":null,"weight_versions":null,"logprobs":{"content":[{"token_id":324,"logprob":-3.5,"rank":2,"top_logprobs":[{"token_id":324,"logprob":-3.5,"rank":2},{"token_id":344,"logprob":-3.25,"rank":1}]}]}}]}"#;
     const LAST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[516],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":null}]}"#;
     const USAGE: &str = r#"{"request_id":"generate-tokens-a4","usage":{"prompt_tokens":70,"total_tokens":74,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":64}},"output_mode":"tokens","choices":[]}"#;
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn unreported_count_differs_from_zero() {
+    fn missing_cached_token_count_differs_from_zero() {
         let of = |usage: &str| chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("an event").usage;
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn http_errors_have_their_reasons() {
+    fn http_status_determines_the_engine_failure() {
         let refused = failure(400, br#"{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#);
         assert!(matches!(refused, EngineFailure::Invalid(message) if message == "too long"));
         let denied = failure(401, br#"{"error":"Unauthorized"}"#);

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_tasks_run() {
+    fn task_may_start_and_await_further_tasks() {
         let threads = Threads::new(3).unwrap();
         let done = AtomicUsize::new(0);
         for _ in 0..200 {

@@ -57,8 +57,8 @@ impl<D: Device> Graphs<D> {
     }
 
     /// Executes the step `work`. The caller has padded it to the size `bucket`; the step reads its lists and writes its results at
-    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may be called a second time after a
-    /// partial execution, and must then still give the right result.
+    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may be
+    /// called a second time after a partial execution, and must then still give the right result.
     pub fn run(
         &mut self,
         device: &D,

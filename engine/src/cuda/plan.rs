@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn every_token_is_attended_once_over_all_earlier_positions() {
+    fn tiles_and_partitions_cover_every_token_and_position_once() {
         let tokens: Vec<u32> = (0..500).collect();
         let blocks: Vec<BlockId> = (0..400).rev().map(BlockId).collect();
         let chunks = [
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_keeps_existing_entries_and_tables() {
+    fn padding_a_batch_keeps_its_entries_and_tables() {
         let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
         let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
         let mut batch = Batch::new(&chunks, &SHAPE, 4);

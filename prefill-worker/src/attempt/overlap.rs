@@ -246,7 +246,7 @@ async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_but_the_last_chunk_is_written_in_order_when_that_is_computed() {
+async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
@@ -267,7 +267,7 @@ async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn late_ticket_costs_nothing_if_the_transfer_can_catch_up() {
+async fn late_ticket_does_not_delay_the_handoff_if_the_transfer_is_fast_enough() {
     let pace = Pace { compute_ms: 100, transfer_ms: 40 };
     let ticket_after = pace.compute(CHUNKS / 2);
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;

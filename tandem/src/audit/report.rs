@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_ledgers_have_no_sum() {
+    fn report_of_contradicting_ledgers_fails() {
         let mut twice = ledger();
         twice.push(scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)));
         let error = report(&twice).expect_err("counted twice").to_string();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn days_follow_the_calendar() {
+    fn day_of_a_time_follows_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01"),
             (86_399, "1970-01-01"),

@@ -182,22 +182,27 @@ fn only_uncertain_sums_may_differ() {
     assert_eq!(findings(left), [], "the frontend may have finished an answer whose client disconnected");
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
-    assert_eq!(findings(|evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone())), [], "or not");
-    assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but not when the client has it");
+    let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
+    assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
+    assert_ne!(
+        findings(|evidence| evidence.metrics = finished_less.clone()),
+        [],
+        "but the answer counts when its client has received it"
+    );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
-    assert_eq!(findings(counted_less), [], "a killed frontend's counters are gone");
+    assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
     let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
-    assert_ne!(findings(counted_more), [], "but what is left may not be more than all");
+    assert_ne!(findings(counted_more), [], "but the remaining counters may not exceed the sum");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
     };
-    assert_eq!(findings(lost), [], "a killed worker's counters are gone");
+    assert_eq!(findings(lost), [], "a killed worker's counters are lost");
     let twice = |evidence: &mut Evidence| {
         evidence.ledger.push(ended("b-0", 1, Outcome::Won));
     };
-    assert_eq!(findings(twice), [], "of two that began, the later one stands");
+    assert_eq!(findings(twice), [], "of two attempts that won, the later one is valid");
 }
 
 #[test]

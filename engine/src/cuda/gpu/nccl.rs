@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn polling_ends_with_success_error_or_limit() {
+    fn polling_ends_on_success_error_or_timeout() {
         let mut looks = 0;
         let third = poll_until(Instant::now(), Duration::from_secs(60), || {
             looks += 1;

@@ -163,7 +163,7 @@ fn least_recently_used_graph_is_evicted() {
 }
 
 #[test]
-fn only_small_fully_sampled_decode_steps_have_a_bucket() {
+fn only_small_fully_sampled_decode_steps_use_a_graph() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
     let sample = Logits::Sample(sampler.request(1));

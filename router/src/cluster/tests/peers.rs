@@ -270,7 +270,7 @@ fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
 }
 
 #[test]
-fn rebooked_request_counts_on_its_workers_without_load() {
+fn rebooked_request_has_a_booking_on_its_workers_but_adds_no_load() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let request = scenario.request(100, hashes(1, 0, 6));
     let running = |prefill: Option<&str>, prefilling| v1::ExistingPlacement {
@@ -307,7 +307,7 @@ fn rebooked_request_counts_on_its_workers_without_load() {
 }
 
 #[test]
-fn bookings_beyond_a_peers_limit_are_ignored() {
+fn peer_bookings_beyond_the_limit_are_ignored() {
     let mut one = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let mut other = Scenario::with(RouterSettings { bookings_max: 2, ..settings(PrefillPlace::Remote) }, 1, 1);
     let mut replica = Replica::open(&mut other.state);

@@ -57,7 +57,7 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
 /// If every new token were charged once for each running sequence, and blocks in use were not charged, one worker after the other would
 /// receive no more prompts, while the queues of the other workers grew.
 #[test]
-fn cost_policy_waits_least_with_long_answers() {
+fn requests_wait_least_by_the_cost_policy_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     assert_no_rule_is_better("answers x 8", world(), &prompts);
     let Some(prompts) = conversations(2.0, 8) else { return skipped() };
@@ -70,7 +70,7 @@ fn cost_policy_waits_least_with_long_answers() {
 }
 
 #[test]
-fn cost_policy_waits_least_with_small_caches_or_recorded_answers() {
+fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };
@@ -78,7 +78,7 @@ fn cost_policy_waits_least_with_small_caches_or_recorded_answers() {
 }
 
 #[test]
-fn cost_policy_waits_least_with_one_slow_worker() {
+fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[0].1 = 4.0;
@@ -87,7 +87,7 @@ fn cost_policy_waits_least_with_one_slow_worker() {
 
 /// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
 #[test]
-fn interference_of_a_tenth_waits_less_than_of_one_with_mixed_roles() {
+fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[..2].fill((Role::Prefill, 1.0));
