@@ -127,11 +127,8 @@ async fn stop_strings_end_the_generation_and_only_its_usage_waits() {
     }
     assert!(cluster.no_finish(), "the other sample is not complete");
     call.send(tokens(1, b"bSTOP")).await;
-    let finish = FinishRequest {
-        instance_id: call.request.instance_id.clone(),
-        request_id: call.request.request_id.clone(),
-        attempt: 1,
-    };
+    let finish =
+        FinishRequest { instance_id: call.request.instance_id.clone(), request_id: call.request.request_id.clone(), attempt: 1 };
     assert_eq!(cluster.finish().await, finish);
     while text.matches("stop").count() < 2 {
         text += &reply.more().await;

@@ -182,7 +182,8 @@ impl Cluster {
             FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
-        let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode { calls: call, finishes: finish }));
+        let serve =
+            tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode { calls: call, finishes: finish }));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));

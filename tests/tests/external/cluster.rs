@@ -28,7 +28,8 @@ impl Cluster {
     async fn start(fake: FakeSettings) -> Result<Self> {
         let (services, folder) = (Services::default(), tempfile::tempdir()?);
         let external = external(fake, |settings| settings.hash_key = HashKey::NONE).await?;
-        let worker = WorkerSettings { ledger: Ledger::open(&folder.path().join("ledger"))?, ..worker_settings("decode-0", "fake") };
+        let worker =
+            WorkerSettings { ledger: Ledger::open(&folder.path().join("ledger"))?, ..worker_settings("decode-0", "fake") };
         let worker = services.decode_worker(worker, external.adapter.clone()).await?;
         let workers = MemberSource::List(vec![worker.to_string()]);
         let router = services.router(RouterSettings { workers, ..RouterSettings::default() }).await?;
