@@ -17,8 +17,9 @@ pub(crate) use routers::{MemberList, Routers};
 use crate::metrics::FrontendMetrics;
 use attempt::{Attempt, Work};
 use booking::Booking;
+use futures::FutureExt;
 use placement::Placement;
-use std::{sync::Arc, time::Duration};
+use std::{convert::Infallible, future::pending, sync::Arc, time::Duration};
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, Scheduled, generate_reply::Message},
@@ -179,7 +180,7 @@ impl Dispatcher {
 
 impl Generation {
     /// Returns the worker's next message, and keeps the request booked while it waits. `Scheduled` is returned only if it has the cached tokens that
-    /// are reported late; the router receives them, too. Cancel-safe up to that report.
+    /// are reported late; the router receives them, too. Cancel-safe, unless the router's stream is full when that report arrives.
     ///
     /// # Errors
     /// The attempt failed. The generation can be resumed.
@@ -218,18 +219,11 @@ impl Generation {
                 }
             }
         };
-        let finishing = async {
-            finish.await;
-            std::future::pending().await
+        let report = tokio::select! {
+            biased;
+            report = timeout(REPORT_WAIT_MAX, report) => report.ok().flatten(),
+            never = finish.then(|()| pending::<Infallible>()) => match never {},
         };
-        let waiting = async {
-            tokio::select! {
-                biased;
-                report = report => report,
-                never = finishing => never,
-            }
-        };
-        let report = timeout(REPORT_WAIT_MAX, waiting).await.ok().flatten();
         if report.is_none() {
             tracing::debug!(request_id = %prompt.request_id, "the worker has not reported the cached tokens");
         }
