@@ -1,6 +1,7 @@
 //! Rules that concern several settings. clap would check such rules for flags and variables only, because it takes values of the file for
 //! defaults.
 
+use crate::settings::EngineKind;
 use clap::ArgMatches;
 use tandem_frontend::CacheIsolation;
 
@@ -28,7 +29,11 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["nats-password", "nats-password-file"], &["nats-user"]),
     (&["nats-cert"], &["nats-key"]),
     (&["nats-key"], &["nats-cert"]),
+    (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
 ];
+
+/// Settings that external engines have themselves.
+const OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
@@ -45,6 +50,23 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
         {
             return Err(format!("--{flag} needs --{}", needed.join(" or --")));
         }
+    }
+    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
+    match (engine == Some(&EngineKind::Vllm), given.try_get_many::<String>("engine_url").map(|urls| urls.map_or(0, Iterator::count))) {
+        (true, Ok(0)) => return Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
+        (true, Ok(2..)) if given.try_get_one::<String>("prefill_engine_url").is_err() => {
+            return Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned());
+        }
+        (true, Ok(_)) => {
+            if let Some(flag) = OWN_ENGINES.iter().find(is_set) {
+                return Err(format!("--{flag} has no effect with --engine vllm; leave it out, and configure the vLLM server"));
+            }
+        }
+        (true, Err(_)) if !is_set(&&"model") => {
+            return Err("--engine vllm needs --model here: the model that the vLLM servers serve, for its tokenizer and chat template".to_owned());
+        }
+        (false, Ok(1..)) => return Err("--engine-url needs --engine vllm".to_owned()),
+        _ => {}
     }
     let header = given.try_get_one::<String>("account_header").ok().flatten();
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
