@@ -104,9 +104,10 @@ async fn one_command_serves_a_running_fleet_and_routes_to_the_cached_prefix() ->
         complete(&cluster, &text).await?;
         let (both, cached) = sums(&fleet);
         assert_eq!(both - computed, 2 * text.len() as u64, "each prompt ran on one engine");
-        assert_eq!(cached, (document + 1) * (text.len() as u64 - 1) / 32 * 32, "the second request went to the same engine");
+        assert_eq!(cached, (document + 1) * ((text.len() as u64 - 1) / 32 * 32), "the second request went to the same engine");
     }
-    let body = json!({ "model": "fake", "messages": [{ "role": "user", "content": "hello" }], "max_tokens": 4, "temperature": 0 });
+    let body =
+        json!({ "model": "fake", "messages": [{ "role": "user", "content": "hello" }], "max_tokens": 4, "temperature": 0 });
     let chat = post(&cluster, "/v1/chat/completions", &body).await?;
     assert_eq!(chat["choices"][0]["message"]["content"], continuation("user: hello\nassistant: ", 4));
     cluster.stop().await;
@@ -142,7 +143,8 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
     let first = instance(&cluster, "decode-0").await?.context("the worker has joined")?;
 
     fleet.engines[0].pretend_restart();
-    until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != first))).await?;
+    until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != first)))
+        .await?;
     assert_eq!(complete(&cluster, &text).await?["choices"], before["choices"]);
 
     let second = instance(&cluster, "decode-0").await?.context("the worker has joined")?;
@@ -150,7 +152,8 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
     until("the worker has left", async || Ok(instance(&cluster, "decode-0").await?.is_none())).await?;
     assert!(complete(&cluster, &text).await.is_err(), "there is no engine");
     fleet.engines.push(FakeVllm::start(FakeSettings { port, ..fleet.settings.clone() }).await?);
-    until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != second))).await?;
+    until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != second)))
+        .await?;
     assert_eq!(complete(&cluster, &text).await?["choices"], before["choices"]);
     cluster.stop().await;
     Ok(())

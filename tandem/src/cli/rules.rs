@@ -52,7 +52,10 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
         }
     }
     let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
-    match (engine == Some(&EngineKind::Vllm), given.try_get_many::<String>("engine_url").map(|urls| urls.map_or(0, Iterator::count))) {
+    match (
+        engine == Some(&EngineKind::Vllm),
+        given.try_get_many::<String>("engine_url").map(|urls| urls.map_or(0, Iterator::count)),
+    ) {
         (true, Ok(0)) => return Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
         (true, Ok(2..)) if given.try_get_one::<String>("prefill_engine_url").is_err() => {
             return Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned());
@@ -63,7 +66,10 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
             }
         }
         (true, Err(_)) if !is_set(&&"model") => {
-            return Err("--engine vllm needs --model here: the model that the vLLM servers serve, for its tokenizer and chat template".to_owned());
+            return Err(
+                "--engine vllm needs --model here: the model that the vLLM servers serve, for its tokenizer and chat template"
+                    .to_owned(),
+            );
         }
         (false, Ok(1..)) => return Err("--engine-url needs --engine vllm".to_owned()),
         _ => {}

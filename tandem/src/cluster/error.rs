@@ -30,7 +30,9 @@ pub enum StartError {
     OneDevice,
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm")]
+    #[error(
+        "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
+    )]
     NoPrefillWorker,
     #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
     EngineCa { path: PathBuf, source: io::Error },
@@ -40,7 +42,9 @@ pub enum StartError {
         "the engines serve different models ({0} and {1}); run a cluster for each model, or set --served-model-name if both are the same model"
     )]
     SeveralModels(String, String),
-    #[error("the engine at {url} does not say where its model comes from; set --model to the model, for its tokenizer and chat template")]
+    #[error(
+        "the engine at {url} does not say where its model comes from; set --model to the model, for its tokenizer and chat template"
+    )]
     UnknownModel { url: String },
     #[error(transparent)]
     Model(#[from] ModelError),

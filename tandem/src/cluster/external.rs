@@ -7,7 +7,11 @@ use super::{
     process::description,
 };
 use crate::{model::Source, settings::EngineLimits};
-use std::{fs, io, net, path::Path, time::Duration};
+use std::{
+    fs, io, net,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use tandem_adapter::vllm::{self, ConnectError, ServerDescription, VllmSettings};
 use tandem_decode_worker::DecodeWorkerError;
 use tandem_node::{
@@ -59,7 +63,7 @@ impl EngineConfig {
     /// Returns how the server at `url` is used by a worker.
     pub(super) fn vllm(&self, url: &str, key: &ClusterKey) -> Result<VllmSettings, StartError> {
         let external = &self.worker.external;
-        let read = |path: &_| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
+        let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
         let ca = external.engine_ca.as_ref().map(read).transpose()?;
         let limits = EngineLimits {
             block_size: self.block_size,

@@ -230,7 +230,8 @@ async fn external_workers(
     }
     let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
     let inspections = all.map(|(role, url)| (role, config.vllm(url, &parts.key)));
-    let inspections = inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
+    let inspections =
+        inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
     let name = settings.common.served_model_name.clone();
     let (_, (engines, first)) = servers.first().expect("the command line demands one");

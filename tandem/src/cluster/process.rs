@@ -1,7 +1,8 @@
 //! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable, weights::load_served,
+    EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
+    weights::load_served,
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
@@ -126,7 +127,12 @@ impl Process {
                 address,
                 shutdown: process.registration.clone(),
             });
-            let plan = process.parts.plan((&id, role), advertise, &config, (settings.common.served_model_name.as_deref().unwrap_or_default(), ""));
+            let plan = process.parts.plan(
+                (&id, role),
+                advertise,
+                &config,
+                (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
+            );
             let engine = config.vllm(url, &process.parts.key)?;
             process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
             return Ok(process);

@@ -7,9 +7,9 @@
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
+use super::{Contents, ModelError, Source, digests::Digests, model_id};
 #[cfg(feature = "model")]
 use super::{Download, Pip, hf, progress, pypi};
-use super::{Contents, ModelError, Source, digests::Digests, model_id};
 use crate::secrets::secret_file;
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;

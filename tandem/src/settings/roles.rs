@@ -34,7 +34,13 @@ pub struct UpSettings {
     pub decode_workers: u32,
 
     /// URLs of the vLLM servers that only prefill, separated by commas; they and those in --engine-url need vLLM's NixlConnector
-    #[arg(long, env = "TANDEM_PREFILL_ENGINE_URL", help_heading = "External engine (--engine vllm)", value_name = "URLS", value_delimiter = ',')]
+    #[arg(
+        long,
+        env = "TANDEM_PREFILL_ENGINE_URL",
+        help_heading = "External engine (--engine vllm)",
+        value_name = "URLS",
+        value_delimiter = ','
+    )]
     #[serde(serialize_with = "with_commas")]
     pub prefill_engine_url: Vec<String>,
 
