@@ -57,7 +57,7 @@ pub enum DecodeWorkerError {
     #[error(transparent)]
     Worker(#[from] WorkerError),
     /// The socket has no address.
-    #[error("the decode worker's socket has no address")]
+    #[error("the address of the decode worker's socket cannot be read")]
     Socket(#[from] std::io::Error),
     /// It listens on all addresses, and none is advertised.
     #[error(
