@@ -34,7 +34,7 @@ pub(crate) enum PlacementError {
     NoEligibleWorker(#[from] NoEligibleWorker),
     #[error("the workers serve another model than the requested one")]
     OtherModel,
-    #[error("the router has reached its limit on bookings; try again later")]
+    #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
     #[error("the request has failed on all placements that one request may have; try again later")]
     TooManyAttempts,
