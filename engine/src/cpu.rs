@@ -47,7 +47,9 @@ pub enum CpuError {
     #[error("the model has the tensor {name}, which is not supported in models of its family: use another model")]
     Unexpected { name: String },
     /// The KV memory would be empty, or larger than the address space.
-    #[error("a KV memory of {capacity_blocks} blocks of {block_size} tokens is empty or larger than the address space: choose other sizes")]
+    #[error(
+        "a KV memory of {capacity_blocks} blocks of {block_size} tokens is empty or larger than the address space: choose other sizes"
+    )]
     Settings { block_size: u32, capacity_blocks: u32 },
     /// The threads could not be started.
     #[error("the engine cannot start {count} threads: choose fewer with --threads")]

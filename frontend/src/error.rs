@@ -36,7 +36,9 @@ pub(crate) enum ApiError {
         "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
     )]
     ContentType,
-    #[error("The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header.")]
+    #[error(
+        "The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header."
+    )]
     ContentEncoding,
     #[error("Invalid type or value for '{param}': {}.", in_json_words(.source))]
     Type { param: String, source: serde_json::Error },

@@ -68,7 +68,11 @@ impl IpcReceiver {
             }
             Err(error) => {
                 let error = error_chain(&error);
-                tracing::debug!(error, peer, "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path");
+                tracing::debug!(
+                    error,
+                    peer,
+                    "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path"
+                );
                 self.0.backoff.fail(peer);
                 None
             }

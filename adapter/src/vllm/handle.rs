@@ -47,9 +47,8 @@ pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> 
 /// # Errors
 /// The bytes are not JSON, or a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
-    let invalid = |error: serde_json::Error| {
-        EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"))
-    };
+    let invalid =
+        |error: serde_json::Error| EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"));
     let params = serde_json::from_slice(bytes).map_err(invalid)?;
     check(&params)?;
     Ok(params)

@@ -50,7 +50,9 @@ pub enum CudaError {
     )]
     Unlike { device: u32, found: String, first: String },
     /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.
-    #[error("the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart the process")]
+    #[error(
+        "the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart the process"
+    )]
     AllReduce { source: Source },
     /// The buffers of a step and the KV blocks (at least one) do not fit in this engine's share of the free memory.
     #[error(

@@ -26,7 +26,9 @@ pub struct Choice {
 pub enum NoEligibleWorker {
     #[error("no decode worker has joined; start one or wait until it is up")]
     NoDecodeWorker,
-    #[error("no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start one, or set --prefill auto")]
+    #[error(
+        "no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start one, or set --prefill auto"
+    )]
     NoPrefillWorker,
     #[error("the request has failed on every worker that could take it; try again later")]
     AllFailed,

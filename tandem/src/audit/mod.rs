@@ -27,7 +27,9 @@ pub enum Finding {
     Arithmetic { prompt: String, attempt: u32, worker: String },
     #[error("prompt {prompt} attempt {attempt}: counted {times} times instead of once; is a ledger listed twice?")]
     Twice { prompt: String, attempt: u32, times: usize },
-    #[error("prompt {prompt} attempt {attempt}: the attempt won, but no ledger has its token counts; is a worker's ledger missing?")]
+    #[error(
+        "prompt {prompt} attempt {attempt}: the attempt won, but no ledger has its token counts; is a worker's ledger missing?"
+    )]
     Uncounted { prompt: String, attempt: u32 },
     #[error(
         "request {request}: the client received an answer to {prompts} prompts, but the ledgers have a winning attempt for {won}; \
@@ -48,7 +50,9 @@ pub enum Finding {
     FrontendSum { series: &'static str, found: f64, expected: Range },
     #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of the worker's ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    #[error("worker {worker} is in the ledger but not in the metrics; add its metrics, or set --lost-worker {worker} if it was killed")]
+    #[error(
+        "worker {worker} is in the ledger but not in the metrics; add its metrics, or set --lost-worker {worker} if it was killed"
+    )]
     NoMetrics { worker: String },
     #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },

@@ -133,7 +133,8 @@ impl Report {
 
     /// Returns a remark on prompts that are in no sum; `None` if there are none.
     pub fn note(&self) -> Option<String> {
-        let note = "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
+        let note =
+            "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }

@@ -156,7 +156,10 @@ fn every_contradiction_is_found() {
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
         ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
         ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),
-        ("prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of the worker's ledger is 6", counted("\"hit\"} 4", "\"hit\"} 5")),
+        (
+            "prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of the worker's ledger is 6",
+            counted("\"hit\"} 4", "\"hit\"} 5"),
+        ),
         ("cached_tokens_total{worker=\"p0\"} is 209", counted("\"device\"} 208", "\"device\"} 209")),
         ("has lost 3 lines", counted("lost_total{worker=\"p0\"} 0", "lost_total{worker=\"p0\"} 3")),
         ("60 free + 39 cached + 0 in use blocks are not its capacity of 100", counted("\"cached\"} 40", "\"cached\"} 39")),

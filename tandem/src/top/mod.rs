@@ -69,7 +69,8 @@ struct View {
 
 impl Router {
     fn connect(address: &str, key: ClusterKey) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
         let endpoint = channel::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
