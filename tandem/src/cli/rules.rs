@@ -32,11 +32,11 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
 ];
 
-/// Settings that external engines have themselves.
-const OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
+/// Settings of engines in Tandem's processes. An external engine has its own.
+const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
 
 /// Checks the settings of a role, whichever layers they come from.
-pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
+pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     let is_set = |flag: &&&str| given.try_contains_id(&flag.replace('-', "_")).unwrap_or(false);
     for alternatives in ALTERNATIVES {
         let mut set = alternatives.iter().filter(is_set);
@@ -51,29 +51,7 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
             return Err(format!("--{flag} needs --{}", needed.join(" or --")));
         }
     }
-    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
-    match (
-        engine == Some(&EngineKind::Vllm),
-        given.try_get_many::<String>("engine_url").map(|urls| urls.map_or(0, Iterator::count)),
-    ) {
-        (true, Ok(0)) => return Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
-        (true, Ok(2..)) if given.try_get_one::<String>("prefill_engine_url").is_err() => {
-            return Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned());
-        }
-        (true, Ok(_)) => {
-            if let Some(flag) = OWN_ENGINES.iter().find(is_set) {
-                return Err(format!("--{flag} has no effect with --engine vllm; leave it out, and configure the vLLM server"));
-            }
-        }
-        (true, Err(_)) if !is_set(&&"model") => {
-            return Err(
-                "--engine vllm needs --model here: the model that the vLLM servers serve, for its tokenizer and chat template"
-                    .to_owned(),
-            );
-        }
-        (false, Ok(1..)) => return Err("--engine-url needs --engine vllm".to_owned()),
-        _ => {}
-    }
+    check_engine(role, given, is_set)?;
     let header = given.try_get_one::<String>("account_header").ok().flatten();
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
     match header {
@@ -87,5 +65,25 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
              it in --trusted-proxies (127.0.0.1 for one on this machine)"
         )),
         _ => Ok(()),
+    }
+}
+
+/// Checks the settings of an external engine.
+fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
+    let urls = given.try_get_many::<String>("engine_url").ok().flatten().map_or(0, Iterator::count);
+    if engine != Some(&EngineKind::Vllm) {
+        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm".to_owned()) };
+    }
+    if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
+        return Err(format!("--{flag} has no effect with --engine vllm; leave it out, and configure the vLLM server"));
+    }
+    match (role, urls) {
+        ("frontend", _) if !is_set(&&"model") => {
+            Err("--engine vllm needs --model here: the model of the vLLM servers, for its tokenizer and chat template".to_owned())
+        }
+        ("frontend", _) | ("up", 1..) | (_, 1) => Ok(()),
+        (_, 0) => Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
+        _ => Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned()),
     }
 }
