@@ -59,7 +59,7 @@ class Cluster:
         while not (found := re.search(r"frontend +http://(\S+)", introduction)):
             line = self.process.stdout.readline()
             if not line:
-                sys.exit(f"{' '.join(command)} ended early with {self.process.wait()}; its error is above")
+                sys.exit(f"{' '.join(command)} ended early with status {self.process.wait()}; its error is above")
             introduction += line
         self.address = found[1]
         self.model = introduction.split(" is ready")[0]
@@ -88,14 +88,14 @@ class Cluster:
         """Returns the time to the first token of a prompt that is not cached, and checks where it was prefilled."""
         answer = self.complete(prompt)
         if answer.cached_tokens or bool(answer.details["prefill_worker"]) != self.remote:
-            sys.exit(f"the prompt was not cold: {answer}")
+            sys.exit(f"a prompt that should be computed was cached, or was prefilled on the wrong worker: {answer}")
         return answer.ttft_ms
 
     def warm(self, prompt):
         """Returns the time to the first token of a prompt that is cached."""
         answer = self.complete(prompt)
         if answer.cached_tokens < (len(prompt) - 1) // BLOCK * BLOCK:
-            sys.exit(f"the prompt is not cached: {answer}")
+            sys.exit(f"a prompt that should be cached was computed: {answer}")
         return answer.ttft_ms
 
     def blocks(self):
@@ -269,7 +269,7 @@ def main():
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cluster.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
-        parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+        parser.error(f"--write needs --rounds {ROUNDS_MIN} or more; without --write, --rounds must be 1 or more")
     with contextlib.ExitStack() as running:
 
         def start(*settings):

@@ -70,7 +70,7 @@ class Side:
             sys.exit(f"{self.name} took more than {ANSWER_MAX_S} s for a round: stop other work on this machine")
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"{self.name} ended early with {self.process.wait()}; its error is above")
+            sys.exit(f"{self.name} ended early with status {self.process.wait()}; its error is above")
         return line.strip()
 
     def seconds(self, workload):
@@ -323,11 +323,11 @@ def main():
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
-        parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+        parser.error(f"--write needs --rounds {ROUNDS_MIN} or more; without --write, --rounds must be 1 or more")
     if arguments.only and arguments.write:
         parser.error("the written page has both tables: --write cannot be combined with --only")
     if len(os.sched_getaffinity(0)) < max(THREADS):
-        parser.error(f"this needs {max(THREADS)} processors")
+        parser.error(f"this benchmark needs {max(THREADS)} processors")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     sides = Sides(arguments)
     try:

@@ -175,7 +175,7 @@ def measure_conversations(model):
             if found := re.search(r"frontend +http://(\S+)", line):
                 break
         else:
-            print(f"tandem up ended with {cluster.wait()}: its error is above")
+            print(f"tandem up ended with status {cluster.wait()}: its error is above")
             return False
         print("\nTwo workers on one card, Qwen3-8B's shape. ", end="")
         turns.measure(found[1], turns.shape_of()[1])

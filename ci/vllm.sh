@@ -77,10 +77,10 @@ gguf() {
     local lines
     if [ -z "${TANDEM_MODEL:-}" ]; then
         [ -x "$tandem" ] || cargo build --release --locked
-        lines=$("$tandem" model fetch) || fail "the default model was not fetched"
+        lines=$("$tandem" model fetch) || fail "the default model was not fetched: see what tandem model fetch says above"
         TANDEM_MODEL=${lines##*$'\n'}
     fi
-    [ -s "$TANDEM_MODEL" ] || fail "there is no model in $TANDEM_MODEL"
+    [ -s "$TANDEM_MODEL" ] || fail "the model file $TANDEM_MODEL is missing or empty: correct TANDEM_MODEL"
     export TANDEM_MODEL
 }
 
@@ -121,7 +121,7 @@ with_engines() {
     program=$!
     wait "$program" || status=$?
     program=
-    [ "$status" -ne 124 ] || fail "ended after $limit_seconds s"
+    [ "$status" -ne 124 ] || fail "not finished after $limit_seconds s, so everything was ended: see the logs in $run"
     exit "$status"
 }
 

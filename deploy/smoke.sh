@@ -24,7 +24,12 @@ for _ in $(seq 300); do
     curl -sf "http://$TANDEM_PORT/ready" >/dev/null && ready=1 && break
     sleep 1
 done
-[ -n "${ready:-}" ] || { "${compose[@]}" ps; "${compose[@]}" logs --tail 20 router frontend prefill decode; exit 1; }
+[ -n "${ready:-}" ] || {
+    "${compose[@]}" ps
+    "${compose[@]}" logs --tail 20 router frontend prefill decode
+    echo "deploy/smoke.sh: the cluster was not ready within 300 s; its containers and the ends of their logs are above" >&2
+    exit 1
+}
 
 python3 smoke.py cached "http://$TANDEM_PORT"
 
@@ -51,7 +56,7 @@ for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
     # The output is empty while Prometheus knows no target. This is not an error.
     up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
-    printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
+    printf 'Prometheus scrapes %s of %s %s processes\n' "${up:-none}" "${expected#*=}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1
 done
 exit "$lost"

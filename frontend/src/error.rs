@@ -36,7 +36,9 @@ pub(crate) enum ApiError {
         "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
     )]
     ContentType,
-    #[error("The body is sent with a Content-Encoding, which this server does not decode; send it without.")]
+    #[error(
+        "The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header."
+    )]
     ContentEncoding,
     #[error("Invalid type or value for '{param}': {}.", in_json_words(.source))]
     Type { param: String, source: serde_json::Error },
@@ -99,7 +101,7 @@ pub(crate) enum ApiError {
     TooManySequences { sequences: usize, max: usize },
     #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
     ClientLimit { max: usize },
-    #[error("This server is shutting down; send the request to another.")]
+    #[error("This server is shutting down; send the request to another server.")]
     Draining,
     #[error("The server failed to process the request; its log says why.")]
     Internal,

@@ -73,10 +73,10 @@ pub struct FrontendSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
-    /// Requests of all clients share it.
+    /// Requests of all clients share cached KV.
     #[default]
     Shared,
-    /// Requests of the same account share it. Requests without an account share it only with each other.
+    /// Requests of the same account share cached KV. Requests without an account share it only with each other.
     Account,
 }
 

@@ -4,7 +4,7 @@ use crate::v1::{Identity, WorkerInfo};
 
 /// A difference between the identities of a process and of its cluster.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its {field} is {found}, the cluster's is {expected}; {}", self.remedy())]
+#[error("the process's {field} is {found}, but the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
     /// The differing field, such as `block size`.
     pub field: &'static str,
@@ -19,7 +19,10 @@ const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
     fn remedy(&self) -> &'static str {
-        if self.field == CLUSTER_KEY { "give all processes the same --cluster-key-file" } else { "start it with the cluster's" }
+        match self.field {
+            CLUSTER_KEY => "give all processes the same --cluster-key-file",
+            _ => "start the process with the cluster's value",
+        }
     }
 }
 
@@ -45,7 +48,7 @@ impl Identity {
         if self.key_fingerprint != cluster.key_fingerprint {
             let named = |fingerprint: &str| match fingerprint {
                 "" => "absent".to_owned(),
-                fingerprint => format!("that of fingerprint {fingerprint}"),
+                fingerprint => format!("the one with fingerprint {fingerprint}"),
             };
             let (found, expected) = (named(&self.key_fingerprint), named(&cluster.key_fingerprint));
             return Err(Difference { field: CLUSTER_KEY, found, expected });

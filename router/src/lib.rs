@@ -52,7 +52,7 @@ pub enum RouterError {
     #[error(transparent)]
     Workers(#[from] DiscoveryError),
     /// Serving on the socket failed.
-    #[error("the router's server failed")]
+    #[error("the router's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
 }
 
@@ -134,7 +134,7 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
         }
         tokio::select! {
             biased;
-            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of {what} changed"),
+            () = listed.changed() => tracing::info!(listed = listed.now().len(), "the list of {what} changed"),
             () = disconnected.notified(), if advisory => {}
         }
     }

@@ -178,11 +178,11 @@ pub(crate) enum PeerUpdate {
 /// Why replication from a peer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ReplicationError {
-    #[error("booking changes after {applied} are missing")]
+    #[error("booking changes after number {applied} are missing")]
     Gap { applied: u64 },
-    #[error("its message is from another instance than before")]
+    #[error("the message is from another router instance than the messages before it")]
     OtherInstance,
-    #[error("it has more than {max} bookings")]
+    #[error("the peer router has more than {max} bookings")]
     TooManyBookings { max: usize },
     #[error(transparent)]
     Wire(#[from] WireError),

@@ -56,12 +56,13 @@ impl ReportedStats {
 /// Why a subscription ends or has to start again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SubscriptionError {
-    #[error("KV events after {applied} are missing")]
+    #[error("KV events after id {applied} are missing")]
     Gap { applied: u64 },
-    #[error("its message is from another instance than the one subscribed to")]
+    #[error("the message is from another instance than the watched worker")]
     OtherInstance,
     #[error(
-        "its KV events name more blocks than its reported capacity of {capacity_blocks}; restart it with the router's version"
+        "the worker's KV events name more blocks than its reported capacity of {capacity_blocks}; \
+         restart the worker with the router's version"
     )]
     BeyondCapacity { capacity_blocks: u32 },
     #[error(transparent)]

@@ -23,21 +23,21 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Lost {
-    #[error("it cannot be reached")]
+    #[error("the router cannot connect to the process")]
     Unreachable(#[from] tonic::transport::Error),
-    #[error("it answered with an error")]
+    #[error("the process answered with an error")]
     Failed(#[from] Status),
-    #[error("it did not answer within {0:?}")]
+    #[error("the process did not answer within {0:?}")]
     Silent(Duration),
-    #[error("it closed the stream")]
+    #[error("the process closed the stream")]
     Closed,
-    #[error("it cannot join")]
+    #[error("the worker cannot join the cluster")]
     Incompatible(#[from] JoinError),
-    #[error("it sent an invalid message")]
+    #[error("the worker sent an invalid message")]
     InvalidEvents(#[from] SubscriptionError),
-    #[error("it sent an invalid message")]
+    #[error("the peer router sent an invalid message")]
     InvalidBookings(#[from] ReplicationError),
-    #[error("it is this router itself")]
+    #[error("the address is that of this router itself")]
     Itself,
 }
 

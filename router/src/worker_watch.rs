@@ -74,7 +74,8 @@ impl Watch for WorkerWatcher {
                 Resync::NoDelivery => {
                     tracing::warn!(
                         worker = %remote.address,
-                        "NATS delivers none of this worker's KV events; check that both may publish and subscribe there"
+                        "NATS delivers none of this worker's KV events, so the router reads them directly; \
+                         check the NATS permissions of worker and router"
                     );
                     use_nats_at = Instant::now() + NO_DELIVERY_PAUSE;
                 }

@@ -12,15 +12,15 @@ const LEN_MAX: u64 = 64 << 10;
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     match fs::metadata(path)?.len() {
         ..=LEN_MAX => fs::read(path),
-        len => Err(io::Error::other(format!("it has {len} bytes; the file must hold the secret and nothing else"))),
+        len => Err(io::Error::other(format!("the file has {len} bytes, but must hold the secret and nothing else"))),
     }
 }
 
 /// Reads the secret in the file at `path`, without its line ending.
 pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
     let text = read(path.as_ref()).and_then(|content| String::from_utf8(content).map_err(io::Error::other));
-    match text.map_err(|error| format!("it cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {
-        "" => Err("it is empty; write the secret into it".to_owned()),
+    match text.map_err(|error| format!("the file cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {
+        "" => Err("the file is empty; write the secret into it".to_owned()),
         secret => Ok(secret.to_owned().into()),
     }
 }

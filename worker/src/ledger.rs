@@ -122,7 +122,7 @@ impl Ledger {
             tracing::warn!(
                 file = %path.display(),
                 mode = %format_args!("{mode:03o}"),
-                "other users may read or write the ledger, which has accounts, sizes and times; run chmod 600 on it"
+                "other users may read or write the ledger, which has the accounts, sizes and times of requests; run chmod 600 on it"
             );
         }
         // On file systems without locks, another writer is not noticed.

@@ -144,7 +144,7 @@ impl<T> Stream for Replies<T> {
         let item = match ready!(self.replies.poll_recv(context)) {
             Some(Some(Ok(reply))) => return Poll::Ready(Some(Ok(reply))),
             Some(last) => last,
-            None => Some(Err(Status::unavailable("the worker is stopping; try another"))),
+            None => Some(Err(Status::unavailable("the worker is stopping; try another worker"))),
         };
         self.ended = true;
         Poll::Ready(item)

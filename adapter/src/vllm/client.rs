@@ -215,7 +215,7 @@ impl Api for Client {
             .read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT)
             .await;
         if let Err(error) = answer {
-            tracing::debug!(%error, "a request to abort did not reach the engine");
+            tracing::debug!(%error, "a call to abort a request did not reach the engine");
         }
     }
 }

@@ -96,13 +96,13 @@ pub enum ConnectError {
     #[error("{0}")]
     Denied(String),
     /// The server does not report its KV cache.
-    #[error("the engine's /metrics have no cache_config_info of rank {rank}; it must be vLLM 0.30 or later, with that rank")]
+    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
         /// The rank.
         rank: u32,
     },
     /// The server serves no model.
-    #[error("the engine serves no model")]
+    #[error("the engine serves no model; start it with one")]
     NoModel,
     /// The engine's block size is not a multiple of the cluster's.
     #[error(transparent)]
@@ -116,7 +116,7 @@ pub enum ConnectError {
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
     /// The server does not answer.
-    #[error("the engine does not answer any more")]
+    #[error("the engine no longer answers")]
     Gone,
     /// Another process answers at the server's address.
     #[error("the engine was restarted")]
@@ -238,12 +238,13 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
                 return Ok((model, version, constants));
             }
             Err(EngineFailure::Denied { status: 401 | 403, message }) => {
-                return Err(ConnectError::Denied(format!("the engine refuses the adapter ({message}); check --engine-key-file")));
+                let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
+                return Err(ConnectError::Denied(reason));
             }
             Err(error) => error_chain(&error),
         };
         if backoff.is_new_error(&error) {
-            tracing::info!(%error, "waiting for the engine");
+            tracing::info!(%error, "the engine does not answer yet; retrying");
         }
         sleep(backoff.next_delay()).await;
     }
@@ -284,7 +285,7 @@ async fn follow_events(shared: &Shared, subscription: Option<Subscription>) -> E
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
                     ignored = kinds.len();
-                    tracing::warn!(?kinds, "the engine has layers without full attention; their blocks are not routable");
+                    tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
                 }
             }),
             Update::Lost(reason) => {
@@ -322,12 +323,12 @@ async fn check_health(client: &Client, started: f64, hung: &watch::Sender<bool>)
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
                 if !hung.send_replace(true) {
-                    tracing::warn!("the engine does not answer; its requests are given up");
+                    tracing::warn!("the engine does not answer its health check in time; its requests are aborted");
                 }
             }
             Err(error) => {
                 failed += 1;
-                tracing::debug!(%error, failed, "the engine's health check failed");
+                tracing::debug!(error = %error_chain(&error), failed, "the engine's health check failed");
                 if failed >= FAILED_CHECKS_MAX {
                     return EngineEnded::Gone;
                 }

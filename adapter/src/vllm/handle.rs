@@ -27,7 +27,7 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
     match FIELDS.iter().find(|(field, holds)| !params.get(field).is_some_and(holds)) {
         None => Ok(()),
         Some((field, _)) => Err(EngineFailure::Protocol(format!(
-            "its kv_transfer_params have no valid {field}; it needs --kv-transfer-config with NixlConnector"
+            "kv_transfer_params has no valid {field}; start the engine with --kv-transfer-config and NixlConnector"
         ))),
     }
 }
@@ -47,8 +47,9 @@ pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> 
 /// # Errors
 /// The bytes are not JSON, or a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
-    let params =
-        serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
+    let invalid =
+        |error: serde_json::Error| EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"));
+    let params = serde_json::from_slice(bytes).map_err(invalid)?;
     check(&params)?;
     Ok(params)
 }

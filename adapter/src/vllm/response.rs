@@ -134,7 +134,7 @@ pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailur
                 logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top))).collect()
             }
             (Some(_), _) if !token_ids.is_empty() => {
-                return Err(EngineFailure::Protocol("tokens came without their logprobs".to_owned()));
+                return Err(EngineFailure::Protocol("tokens lack the requested logprobs".to_owned()));
             }
             _ => vec![None; token_ids.len()],
         };
@@ -149,7 +149,7 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
         "stop" => Ok(Finish::Stop),
         "length" => Ok(Finish::Length),
         "abort" => Ok(Finish::Aborted),
-        other => Err(EngineFailure::Protocol(format!("finish_reason {other:?}"))),
+        other => Err(EngineFailure::Protocol(format!("unknown finish_reason {other:?}"))),
     }
 }
 

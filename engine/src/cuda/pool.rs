@@ -134,12 +134,12 @@ impl<D: Device> KvMemory for Pool<D> {
 
     fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
         let ours = &self.0;
-        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("invalid handle (from another version?)"))?;
+        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("its handle is invalid, or from another version"))?;
         if handle.host != host() || handle.host == [0; 16] {
-            return Err(unreachable("on another host"));
+            return Err(unreachable("it is on another host"));
         }
         if (handle.block_bytes, handle.shards.len()) != (ours.block_bytes as u64, ours.shards.len()) {
-            return Err(unreachable("incompatible KV layout or tensor-parallel degree"));
+            return Err(unreachable("its KV layout or tensor-parallel degree differs"));
         }
         let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
         if handle.process == process() {
@@ -209,7 +209,7 @@ impl<D: Device> Drop for Peer<D> {
 impl<D: Device> PeerMemory for Peer<D> {
     fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
         if blocks.iter().any(|(from, _)| from.0 >= self.blocks) {
-            return Err(unreachable("no such block"));
+            return Err(unreachable("it does not have one of the blocks"));
         }
         let (pool, block_bytes) = (&self.pool, self.pool.block_bytes);
         // Runs of consecutive blocks are copied together.

@@ -81,7 +81,11 @@ impl Work<'_> {
         let WorkerRef { instance_id, address, .. } = &placement.decode.worker;
         let error = |reason| AttemptError::new(instance_id, reason);
         if !placement.decode.worker.has_signed_address(Role::Decode, decoders.network().key()) {
-            tracing::warn!(instance = %instance_id, "placement ignored: its address lacks the cluster's signature");
+            tracing::warn!(
+                instance = %instance_id,
+                "placement ignored, because its address is not signed with the cluster key; \
+                 give all processes the same --cluster-key-file"
+            );
             return Err(error(FailureReason::Unspecified));
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;

@@ -103,7 +103,13 @@ impl Dispatcher {
         // A worker that is slow but not lost must not generate at the same time as the next worker.
         drop(attempt);
         let reason = error.reason;
-        tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %error.instance_id, "stream lost");
+        tracing::debug!(
+            request_id = %prompt.request_id,
+            number,
+            reason = reason.label(),
+            instance = %error.instance_id,
+            "the stream from the decode worker was lost"
+        );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
@@ -120,7 +126,7 @@ impl Dispatcher {
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
             Err(error) => {
-                tracing::debug!(request_id = %prompt.request_id, %error, "not resumed");
+                tracing::debug!(request_id = %prompt.request_id, %error, "the request could not be resumed");
                 Err(DispatchError::Lost { reason })
             }
         }

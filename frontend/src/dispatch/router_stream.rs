@@ -58,7 +58,8 @@ impl RouterStream {
         loop {
             return match self.replies.message().await?.ok_or(DispatchError::RouterClosed)?.message {
                 Some(route_reply::Message::Placement(placement)) => {
-                    Placement::from_wire(placement).ok_or_else(|| Status::internal("a placement without a decode worker").into())
+                    let incomplete = || Status::internal("the router sent a placement without a decode worker").into();
+                    Placement::from_wire(placement).ok_or_else(incomplete)
                 }
                 Some(route_reply::Message::Failure(failure)) => match failure.reason() {
                     FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),

@@ -215,7 +215,7 @@ impl Routers {
             _ => false,
         };
         if !router_is_fine {
-            tracing::debug!(router = address, %error, "router marked unhealthy, deprioritized");
+            tracing::debug!(router = address, %error, "router marked unhealthy; requests try it after all others");
             self.set_health(address, Health::Unhealthy);
         }
         error

@@ -145,7 +145,7 @@ impl App {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
             name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
         };
-        let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
+        let rule = "must occur once, start with a letter or digit, and have at most 64 letters, digits, -, _, ., : and @";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
         // A header that occurs twice is refused: one of the two may come from the client and not from the proxy.
         let value = values.next().is_none().then_some(value);

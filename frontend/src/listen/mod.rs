@@ -132,7 +132,7 @@ impl Serving {
             }
         };
         if let Err(error) = served {
-            tracing::debug!(%error, "connection failed");
+            tracing::debug!(%error, "a client's connection failed");
         }
     }
 }

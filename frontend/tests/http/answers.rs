@@ -296,7 +296,10 @@ async fn models_health_and_readiness_are_served_with_every_documented_path() {
     let (_, text) = cluster.send(Method::GET, "/metrics", &[], "").await.text().await;
     assert!(text.contains("# TYPE tandem_frontend_inflight_requests gauge"), "{text}");
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
-    assert_eq!(unreachable.get("/ready").await.1, json!({ "status": "router unreachable; start it, or correct --router" }));
+    assert_eq!(
+        unreachable.get("/ready").await.1,
+        json!({ "status": "no router is reachable; start one, or correct --router or --etcd" })
+    );
 }
 
 /// Is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.

@@ -57,7 +57,7 @@ impl Watched {
                     }
                 }
                 Err(error) if self.reported.as_ref() != Some(&error) => {
-                    tracing::warn!("member list unchanged: {error}");
+                    tracing::warn!("the last valid list of members stays in use: {error}");
                     self.reported = Some(error);
                 }
                 Err(_) => {}

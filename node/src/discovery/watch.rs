@@ -134,7 +134,7 @@ impl Watcher {
             Ok(record) => Some(record.address),
             Err(error) => {
                 if !matches!(self.registered.get(&*key), Some(None)) {
-                    tracing::warn!(%key, "ignoring a key of etcd: {}", error_chain(&error));
+                    tracing::warn!(%key, "ignoring a registration in etcd: {}", error_chain(&error));
                 }
                 None
             }

@@ -26,13 +26,13 @@ use tokio::time::Instant;
 /// Why a worker must not join.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum JoinError {
-    #[error("its description lacks {field}")]
+    #[error("the worker's description lacks {field}; start the worker with the router's version")]
     Incomplete { field: &'static str },
     #[error(transparent)]
     Differs(#[from] Difference),
-    #[error("it rejects this router's cluster key; give all processes the same --cluster-key-file")]
+    #[error("the worker rejects this router's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    #[error("the same instance has joined under another address; list each worker once")]
+    #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,
     #[error("the worker at {address} has the same id {worker_id}; give each a --worker-id of its own")]
     SameWorkerId { worker_id: String, address: String },

@@ -36,6 +36,6 @@ pub(crate) enum PlacementError {
     OtherModel,
     #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
-    #[error("the request has failed as often as it may; try again later")]
+    #[error("the request has failed on all placements that one request may have; try again later")]
     TooManyAttempts,
 }

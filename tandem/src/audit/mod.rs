@@ -21,30 +21,38 @@ use tandem_worker::{LedgerLine, Outcome};
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Finding {
     #[error(
-        "prompt {prompt} attempt {attempt}: {worker}'s line does not add up (computed + cached = prompt, tiers = cached < prompt)"
+        "prompt {prompt} attempt {attempt}: the ledger line of {worker} does not add up \
+         (it must have computed + cached = prompt, sum of the tiers = cached, cached < prompt)"
     )]
     Arithmetic { prompt: String, attempt: u32, worker: String },
-    #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
+    #[error("prompt {prompt} attempt {attempt}: counted {times} times instead of once; is a ledger listed twice?")]
     Twice { prompt: String, attempt: u32, times: usize },
-    #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
+    #[error(
+        "prompt {prompt} attempt {attempt}: the attempt won, but no ledger has its token counts; is a worker's ledger missing?"
+    )]
     Uncounted { prompt: String, attempt: u32 },
     #[error(
-        "request {request}: the client has an answer to {prompts} prompts, of which {won} have a winning attempt; is a worker's ledger missing?"
+        "request {request}: the client received an answer to {prompts} prompts, but the ledgers have a winning attempt for {won}; \
+         is a worker's ledger missing?"
     )]
     NoWinner { request: String, prompts: usize, won: usize },
     #[error(
-        "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
+        "request {request}: the client's usage has {reported} {what} tokens, \
+         but the workers counted {counted} for the winning attempts ({attempts})"
     )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
     #[error(
-        "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
+        "{count} requests in the ledgers (such as {example}) are in no client file, \
+         but only {explained} clients disconnected before they received their request's id; is a client file missing?"
     )]
     WithoutClient { count: usize, example: String, explained: usize },
     #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
-    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of its ledger is {expected}")]
+    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of the worker's ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    #[error("worker {worker} is in the ledger but not in the metrics; add them, or set --lost-worker {worker} if it was killed")]
+    #[error(
+        "worker {worker} is in the ledger but not in the metrics; add its metrics, or set --lost-worker {worker} if it was killed"
+    )]
     NoMetrics { worker: String },
     #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },

@@ -38,7 +38,10 @@ pub struct Report {
 
 /// Lines of the ledgers contradict each other, so nothing can be summed.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} lines contradict each other (such as: {first}); run `tandem audit check` for all of them; no sum is printed")]
+#[error(
+    "no sums are printed, because {count} lines of the ledgers contradict others (such as: {first}); \
+     run `tandem audit check` to see all"
+)]
 pub struct Contradiction {
     count: usize,
     first: Finding,
@@ -130,7 +133,8 @@ impl Report {
 
     /// Returns a remark on prompts that are in no sum; `None` if there are none.
     pub fn note(&self) -> Option<String> {
-        let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
+        let note =
+            "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }

@@ -115,14 +115,14 @@ fn every_contradiction_is_found() {
     let without = |at: usize| -> Change { Box::new(move |evidence| drop(evidence.ledger.remove(at))) };
     let cases: Vec<(&str, Change)> = vec![
         (
-            "a usage of 64 cached tokens, but the winning attempts (attempt 1 on p0) counted 48",
+            "usage has 64 cached tokens, but the workers counted 48 for the winning attempts (attempt 1 on p0)",
             reported(0, |usage| usage.cached_tokens = 64),
         ),
-        ("a usage of 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
-        ("an answer to 2 prompts, of which 1 have a winning attempt", reported(0, |usage| usage.prompts = 2)),
-        ("an answer to 1 prompts, of which 0 have a winning attempt", without(1)),
-        ("prompt b-0 attempt 2: won, but no worker has counted it", without(5)),
-        ("prompt_tokens_total{worker=\"p0\"} is 600, but the sum of its ledger is 500", without(2)),
+        ("usage has 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
+        ("an answer to 2 prompts, but the ledgers have a winning attempt for 1", reported(0, |usage| usage.prompts = 2)),
+        ("an answer to 1 prompts, but the ledgers have a winning attempt for 0", without(1)),
+        ("prompt b-0 attempt 2: the attempt won, but no ledger has its token counts", without(5)),
+        ("prompt_tokens_total{worker=\"p0\"} is 600, but the sum of the worker's ledger is 500", without(2)),
         ("prompt a-0 attempt 1: counted 2 times", Box::new(|evidence| evidence.ledger.push(scheduled("a-0", 1, "p0", 1, 0)))),
         (
             "does not add up",
@@ -142,7 +142,7 @@ fn every_contradiction_is_found() {
             }),
         ),
         (
-            "2 requests in the ledgers are of no client (such as x-y); 1 clients disconnected",
+            "2 requests in the ledgers (such as x-y) are in no client file, but only 1 clients disconnected",
             Box::new(|evidence| {
                 for prompt in ["x-y-0", "z-0"] {
                     evidence.ledger.extend([scheduled(prompt, 1, "p0", 9, 0), ended(prompt, 1, Outcome::Won)]);
@@ -156,7 +156,10 @@ fn every_contradiction_is_found() {
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
         ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
         ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),
-        ("prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of its ledger is 6", counted("\"hit\"} 4", "\"hit\"} 5")),
+        (
+            "prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of the worker's ledger is 6",
+            counted("\"hit\"} 4", "\"hit\"} 5"),
+        ),
         ("cached_tokens_total{worker=\"p0\"} is 209", counted("\"device\"} 208", "\"device\"} 209")),
         ("has lost 3 lines", counted("lost_total{worker=\"p0\"} 0", "lost_total{worker=\"p0\"} 3")),
         ("60 free + 39 cached + 0 in use blocks are not its capacity of 100", counted("\"cached\"} 40", "\"cached\"} 39")),
@@ -216,12 +219,16 @@ fn only_counts_of_killed_workers_are_unverified() {
     let cases = [
         // The first decode worker was killed before it recorded `won`; another one resumed.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
-        (vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)], Some("attempt 1 on p0) counted 48"), 0),
+        (
+            vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)],
+            Some("counted 48 for the winning attempts (attempt 1 on p0)"),
+            0,
+        ),
         // Attempt 1 won. Attempt 2 may have won as well, because its outcome is lost.
         (vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 64)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 48)],
-            Some("attempt 1 on p0, attempt 2 on p0) counted 0 to 48"),
+            Some("counted 0 to 48 for the winning attempts (attempt 1 on p0, attempt 2 on p0)"),
             0,
         ),
         // An attempt with an outcome other than `won` has not won.

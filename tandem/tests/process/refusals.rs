@@ -67,9 +67,9 @@ fn incompatible_worker_receives_no_requests() {
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     let incompatible = [
-        ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
-        ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
-        ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
+        ("c", &["--cluster", "other"][..], "the process's cluster is other, but the cluster's is tandem"),
+        ("m", &["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
+        ("b", &["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
         ("d", &[], "has the same id d; give each a --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
@@ -94,7 +94,7 @@ fn incompatible_worker_receives_no_requests() {
     }
     let reason =
         &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("the view has the address").reason;
-    assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
+    assert!(reason.contains("the process's version is 99.0.0, but the cluster's is"), "{reason}");
 
     ready(&frontend);
     (0..8).for_each(|number| drop(chat(&frontend, &format!("request {number}"))));
@@ -114,9 +114,9 @@ fn incompatible_frontend_refuses_requests() {
     let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
     for (args, expected) in [
-        (["--cluster", "other"], "its cluster is other, the cluster's is tandem"),
-        (["--block-size", "32"], "its block size is 32, the cluster's is 16"),
-        (["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
+        (["--cluster", "other"], "the process's cluster is other, but the cluster's is tandem"),
+        (["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
+        (["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
     ] {
         let frontend = plan.frontend(&args);
         let unready = frontend.get("/ready");

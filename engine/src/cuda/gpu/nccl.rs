@@ -86,9 +86,9 @@ pub(in crate::cuda) struct Nccl {
 /// Why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
-    #[error("{what}, result {code}")]
+    #[error("{what}, NCCL result {code}")]
     Refused { code: c_int, what: String },
-    #[error("not done after {0:?}")]
+    #[error("the operation did not end within {0:?}")]
     Late(Duration),
     #[error("the communicator was aborted after an earlier failure")]
     Broken,

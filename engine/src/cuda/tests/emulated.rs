@@ -473,5 +473,5 @@ impl PeerCommunicator for Pipe {
 }
 
 fn late(limit: Duration) -> CudaError {
-    CudaError::Nccl { doing: "testing", source: format!("not done after {limit:?}").into() }
+    CudaError::Nccl { doing: "testing", source: format!("the operation did not end within {limit:?}").into() }
 }

@@ -78,10 +78,10 @@ fn handle_of_another_host_or_layout_is_refused() {
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "on another host");
-    assert_eq!(refused(&changed(32)), "incompatible KV layout or tensor-parallel degree");
+    assert_eq!(refused(&changed(0)), "it is on another host");
+    assert_eq!(refused(&changed(32)), "its KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
-    assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
+    assert_eq!(refused(&two), "its KV layout or tensor-parallel degree differs");
     // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
     let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
@@ -90,7 +90,7 @@ fn handle_of_another_host_or_layout_is_refused() {
     ended[51] = 0xff;
     assert_eq!(refused(&ended), "its engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
-        assert_eq!(refused(other), "invalid handle (from another version?)");
+        assert_eq!(refused(other), "its handle is invalid, or from another version");
     }
 }
 

@@ -85,7 +85,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
     let (health, problem) = if views.iter().any(|view| view.circuit_open) {
         ("circuit_open", Some("requests failed on this worker; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partial", Some(format!("known to {} of {routers} routers", views.len())))
+        ("partial", Some(format!("only {} of {routers} routers know this worker", views.len())))
     } else {
         ("healthy", None)
     };
