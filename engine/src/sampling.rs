@@ -448,7 +448,7 @@ mod tests {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("they were requested");
+        let logprobs = logprobs.expect("the request asked for logprobs");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
     }

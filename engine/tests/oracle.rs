@@ -28,7 +28,7 @@ fn model() -> Option<Arc<CpuModel>> {
                 eprintln!("SKIPPED, NOTHING WAS COMPARED: set TANDEM_MODEL to the default model's .gguf file");
                 return None;
             };
-            let file = Gguf::open(Path::new(&path)).expect("TANDEM_MODEL names a GGUF file");
+            let file = Gguf::open(Path::new(&path)).expect("TANDEM_MODEL must name a GGUF file");
             Some(CpuModel::load(&file).expect("the model loads"))
         })
         .clone()
@@ -37,7 +37,7 @@ fn model() -> Option<Arc<CpuModel>> {
 fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ci/goldens").join(name);
     serde_json::from_slice(&std::fs::read(path).expect("the goldens are in the tree"))
-        .expect("the goldens are as their script writes them")
+        .expect("the goldens have the format of their script")
 }
 
 #[derive(Deserialize)]
@@ -141,7 +141,7 @@ fn document() -> Vec<TokenId> {
         .into_iter()
         .map(|golden| golden.tokens)
         .max_by_key(Vec::len)
-        .expect("there are documents")
+        .expect("the goldens have at least one document")
 }
 
 fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {

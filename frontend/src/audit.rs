@@ -156,12 +156,12 @@ mod tests {
 
     #[test]
     fn audit_result_that_is_a_folder_or_too_long_is_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let kind = |path: &Path| AuditResult::read(path).expect_err("it is refused").cause.kind();
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+        let kind = |path: &Path| AuditResult::read(path).expect_err("the audit result is refused").cause.kind();
         assert_eq!(kind(folder.path()), io::ErrorKind::InvalidInput);
         let file = folder.path().join("audit");
         AuditResult::default().write(&file).expect("the folder is writable");
-        assert_eq!(AuditResult::read(&file).expect("it was written"), AuditResult::default());
+        assert_eq!(AuditResult::read(&file).expect("the file has an audit result"), AuditResult::default());
         let text = [vec![b' '; READ_MAX_BYTES as usize], fs::read(&file).expect("the folder is writable")].concat();
         fs::write(&file, text).expect("the folder is writable");
         assert_eq!(kind(&file), io::ErrorKind::InvalidData);
@@ -169,21 +169,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn last_known_audit_result_is_used_while_a_read_hangs() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("audit");
         let (audit, metrics) = last(&file);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 0"));
         let old = AuditResult { checked_unix_s: 7, findings: 1, ..AuditResult::default() };
         old.write(&file).expect("the folder is writable");
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
-        assert_eq!(audit.read().await.expect_err("nothing is known").cause.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(audit.read().await.expect_err("no audit result is known yet").cause.kind(), io::ErrorKind::TimedOut);
         drop(hangs);
-        assert_eq!(audit.read().await.expect("it is read"), old);
+        assert_eq!(audit.read().await.expect("the audit result is read"), old);
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
         AuditResult { findings: 2, ..old }.write(&file).expect("the folder is writable");
-        assert_eq!(audit.read().await.expect("it was read"), old);
+        assert_eq!(audit.read().await.expect("an earlier audit result is known"), old);
         drop(hangs);
-        assert_eq!(audit.read().await.expect("it is read").findings, 2);
+        assert_eq!(audit.read().await.expect("the audit result is read").findings, 2);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 7"));
     }
 }

@@ -70,8 +70,8 @@ mod tests {
         assert!(poll!(&mut first).is_pending());
         let mut second = pin!(cores.run(None, || Ok(2)));
         assert!(poll!(&mut second).is_pending(), "the first holds the only core");
-        release.send(()).expect("the first waits for it");
-        first.await.expect("it succeeds");
+        release.send(()).expect("the first task keeps the receiver");
+        first.await.expect("the first task succeeds");
         assert_eq!(second.await.ok(), Some(2));
     }
 
@@ -91,7 +91,7 @@ mod tests {
         let task = |client, name: usize| {
             let order = Arc::clone(&order);
             cores.run(Some(client), move || {
-                order.lock().expect("no panic").push(name);
+                order.lock().expect("no task panics with the lock").push(name);
                 Ok(())
             })
         };
@@ -102,11 +102,15 @@ mod tests {
         }
         let mut other = pin!(task(&other, 99));
         assert!(poll!(&mut other).is_pending());
-        release.send(()).expect("the first waits for it");
-        first.await.expect("it succeeds");
+        release.send(()).expect("the first task keeps the receiver");
+        first.await.expect("the first task succeeds");
         let (others, _) = tokio::join!(other, join_all(flood));
-        others.expect("it is served");
-        assert_eq!(order.lock().expect("no panic").iter().position(|name| *name == 99), Some(1), "one of the flood goes first");
+        others.expect("the task of the other client runs");
+        assert_eq!(
+            order.lock().expect("no task panics with the lock").iter().position(|name| *name == 99),
+            Some(1),
+            "one of the flood goes first"
+        );
     }
 
     #[tokio::test]

@@ -86,7 +86,7 @@ impl ClusterKey {
     pub fn random() -> Self {
         let mut secret = [0; SECRET_BYTES_MIN];
         SystemRandom::new().fill(&mut secret).expect("the system has randomness");
-        Self::new(&secret).expect("it is long enough")
+        Self::new(&secret).expect("the secret is long enough")
     }
 
     /// Returns whether the cluster has a key.
@@ -164,7 +164,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn key(secret: &[u8]) -> ClusterKey {
-        ClusterKey::new(secret).expect("it is long enough")
+        ClusterKey::new(secret).expect("the secret is long enough")
     }
 
     fn one() -> ClusterKey {
@@ -177,7 +177,7 @@ mod tests {
     fn derived_keys_equal_reference_values() {
         assert_eq!(one().fingerprint(), "658b4719de0e0b76");
         assert_eq!(
-            one().bearer().expect("there is a key").as_bytes(),
+            one().bearer().expect("the process has a cluster key").as_bytes(),
             b"Bearer 7c9f67f22f6f7bfeb1a1bbe8c084bfbbb9916d205c68aa0eb806f37faac70d9d"
         );
         assert_eq!(
@@ -201,9 +201,9 @@ mod tests {
         let (ours, other) = (one(), ClusterKey::random());
         assert!(ours.admits(ours.bearer()) && other.admits(other.bearer()));
         assert!(!ours.admits(other.bearer()) && !ours.admits(None));
-        let bearer = ours.bearer().expect("there is a key").to_str().expect("ASCII").to_owned();
+        let bearer = ours.bearer().expect("the process has a cluster key").to_str().expect("the bearer is ASCII").to_owned();
         for wrong in ["", "Bearer", &bearer[..bearer.len() - 1], &format!("{bearer}0"), &bearer.to_uppercase()] {
-            assert!(!ours.admits(Some(&wrong.parse().expect("ASCII"))), "{wrong}");
+            assert!(!ours.admits(Some(&wrong.parse().expect("the bearer is a valid header value"))), "{wrong}");
         }
         let none = ClusterKey::default();
         assert!(none.admits(None) && none.admits(other.bearer()) && none.bearer().is_none());

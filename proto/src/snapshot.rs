@@ -152,7 +152,10 @@ mod tests {
         let mut assembly = SnapshotAssembly::new(2);
         for at_event_id in [5, 9] {
             assert_eq!(assembly.push(chunk("a", at_event_id, false)), Ok(None));
-            let whole = assembly.push(chunk("a", at_event_id, true)).expect("it is complete").expect("it is complete");
+            let whole = assembly
+                .push(chunk("a", at_event_id, true))
+                .expect("the last chunk completes the snapshot")
+                .expect("the last chunk completes the snapshot");
             assert_eq!((whole.at_event_id, whole.stored.len()), (at_event_id, 2));
         }
         for other in [chunk("b", 1, true), chunk("a", 2, true)] {

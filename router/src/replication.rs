@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
         let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
         booked.prefill = booked.decode.clone();
-        let decoded = BookingRecord::try_from(booked.clone()).expect("it is complete");
+        let decoded = BookingRecord::try_from(booked.clone()).expect("the booking record is complete");
         assert_eq!((decoded.prefill, decoded.hashes.len()), (None, HASHES_MAX));
         let lacking = BookedRequest { decode: None, ..booked };
         assert_eq!(BookingRecord::try_from(lacking), Err(WireError::Missing { field: "decode" }));

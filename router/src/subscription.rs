@@ -246,7 +246,7 @@ mod tests {
         for missing in [batch(6, &[6]), batch(5, &[]), KvEventBatch { events: batch(7, &[5, 7]).events, ..batch(7, &[]) }] {
             let mut subscription = subscription();
             snapshot_at(&mut subscription, 4);
-            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("an event is missing");
+            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("a gap in the events is an error");
             assert!(matches!(error, SubscriptionError::Gap { .. }), "{error:?}");
         }
     }

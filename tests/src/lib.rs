@@ -79,7 +79,7 @@ pub fn cpu_settings() -> Option<UpSettings> {
         return None;
     };
     let mut settings = sim_settings();
-    settings.model.model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    settings.model.model = Some(model.parse().expect("TANDEM_MODEL must be the path of a model"));
     settings.model.engine = EngineKind::Cpu;
     Some(settings)
 }

@@ -38,7 +38,7 @@ fn expanded(tree: &str) -> Vec<String> {
         depth += i32::from(char == '{') - i32::from(char == '}');
         match (char, depth) {
             (',', 0) => parts.push(String::new()),
-            _ => parts.last_mut().expect("a part has begun").push(char),
+            _ => parts.last_mut().expect("the list has an item").push(char),
         }
     }
     let parts = parts.iter().filter(|part| !part.trim().is_empty());

@@ -39,7 +39,7 @@ fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
             tokio::time::advance(Duration::from_millis(1)).await;
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("the runtime can be built");
     runtime.block_on(async {
         tokio::select! {
             biased;
@@ -139,7 +139,7 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     let send_questions = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
-            let Some(prompt) = prompts.lock().expect("no holder panics").pop_front() else { break };
+            let Some(prompt) = prompts.lock().expect("no test panics with the lock").pop_front() else { break };
             let (all, cached) = usage_of(&cluster.client, &prompt).await?;
             prompt_tokens += all;
             cached_tokens += cached;

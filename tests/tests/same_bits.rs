@@ -19,7 +19,7 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
-    let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("an answer has choices");
+    let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("the answer has choices");
     choices.iter_mut().for_each(|choice| choice["index"] = Value::Null);
     assert!(
         choices

@@ -184,12 +184,12 @@ mod tests {
             for reply in 0..=REPLIES_MAX {
                 replies.send(reply).await?;
             }
-            done.send(()).expect("the test holds the receiver");
+            done.send(()).expect("the test keeps the receiver");
             Ok(())
         });
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert_eq!(is_done.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        let all: Vec<usize> = replies.map(|reply| reply.expect("no error")).collect().await;
+        let all: Vec<usize> = replies.map(|reply| reply.expect("the reply is not an error")).collect().await;
         assert_eq!(all, (0..=REPLIES_MAX).collect::<Vec<_>>());
         is_done.await.expect("the task continued");
     }

@@ -183,7 +183,7 @@ impl Routers {
     pub(super) async fn book_when_possible(self: Arc<Self>, prompt: RoutePrompt) -> RouterStream {
         loop {
             let mut healthy = self.healthy.subscribe();
-            healthy.wait_for(|count| *count > 0).await.expect("this value holds the sender");
+            healthy.wait_for(|count| *count > 0).await.expect("`self` keeps the sender");
             match self.book(&prompt).await {
                 Ok(stream) => return stream,
                 Err(_) => sleep(REBOOK_INTERVAL).await,

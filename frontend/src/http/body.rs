@@ -224,9 +224,9 @@ mod tests {
     async fn bodies_share_a_budget_except_small_ones() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
-        let large = read(UNCOUNTED_BYTES + 80_000).await.expect("it fits");
+        let large = read(UNCOUNTED_BYTES + 80_000).await.expect("the body fits in the budget");
         assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
-        let _small = read(UNCOUNTED_BYTES).await.expect("it needs no budget");
+        let _small = read(UNCOUNTED_BYTES).await.expect("a small body needs no budget");
         drop(large);
         assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "what was held and what was refused is back");
     }
@@ -247,11 +247,13 @@ mod tests {
             let sent: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
             for chunk in [1_000, MAPPED_FROM_BYTES, length] {
                 let chunks: Vec<_> = sent.chunks(chunk).map(|chunk| Ok::<_, Infallible>(Bytes::copy_from_slice(chunk))).collect();
-                let (unannounced, _) =
-                    bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await.expect("it fits");
+                let (unannounced, _) = bodies
+                    .read(None, &json(), Body::from_stream(stream::iter(chunks)))
+                    .await
+                    .expect("the body fits in the budget");
                 assert!(unannounced == sent, "{length} bytes, {chunk} at a time");
             }
-            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("it fits");
+            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("the body fits in the budget");
             assert!(announced == sent, "{length} bytes, announced");
         }
         let chunks = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));

@@ -86,13 +86,13 @@ mod tests {
         if let Some(name) = header {
             request = request.header(name, "1.2.3.4");
         }
-        let (mut parts, ()) = request.body(()).expect("well-formed").into_parts();
-        parts.extensions.insert(PeerAddress(peer.parse().expect("an address")));
+        let (mut parts, ()) = request.body(()).expect("the request is well-formed").into_parts();
+        parts.extensions.insert(PeerAddress(peer.parse().expect("the peer address is valid")));
         trust.trusts(&parts)
     }
 
     fn trust(proxies: &[&str], local: bool) -> Trust {
-        let proxies = proxies.iter().map(|network| network.parse().expect("a network")).collect();
+        let proxies = proxies.iter().map(|network| network.parse().expect("the network is valid")).collect();
         Trust::new(proxies, local, ExposeDetails::Trusted)
     }
 

@@ -84,12 +84,12 @@ mod tests {
     use tandem_node::Metrics;
 
     fn limits(all_max: usize, per_peer_max: usize) -> Arc<ConnectionLimits> {
-        let proxies = vec!["10.9.0.0/16".parse().expect("a network")];
+        let proxies = vec!["10.9.0.0/16".parse().expect("the network is valid")];
         Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default(), "m"))))
     }
 
     fn from(limits: &Arc<ConnectionLimits>, address: &str) -> Option<ConnectionPermit> {
-        limits.acquire(Some(address.parse().expect("an address")))
+        limits.acquire(Some(address.parse().expect("the address is valid")))
     }
 
     #[test]
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn addresses_of_one_ipv6_network_count_together() {
         let limits = limits(9, 1);
-        let _first = from(&limits, "2001:db8::1").expect("none is open");
+        let _first = from(&limits, "2001:db8::1").expect("the network has no open connection");
         assert!(from(&limits, "2001:db8::ffff:1").is_none(), "the same /64");
         assert!(from(&limits, "2001:db8:0:1::1").is_some(), "another /64");
     }

@@ -90,9 +90,9 @@ impl Tokenizer {
             algorithm: Algorithm::Bytes,
             token_bytes_max: token_bytes_max(&tokens),
             tokens,
-            special: Literals::new(names.to_vec()).expect("two short names make an automaton"),
-            always: Literals::new(Vec::new()).expect("no names make an automaton"),
-            control: automaton(names.iter().map(|(name, _)| name)).expect("two short names make an automaton"),
+            special: Literals::new(names.to_vec()).expect("an automaton can be built from two short names"),
+            always: Literals::new(Vec::new()).expect("an automaton can be built from no names"),
+            control: automaton(names.iter().map(|(name, _)| name)).expect("an automaton can be built from two short names"),
         }
     }
 
@@ -397,7 +397,7 @@ fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick,
 fn byte_of_char() -> HashMap<char, u8> {
     let visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut hidden = (256..).filter_map(char::from_u32);
-    let mut char_of = |byte: u8| if visible(byte) { byte.into() } else { hidden.next().expect("256 is far from the end") };
+    let mut char_of = |byte: u8| if visible(byte) { byte.into() } else { hidden.next().expect("the range has 256 characters") };
     (0..=u8::MAX).map(|byte| (char_of(byte), byte)).collect()
 }
 

@@ -291,16 +291,16 @@ mod tests {
             }
         }
         let list = format!("[{}]", vec!["{}"; 100_000].join(","));
-        let Bounded(built) = serde_json::from_str::<Bounded<Counted, 10>>(&list).expect("it is JSON");
+        let Bounded(built) = serde_json::from_str::<Bounded<Counted, 10>>(&list).expect("the text is JSON");
         assert_eq!((built.len(), BUILT.get()), (11, 11));
         let object = format!("{{{}}}", vec![r#""1":2"#; 100_000].join(","));
-        let BoundedMap(built) = serde_json::from_str::<BoundedMap<10>>(&object).expect("it is JSON");
+        let BoundedMap(built) = serde_json::from_str::<BoundedMap<10>>(&object).expect("the text is JSON");
         assert_eq!(built.len(), 11);
-        let Stop(built) = serde_json::from_str(&format!("[{}]", vec![r#""a""#; 100_000].join(","))).expect("it is JSON");
+        let Stop(built) = serde_json::from_str(&format!("[{}]", vec![r#""a""#; 100_000].join(","))).expect("the text is JSON");
         assert_eq!(built.len(), STOPS_MAX + 1);
         for element in [r#""a""#, "[1]"] {
             let list = format!("[{}]", vec![element; 100_000].join(","));
-            let Prompts(built) = serde_json::from_str(&list).expect("it is JSON");
+            let Prompts(built) = serde_json::from_str(&list).expect("the text is JSON");
             assert_eq!(built.len(), PROMPTS_MAX + 1, "of {element}");
         }
         // The elements that are skipped must also be valid JSON.

@@ -90,7 +90,7 @@ mod tests {
             for split in 0..1_u32 << (chars.len() - 1) {
                 let mut chunks = vec![String::new()];
                 for (index, char) in chars.iter().enumerate() {
-                    chunks.last_mut().expect("there is one").push_str(char);
+                    chunks.last_mut().expect("the list starts with one chunk").push_str(char);
                     if split >> index & 1 == 1 {
                         chunks.push(String::new());
                     }

@@ -39,7 +39,7 @@ async fn whole_chat_answer_has_openais_format() {
     prompt.push(IM_START);
     prompt.extend(ids("assistant\n"));
     assert_eq!(call.request.prompt, prompt);
-    let sampling = call.request.sampling.clone().expect("it is set");
+    let sampling = call.request.sampling.clone().expect("the call has sampling settings");
     assert_eq!((sampling.max_tokens, sampling.min_tokens, sampling.seed), (Some(5), 2, u64::MAX));
     assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p), (0.5, 0.9, 0, 0.1));
     assert_eq!((sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty), (1.0, -1.0, 1.5));
@@ -58,13 +58,13 @@ async fn whole_chat_answer_has_openais_format() {
     call.send(tokens(0, "üß".as_bytes())).await;
     call.send(finished(0, FinishReason::Stop, Some(IM_END))).await;
     let reply = soon(reply).await.expect("the client task runs");
-    let request_id = reply.header("x-request-id").expect("every response has it").to_owned();
+    let request_id = reply.header("x-request-id").expect("every response has an x-request-id header").to_owned();
     assert_eq!(call.request.request_id, format!("{request_id}-0"));
     let (status, mut answer) = reply.json().await;
     assert_eq!(status, StatusCode::OK);
     for field in ["tandem", "created", "usage"] {
         assert!(!answer[field].is_null(), "{answer}");
-        answer.as_object_mut().expect("an object").remove(field);
+        answer.as_object_mut().expect("the answer is an object").remove(field);
     }
     assert_eq!(
         answer,
@@ -84,7 +84,7 @@ async fn streamed_chat_answer_has_openais_format() {
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;
     assert_eq!(call.request.samples, 2);
-    let sampling = call.request.sampling.clone().expect("it is set");
+    let sampling = call.request.sampling.clone().expect("the call has sampling settings");
     assert_eq!((sampling.max_tokens, sampling.stop_token_ids), (None, vec![]));
     call.begin(Some(0)).await;
     // The three parts split a character. The frontend sends it only once it is complete.
@@ -115,7 +115,7 @@ async fn streamed_chat_answer_has_openais_format() {
         assert_eq!(event["id"], events[0]["id"]);
     }
     // A header requests the details. They are sent even if usage was not requested.
-    assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
+    assert_eq!(events.last().expect("the answer has events")["tandem"]["cached_tokens_source"], "worker");
 }
 
 #[tokio::test]
@@ -284,12 +284,12 @@ async fn models_health_and_readiness_are_served_with_every_documented_path() {
     for path in ["/health", "/live", "/ready"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::OK, "{path}");
     }
-    *cluster.decode_workers.lock().expect("no test panics with it") = 0;
+    *cluster.decode_workers.lock().expect("no test panics with the lock") = 0;
     let (status, body) = cluster.get("/ready").await;
     assert_eq!((status, body), (StatusCode::SERVICE_UNAVAILABLE, json!({ "status": "no decode worker" })));
     assert_eq!(cluster.get("/health").await.0, StatusCode::OK);
     let (_, document) = cluster.get("/openapi.json").await;
-    for path in document["paths"].as_object().expect("it has paths").keys() {
+    for path in document["paths"].as_object().expect("the document has paths").keys() {
         let (status, _) = cluster.send(Method::GET, &path.replace("{id}", "m"), &[], "").await.text().await;
         assert_ne!(status, StatusCode::NOT_FOUND, "{path}");
     }
@@ -311,7 +311,7 @@ async fn real_models_template_renders_the_expected_prompt() {
         return;
     };
     let load = || {
-        let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
+        let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL must name a GGUF file");
         tandem_frontend::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
     };
     let model = load();
@@ -326,7 +326,7 @@ async fn real_models_template_renders_the_expected_prompt() {
     );
     let ends = |token: &&u32| model.tokenizer.bytes(**token) == b"<|im_end|>";
     assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's is text");
-    let stops = call.request.sampling.clone().expect("it is set").stop_token_ids;
+    let stops = call.request.sampling.clone().expect("the call has sampling settings").stop_token_ids;
     let stops: Vec<_> = stops.iter().map(|token| model.tokenizer.bytes(*token)).collect();
     assert_eq!(stops, [&b"<|endoftext|>"[..], b"<|im_end|>"]);
     call.answer(Some(0), "").await;

@@ -86,7 +86,7 @@ async fn prompts_of_one_request_have_a_common_byte_limit() {
 async fn incomplete_body_is_a_client_error() {
     let cluster = Cluster::start().await;
     let mut cut_short = begin(&cluster, b"{\"model\":", 100).await;
-    cut_short.shutdown().await.expect("it is open");
+    cut_short.shutdown().await.expect("the connection is open");
     assert_eq!(answered(cut_short).await, (400, json!("body_incomplete")));
     for chunks in ["zz\r\n{}\r\n0\r\n\r\n", "2\r\n{}XX0\r\n\r\n"] {
         let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
@@ -107,7 +107,7 @@ async fn bodies_that_are_not_plain_json_are_refused() {
     ] {
         let (status, answer) = cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await.json().await;
         assert_eq!((status.as_u16(), &answer["error"]["code"]), (415, &json!("unsupported_media_type")), "{headers:?}");
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.contains("application/json") || message.contains("Content-Encoding"), "{message}");
     }
 }

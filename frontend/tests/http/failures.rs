@@ -221,7 +221,7 @@ async fn error_after_the_first_token_is_sent_as_an_event_if_resumes_are_off() {
             None => call.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
         }
         let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
-        let last = events.pop().expect("there is one");
+        let last = events.pop().expect("the answer has events");
         assert_eq!(
             (done, &last["error"]["code"], &last["error"]["type"]),
             (false, &json!("worker_lost"), &json!("server_error"))
@@ -326,9 +326,9 @@ async fn drain_finishes_running_requests_and_refuses_new_ones() {
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = reply.events().await;
     assert!(done);
-    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
-    finish.send(()).expect("the task waits");
-    soon(drain).await.expect("it does not panic");
+    soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
+    finish.send(()).expect("the task keeps the receiver");
+    soon(drain).await.expect("the drain task does not panic");
 }
 
 #[tokio::test]
@@ -337,9 +337,9 @@ async fn request_that_outlives_the_grace_period_ends_with_an_error_event() {
     let (call, reply) = streaming(&mut cluster).await;
     cluster.shutdown.run(Duration::ZERO).await;
     let (events, done) = reply.events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("draining")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("draining")));
     call.closed().await;
-    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
+    soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
 }
 
 #[tokio::test]

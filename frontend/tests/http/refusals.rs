@@ -227,7 +227,7 @@ async fn context_length_error_has_openais_text() {
         async move {
             let (status, answer) = cluster.post(path, &body).await.json().await;
             assert_eq!((status, &answer["error"]["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));
-            answer["error"]["message"].as_str().expect("a text").to_owned()
+            answer["error"]["message"].as_str().expect("the error message is a string").to_owned()
         }
     };
     assert_eq!(
@@ -356,7 +356,7 @@ async fn invalid_bodies_are_refused() {
             expect(&cluster, path, body.into(), (400, Some(param), "invalid_type", &[&format!("'{param}'"), words])).await;
         }
         let (_, answer) = cluster.post(path, &json!({ "model": "x".repeat(9000) })).await.json().await;
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.len() < 2000 && message.starts_with("The model 'xx"), "{message}");
         let (_, answer) = cluster.post(path, &json!({ "logit_bias": { "é".repeat(9000): "x" } })).await.json().await;
         assert!(answer.to_string().len() < 4000, "{answer}");

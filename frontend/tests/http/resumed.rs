@@ -15,7 +15,7 @@ fn generated(sample: u32, text: &[u8]) -> ResumedSample {
 }
 
 fn text(events: &[Value], pointer: &str, choice: u64) -> String {
-    let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("choices"));
+    let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("choices is a list"));
     choices.filter(|of| of["index"] == choice).filter_map(|of| of.pointer(pointer)?.as_str()).collect()
 }
 
@@ -58,7 +58,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     assert!(done);
     assert_eq!(text(&events, "/delta/content", 0), "aé!");
     assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
-    let last = events.last().expect("there is one");
+    let last = events.last().expect("the answer has events");
     assert_eq!(last["usage"]["completion_tokens"], 5, "each token once, the stop token too");
     assert_eq!(
         last["usage"]["prompt_tokens_details"]["cached_tokens"], 16,
@@ -139,7 +139,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
         call.fail(Status::unavailable("killed")).await;
     }
     let (events, done) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
@@ -153,7 +153,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     }
     let (events, done) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
@@ -163,7 +163,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     call.fail(Status::unavailable("killed")).await;
     let (events, _) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "no worker is left");
+    assert_eq!(events.last().expect("the answer has events")["error"]["code"], "worker_lost", "no worker is left");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 

@@ -55,7 +55,7 @@ impl Router for Fake {
         &self,
         request: tonic::Request<Streaming<RouteRequest>>,
     ) -> Result<tonic::Response<Self::RouteStream>, Status> {
-        let mode = *self.mode.lock().expect("not poisoned");
+        let mode = *self.mode.lock().expect("no test panics with the lock");
         let mut requests = request.into_inner();
         let first = requests.message().await?.and_then(|request| request.message);
         let Some(Message::Prompt(prompt)) = first else { return Err(Status::invalid_argument("no prompt")) };
@@ -75,14 +75,14 @@ impl Router for Fake {
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
-        match *self.mode.lock().expect("not poisoned") {
+        match *self.mode.lock().expect("no test panics with the lock") {
             Mode::Well => Ok(tonic::Response::new(ExplainReply { explanation: self.number.to_string(), ..Default::default() })),
             Mode::NotReady | Mode::Silent => Err(Status::unavailable("not now")),
         }
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
-        let mode = *self.mode.lock().expect("not poisoned");
+        let mode = *self.mode.lock().expect("no test panics with the lock");
         let unavailable_reason = match mode {
             Mode::Well => None,
             Mode::NotReady => Some("no decode worker".to_owned()),
@@ -98,7 +98,7 @@ async fn two() -> (Cluster, Routers) {
     let (mut modes, mut addresses) = (Vec::new(), Vec::new());
     for number in 0..2 {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-        addresses.push(listener.local_addr().expect("it is bound").to_string());
+        addresses.push(listener.local_addr().expect("the listener is bound").to_string());
         let mode = Arc::new(Mutex::new(Mode::Well));
         modes.push(Arc::clone(&mode));
         let fake = Fake { number, mode, opened: opened.clone() };
@@ -106,17 +106,17 @@ async fn two() -> (Cluster, Routers) {
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(listener)));
     }
     let cluster = Cluster::with(|settings| settings.routers = addresses.into_iter().collect()).await;
-    let modes = modes.try_into().expect("two were made");
+    let modes = modes.try_into().expect("there are two routers");
     (cluster, Routers { modes, opened: streams })
 }
 
 impl Routers {
     fn set(&self, router: usize, mode: Mode) {
-        *self.modes[router].lock().expect("not poisoned") = mode;
+        *self.modes[router].lock().expect("no test panics with the lock") = mode;
     }
 
     async fn opened(&mut self) -> Opened {
-        soon(self.opened.recv()).await.expect("the routers run")
+        soon(self.opened.recv()).await.expect("the fake routers run")
     }
 }
 

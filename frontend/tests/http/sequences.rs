@@ -48,7 +48,7 @@ async fn one_account_cannot_use_all_sequences() {
     let mut cluster = Cluster::with(|settings| {
         settings.concurrent_sequences = 8;
         settings.sequences_per_client = Some(4);
-        settings.account_header = Some("x-account".parse().expect("a name"));
+        settings.account_header = Some("x-account".parse().expect("the header name is valid"));
     })
     .await;
     let first = ask_for(&cluster, "a", 4);

@@ -33,12 +33,13 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
         ),
         ("tokenizer_config.json", json!({ "bos_token": "<s>", "eos_token": "</s>", "chat_template": template })),
     ];
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     for (name, content) in files {
-        fs::write(folder.path().join(name), content.to_string()).expect("the folder is ours");
+        fs::write(folder.path().join(name), content.to_string()).expect("the folder is writable");
     }
-    fs::write(folder.path().join("model.safetensors"), [&2_u64.to_le_bytes()[..], b"{}"].concat()).expect("the folder is ours");
-    ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("it opens"))
+    fs::write(folder.path().join("model.safetensors"), [&2_u64.to_le_bytes()[..], b"{}"].concat())
+        .expect("the folder is writable");
+    ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("the model directory is valid"))
 }
 
 /// Returns the error for a chat with these messages if the model has this template.

@@ -15,11 +15,11 @@ const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-
 
 /// Changes the settings so that the test's own connections are not those of a trusted proxy.
 fn untrusted(settings: &mut FrontendSettings) {
-    settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("a network")];
+    settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("the network is valid")];
 }
 
 fn accounts(settings: &mut FrontendSettings) {
-    settings.account_header = Some("x-account".parse().expect("a name"));
+    settings.account_header = Some("x-account".parse().expect("the header name is valid"));
 }
 
 /// Sends a request with these headers, answers it, and returns the message that the worker has received for it.
@@ -27,7 +27,9 @@ async fn generate_request(cluster: &mut Cluster, headers: &[(&'static str, &'sta
     let (frontend, headers) = (cluster.frontend, headers.to_vec());
     let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });
     let mut body = chat(long);
-    body.as_object_mut().expect("an object").extend(options.as_object().expect("an object").clone());
+    body.as_object_mut()
+        .expect("the body is an object")
+        .extend(options.as_object().expect("the chat options are an object").clone());
     let body = body.to_string();
     let reply = tokio::spawn(async move { send(frontend, Method::POST, CHAT, &headers, body.into()).await });
     let call = cluster.call().await;
@@ -85,7 +87,7 @@ async fn details_and_explanations_are_refused_to_untrusted_peers() {
     for header in ["x-tandem-details", "x-tandem-explain"] {
         let (status, answer) = refusal(&cluster, (header, "true")).await;
         assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")), "{header}");
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
     }
     generate_request(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
@@ -118,7 +120,8 @@ async fn expose_details_setting_decides_which_peers_get_details() {
     const FORWARDED: (&str, &str) = ("x-forwarded-for", "1.2.3.4");
     assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine");
     assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "a client behind a proxy on this machine");
-    let listed = |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("a network")];
+    let listed =
+        |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("the network is valid")];
     assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
     let always = |settings: &mut FrontendSettings| {
         untrusted(settings);
@@ -151,7 +154,7 @@ async fn traceparent_of_an_untrusted_peer_is_ignored() {
         Cluster::with(move |settings| {
             let endpoint = "http://127.0.0.1:9".to_owned();
             let tracing = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
-            settings.tracer = Tracer::new(tracing, &Metrics::default()).expect("an address").0;
+            settings.tracer = Tracer::new(tracing, &Metrics::default()).expect("the export address is valid").0;
             change(settings);
         })
     };

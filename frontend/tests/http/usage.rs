@@ -42,7 +42,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
                 let cached = if source == "router_estimate" { cached.min(prompt_tokens) } else { cached };
                 call.answer(reported, "hello").await;
                 let reply = soon(reply).await.expect("the client task runs");
-                let last = if stream { reply.events().await.0.pop().expect("there is one") } else { reply.json().await.1 };
+                let last =
+                    if stream { reply.events().await.0.pop().expect("the answer has events") } else { reply.json().await.1 };
                 let case = format!("{path}, stream: {stream}, {reported:?}: {last}");
                 assert_eq!(last["usage"], usage_of(prompt_tokens, 5, cached), "{case}");
                 assert_eq!(last["tandem"]["cached_tokens_source"], source, "{case}");
@@ -115,7 +116,8 @@ async fn prompt_tokens_count_once_for_all_samples_and_for_each_prompt() {
     }
     let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(5, 8, 3));
-    let indices: Vec<_> = answer["choices"].as_array().expect("a list").iter().map(|choice| &choice["index"]).collect();
+    let indices: Vec<_> =
+        answer["choices"].as_array().expect("choices is a list").iter().map(|choice| &choice["index"]).collect();
     assert_eq!(indices, [0, 1, 2, 3]);
     assert_eq!(answer["tandem"]["prompts"].as_array().map(Vec::len), Some(2));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 3").await);
@@ -146,7 +148,7 @@ async fn stream_has_usage_in_every_chunk_or_in_none() {
         let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
         assert!(done);
         if at_end {
-            let last = events.pop().expect("there is one");
+            let last = events.pop().expect("the answer has events");
             assert_eq!(last["choices"], json!([]));
             assert_eq!(last["usage"], usage_of(prompt_tokens, 4, 16));
         }

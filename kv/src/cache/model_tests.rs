@@ -141,7 +141,7 @@ impl Model {
                 !self.entries.iter().any(|other| other.prefix != entry.prefix && entry.prefix.begins(&other.prefix))
             };
             let evictable = self.entries.iter().enumerate().filter(|(_, entry)| is_leaf(entry) && !self.is_used(&entry.prefix));
-            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("counted before");
+            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("an evictable block was counted");
             self.entries.remove(oldest);
         }
     }
@@ -263,7 +263,9 @@ impl Run {
         let acquired = self.cache.acquire(&namespace(number), &prompt, wanted(reuse_max as u32, len_blocks as u32));
 
         let mut sequence = Sequence { namespace: number, tokens: prompt, blocks: vec![], committed: overlap };
-        sequence.blocks = (1..=overlap).map(|n| model.entry(&sequence.prefix(n)).expect("it overlaps").block).collect();
+        sequence.blocks = (1..=overlap)
+            .map(|n| model.entry(&sequence.prefix(n)).expect("the model has the overlapping blocks").block)
+            .collect();
         model.sequences.push(sequence);
         let counts = model.counts();
         let missing = len_blocks - overlap;
@@ -271,9 +273,9 @@ impl Run {
             model.sequences.pop();
             return assert_eq!(acquired, Err(Full));
         }
-        let acquired = acquired.expect("there is room");
+        let acquired = acquired.expect("enough blocks are free or evictable");
         assert_eq!((acquired.cached_blocks as usize, acquired.blocks.len()), (overlap, len_blocks));
-        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("pushed above").blocks[..]);
+        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("the sequence was pushed").blocks[..]);
         model.evict_for(missing);
         for block in &acquired.blocks[overlap..] {
             self.took_fresh(*block, self.model.sequences.len() - 1);
@@ -288,7 +290,7 @@ impl Run {
                 return assert_eq!(allocated, Err(Full));
             }
             self.model.evict_for(1);
-            self.took_fresh(allocated.expect("there is room"), number);
+            self.took_fresh(allocated.expect("enough blocks are free or evictable"), number);
         }
         self.model.sequences[number].tokens.push(token);
     }

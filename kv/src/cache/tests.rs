@@ -20,7 +20,8 @@ fn other_namespace() -> Namespace {
 
 /// Acquires blocks for `prompt`, commits all full ones and releases nothing.
 fn run(cache: &mut PrefixCache, namespace: &Namespace, prompt: &[TokenId]) -> Vec<BlockId> {
-    let acquired = cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("there is room");
+    let acquired =
+        cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("enough blocks are free");
     let mut blocks = acquired.blocks;
     for (i, tokens) in prompt.chunks_exact(2).enumerate() {
         let parent = i.checked_sub(1).map(|before| blocks[before]);

@@ -160,7 +160,7 @@ impl Pair {
         let submitted = Instant::now();
         let job = self.submit(prompt.clone()).await;
         sleep(ticket_after).await;
-        let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
+        let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("the job fits in the cache");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
         let path = InProcess { engine: self.decode.clone(), ticket, written: Arc::clone(&self.written) };
         let path = SimulatedPath::new(Box::new(path), Arc::clone(&self.network));
@@ -176,7 +176,7 @@ impl Pair {
             assert!(matches!(continued.next().await, Some(Event::Started(_))));
             submitted.elapsed()
         });
-        sent.expect("all is sent");
+        sent.expect("all tokens are sent");
         let written = std::mem::take(&mut *self.written.lock().expect("no test panics with the lock"));
         Handoff {
             started,
@@ -195,7 +195,7 @@ impl Pair {
     async fn submit(&self, prompt: Vec<u32>) -> CountedJob {
         let instance_id = self.prefill.common.info.instance_id.clone();
         let mut start = PrefillStart { instance_id, prompt, ..PrefillStart::default() };
-        let mut job = submit(&self.prefill, &mut start).await.expect("it fits");
+        let mut job = submit(&self.prefill, &mut start).await.expect("the job fits in the cache");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
         job
     }
@@ -240,7 +240,7 @@ async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_
         let of = format!("{:?} for {compute:?} of compute and {transfer:?} of transfer", handoff.started);
         assert!((expected..=expected + LATE).contains(&handoff.started), "{of}");
         assert_eq!(handoff.written.len() as u32, PROMPT / BLOCK, "{of}");
-        let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("it fits");
+        let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("the job fits in the cache");
         assert_eq!(handoff.tokens, tokens(alone).await, "{of}");
     }
 }

@@ -23,7 +23,7 @@ async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker 
         cluster: "c".to_owned(),
         pending_max: 64,
     };
-    Broker::open(&settings, key.clone(), metrics).await.expect("the settings are good")
+    Broker::open(&settings, key.clone(), metrics).await.expect("the settings are valid")
 }
 
 /// Sends heartbeats with this event id, more often than a worker does, until `reaction` resolves.

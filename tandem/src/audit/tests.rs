@@ -108,7 +108,7 @@ fn consistent_evidence_has_no_findings() {
 fn every_contradiction_is_found() {
     type Change = Box<dyn Fn(&mut Evidence)>;
     let reported = |at: usize, change: fn(&mut ReportedUsage)| -> Change {
-        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("an answer")))
+        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("the client record has usage")))
     };
     let counted =
         |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
@@ -257,22 +257,26 @@ fn only_counts_of_killed_workers_are_unverified() {
 
 #[test]
 fn errors_in_files_name_file_and_line() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, text).expect("it can be written");
+        std::fs::write(&path, text).expect("the folder is writable");
         vec![path]
     };
     let client = file("client", "{\"request_id\":\"a\",\"usage\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
-    let ledger = file("ledger", &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("plain values") + "\n"));
+    let ledger = file(
+        "ledger",
+        &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("the ledger line can be serialized") + "\n"),
+    );
     let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all lines are valid");
     assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, usage: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
-    assert_eq!(read(&client, &cut, &[]).expect("a killed process leaves half a line").ledger, []);
+    assert_eq!(read(&client, &cut, &[]).expect("an incomplete last ledger line is ignored").ledger, []);
     assert!(read(&cut, &ledger, &[]).is_err(), "half a line of a client is invalid");
-    let bad = read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
+    let bad =
+        read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a line whose usage is a number is refused").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
 }

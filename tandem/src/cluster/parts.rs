@@ -104,7 +104,7 @@ impl Parts {
 
     /// Resolves with the first part that ends. Cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
-        self.ends.recv().await.expect("this value holds a sender")
+        self.ends.recv().await.expect("`self` keeps a sender")
     }
 
     /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a runtime.
@@ -215,7 +215,7 @@ impl Parts {
             audit_result: args.audit_result,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
-            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
             cache_isolation: tenants.isolation(),
             trusted_proxies: tenants.trusted_proxies,
             expose_details: tenants.expose_details,

@@ -115,7 +115,7 @@ impl EngineConfig {
     }
 
     fn cpu(&self) -> CpuSettings {
-        let capacity_blocks = self.capacity_blocks().expect("the CPU has a default");
+        let capacity_blocks = self.capacity_blocks().expect("the CPU engine has a default capacity");
         CpuSettings { block_size: self.block_size, capacity_blocks, threads: self.worker.threads as usize, isa: Isa::detect() }
     }
 
@@ -124,7 +124,7 @@ impl EngineConfig {
         let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         SimSettings {
             block_size: self.block_size,
-            capacity_blocks: self.capacity_blocks().expect("the simulator has a default"),
+            capacity_blocks: self.capacity_blocks().expect("the simulator has a default capacity"),
             prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
             prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
             decode_step: milliseconds(sim.sim_decode_step_ms),
@@ -163,7 +163,7 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
 async fn on_blocking_thread<T: Send + 'static>(
     load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
-    tokio::task::spawn_blocking(load).await.expect("loading returns its errors")
+    tokio::task::spawn_blocking(load).await.expect("the loading task does not panic")
 }
 
 /// Returns the model in the store and its revision; `None` if the simulator runs without a model.

@@ -98,9 +98,9 @@ mod tests {
     use ratatui::{Terminal, backend::TestBackend};
 
     fn drawn(screen: &mut Screen, problem: Option<&str>) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("memory");
+        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("the test terminal does not fail");
         let table = screen.sorted(table());
-        terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("memory");
+        terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("the test terminal does not fail");
         let buffer = terminal.backend().buffer();
         let cells: Vec<&str> = buffer.content().iter().map(|cell| cell.symbol()).collect();
         cells.chunks(130).map(|line| line.concat().trim_end().to_owned()).collect()

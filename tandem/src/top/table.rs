@@ -133,9 +133,9 @@ impl Table {
         let mut title =
             format!("{} serves {}", identity.cluster, if identity.model.is_empty() { "nothing yet" } else { &identity.model });
         write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
-            .expect("a string takes all");
+            .expect("writing to a string does not fail");
         if now.peers > 0 {
-            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
+            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("writing to a string does not fail");
         }
         let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
         Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
@@ -268,7 +268,7 @@ pub(super) mod tests {
     #[test]
     fn restarted_worker_has_no_rate_yet() {
         let mut before = cluster(0);
-        before.workers[0].info.as_mut().expect("it is said").instance_id = "another".to_owned();
+        before.workers[0].info.as_mut().expect("the view has the worker's info").instance_id = "another".to_owned();
         let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
         assert_eq!(table.rows[0][Column::Prefill as usize], Cell::Nothing);
         assert_eq!(table.rows[1][Column::Decode as usize], Cell::Count(50.0));

@@ -77,7 +77,7 @@ async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<
     let forwarded = async {
         let Ok(to) = TcpStream::connect(target).await else { return };
         for stream in [&from, &to] {
-            stream.set_nodelay(true).expect("a connected socket");
+            stream.set_nodelay(true).expect("a connected socket accepts options");
         }
         let ((from_read, from_write), (to_read, to_write)) = (from.into_split(), to.into_split());
         let to_target = forward(from_read, to_write, dialer, gate.clone());

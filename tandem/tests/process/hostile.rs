@@ -65,7 +65,7 @@ fn one_client_does_not_starve_another() {
     for round in 0..ROUNDS {
         let idle: Vec<Answer> =
             (0..QUESTIONS).map(|number| send_question(&frontend, &format!("{round} {number} idle"))).collect();
-        let attack = Attack::start(&plan, frontend.address().parse().expect("its address"));
+        let attack = Attack::start(&plan, frontend.address().parse().expect("the frontend's address is valid"));
         until(
             "the attack has requests in flight",
             || series(&frontend, "tandem_frontend_inflight_requests"),
@@ -111,8 +111,8 @@ fn send_question(frontend: &Up, about: &str) -> Answer {
     let mut first = [0];
     stream.read_exact(&mut first).expect("the frontend answers");
     let first_token = sent_at.elapsed();
-    let mut answer = String::from_utf8(first.to_vec()).expect("text");
-    stream.read_to_string(&mut answer).expect("text");
+    let mut answer = String::from_utf8(first.to_vec()).expect("the answer is UTF-8");
+    stream.read_to_string(&mut answer).expect("the answer is UTF-8");
     assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("[DONE]"), "the answer is incomplete: {answer}");
     let chunks = answer.split("\"content\":\"").skip(1).filter_map(|rest| rest.split('"').next());
     Answer { first_token, text: chunks.collect() }
@@ -188,8 +188,8 @@ async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
     mut act: impl FnMut(tokio::net::TcpStream) -> F,
 ) {
     loop {
-        let socket = TcpSocket::new_v4().expect("a socket");
-        socket.bind(([127, 0, 0, 2], 0).into()).expect("an address of this machine");
+        let socket = TcpSocket::new_v4().expect("the system can create a socket");
+        socket.bind(([127, 0, 0, 2], 0).into()).expect("127.0.0.2 is an address of this machine");
         if let Ok(stream) = socket.connect(address).await {
             // Errors are expected, because the frontend may refuse or close the connection.
             let _ = act(stream).await;
@@ -240,7 +240,7 @@ impl LivenessProbe {
                 let mut answer = String::new();
                 let mut stream = TcpStream::connect(&address).expect("the server listens");
                 write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("the process reads");
-                stream.read_to_string(&mut answer).expect("text");
+                stream.read_to_string(&mut answer).expect("the answer is UTF-8");
                 assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
                 times.push(sent_at.elapsed());
                 std::thread::sleep(Duration::from_millis(100));
@@ -259,8 +259,8 @@ impl LivenessProbe {
 /// Returns the peak resident memory of a process in MB.
 fn resident_max_mb(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
-    let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the status has VmHWM");
+    let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("VmHWM is a number");
     kib * 1_024.0 / 1e6
 }
 

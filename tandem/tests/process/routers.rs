@@ -147,7 +147,7 @@ fn two_routers_place_equal_prompts_where_the_first_is_computed() {
         let mut answer = String::new();
         let mut reader =
             cluster.frontends[client % 2].send("/v1/chat/completions", &chat_body(text, 2, false)).expect("the frontend listens");
-        reader.read_to_string(&mut answer).expect("text");
+        reader.read_to_string(&mut answer).expect("the answer is UTF-8");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     };
     let sum = |what: &str| -> f64 {

@@ -144,7 +144,7 @@ impl SimulatedNetwork {
         let broken: Vec<_> =
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
-            let open = state.connections.remove(&id).expect("its id was just read");
+            let open = state.connections.remove(&id).expect("the connection exists");
             // The send fails if the connection has just ended by itself.
             let _ = open.broken.send(how);
         }

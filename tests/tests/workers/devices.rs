@@ -199,7 +199,7 @@ async fn draining_worker_closes_its_communicators() {
         let (shutdown, ended) = (leaving.shutdown.clone(), &mut leaving.ended);
         shutdown.run(TIMEOUT).await;
         assert!(
-            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("it reports its result"),
+            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("the worker reports its result"),
             "no error"
         );
     }

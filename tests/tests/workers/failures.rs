@@ -263,8 +263,11 @@ async fn message_that_violates_the_protocol_is_refused_as_invalid() {
 #[tokio::test]
 async fn prefill_ends_when_the_decode_worker_refuses_or_is_lost() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let closed =
-        std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("the listener is bound").to_string();
+    let closed = std::net::TcpListener::bind("127.0.0.1:0")
+        .expect("a port is free")
+        .local_addr()
+        .expect("the listener is bound")
+        .to_string();
     for address in [cluster.decode.address.clone(), closed] {
         let mut decode_worker = FakeDecodeWorker::start(&cluster, prompt(1, 50)).await;
         decode_worker.scheduled().await;
@@ -312,7 +315,7 @@ async fn draining_worker_finishes_running_requests_and_refuses_new_ones() {
         let ok = tokio::time::timeout(TIMEOUT, &mut worker.ended)
             .await
             .expect("the worker ends in time")
-            .expect("it reports its result");
+            .expect("the worker reports its result");
         assert!(ok);
     }
     assert!(

@@ -36,9 +36,9 @@ impl Cluster {
         }
         let (services, addresses) = (Services::default(), prefills.iter().chain(&decodes).map(|worker| worker.address.clone()));
         let settings = RouterSettings { workers: addresses.collect(), prefill, ..Default::default() };
-        let router = services.router(settings).await.expect("a free port").to_string();
+        let router = services.router(settings).await.expect("a port is free").to_string();
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
-        let frontend = services.frontend(settings).await.expect("a free port");
+        let frontend = services.frontend(settings).await.expect("a port is free");
         let cluster = Self { prefills, decodes, frontend, router, services };
         cluster.wait_for_members(4).await;
         cluster.services.ready(4, &cluster.client()).await.expect("the frontend is ready in time");

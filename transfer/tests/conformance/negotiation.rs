@@ -25,7 +25,7 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     let over_tcp = tokio::time::timeout(SOON, rig.prepare(1 << 51)).await.expect("another communicator is joined");
     assert!(over_tcp > 0, "prompts use TCP until then");
     rig.memory.issue(TICKET + 1, 0..1);
-    rig.send(TICKET + 1, 0, block(0)).await.expect("it is missing");
+    rig.send(TICKET + 1, 0, block(0)).await.expect("the receiver still needs the block");
 }
 
 #[tokio::test]
@@ -51,14 +51,14 @@ async fn control_stream_of_an_unknown_or_claimed_communicator_is_refused() {
     let rig = nccl().await;
     let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
     assert_eq!(ticket.path(), TransferPath::Nccl);
-    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("it listens");
+    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("the receiver accepts connections");
     for communicator in [ticket.communicator, vec![7; 128], Vec::new()] {
         let first = NcclControlRequest { communicator, ..NcclControlRequest::default() };
-        let refused = client.nccl_control(tokio_stream::iter([first])).await.expect_err("it is refused");
+        let refused = client.nccl_control(tokio_stream::iter([first])).await.expect_err("the NCCL message is refused");
         assert_eq!(refused.code(), tonic::Code::NotFound);
     }
     rig.memory.issue(TICKET, 0..1);
-    rig.send(TICKET, 0, block(0)).await.expect("the open communicator is not harmed");
+    rig.send(TICKET, 0, block(0)).await.expect("the open communicator still works");
 }
 
 #[tokio::test]

@@ -114,7 +114,7 @@ fn directory_error_names_the_missing_or_unsupported_entry() {
     let whole = std::fs::read(&weights).unwrap();
     for len in [0, 7, 100, whole.len() - 1] {
         std::fs::write(&weights, &whole[..len]).unwrap();
-        let error = HfDirectory::open(folder.path()).err().expect("half a file is refused");
+        let error = HfDirectory::open(folder.path()).err().expect("a truncated file is refused");
         assert!(matches!(error, ModelError::Safetensors { .. } | ModelError::Open { .. }), "{len} bytes: {error}");
     }
     let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();

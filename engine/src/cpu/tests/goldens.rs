@@ -96,7 +96,7 @@ fn small_models_give_the_reference_logits() {
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
 fn small_models_are_written_for_the_reference() {
-    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS names a folder");
+    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS must name a folder");
     for (name, writer) in models() {
         let file = writer.finish();
         let path = std::path::Path::new(&folder).join(format!("{name}.{}.gguf", sha256(&file)));

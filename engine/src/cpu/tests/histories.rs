@@ -69,7 +69,7 @@ impl Worker {
             Event::Scheduled { cached } => cached.map(CachedTokens::total),
             _ => None,
         };
-        self.events[&job].iter().find_map(cached).expect("every job is scheduled")
+        self.events[&job].iter().find_map(cached).expect("every job gets a Scheduled event")
     }
 }
 
@@ -151,7 +151,7 @@ fn requests_in_any_history_have_the_same_bits_as_alone() {
         preemptions.set(preemptions.get() + worker.machine.load().preemptions);
         for (job, request) in (0..).zip(&requests).filter(|(job, _)| worker.events.contains_key(job)) {
             let mut alone = Worker::new(engine_with(model, settings()), SETTINGS);
-            alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits");
+            alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits in the cache");
             while alone.step() {}
             prop_assert_eq!(alone.generated(0).len() as u32, request.max_tokens * request.samples);
             prop_assert_eq!(worker.generated(job), alone.generated(0), "job {}", job);

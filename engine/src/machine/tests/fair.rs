@@ -69,7 +69,7 @@ proptest! {
         let mut with = sequences.clone();
         let place = with.partition_point(|(_, other)| *other <= job);
         with.insert(place, (account, job));
-        let found = fair_order(&with).iter().position(|other| *other == place).expect("it is in the order");
+        let found = fair_order(&with).iter().position(|other| *other == place).expect("the fair order has every waiting sequence");
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
@@ -121,7 +121,7 @@ proptest! {
         let mut shared: Vec<usize> = (0..costs.len()).collect();
         shared.sort_by_key(|place| (costs[*place], *place));
         for pair in shared.windows(2) {
-            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("all are due");
+            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("every sequence has a due time");
             // Of two neighbours in that order, the first may be due later only if it arrived later.
             prop_assert!(place(pair[0]) < place(pair[1]) || pair[1] < pair[0], "costs {costs:?}, due {dues:?}");
         }
@@ -146,7 +146,7 @@ proptest! {
                 continue;
             }
             // The next prompt is selected again after 16 tokens.
-            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("some wait");
+            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("a sequence is waiting");
             let step = waiting[next].left.min(16);
             waiting[next].left -= step;
             computed += step as u64;

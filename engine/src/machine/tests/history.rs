@@ -178,7 +178,7 @@ proptest! {
             for (sample, expected) in (0..).zip(expected) {
                 prop_assert_eq!(world.tokens(id, sample), expected, "job {} sample {}", id, sample);
             }
-            let cached = world.cached(id).expect("every job is scheduled");
+            let cached = world.cached(id).expect("every job gets a Scheduled event");
             prop_assert!(cached < prompt_len && cached.is_multiple_of(16));
         }
         for (id, len) in prefilled {

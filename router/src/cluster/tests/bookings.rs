@@ -38,7 +38,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
     scenario.state.apply(scenario.member("p0"), KvBatch::default(), stats);
     let view = scenario.state.view();
     let of = |name: &str| view.workers.iter().find(|view| view.info.as_ref().is_some_and(|info| info.worker_id == name)).cloned();
-    let (prefill, decode) = (of("p0").expect("it is a member"), of("d0").expect("it is a member"));
+    let (prefill, decode) = (of("p0").expect("the worker is a member"), of("d0").expect("the worker is a member"));
     let totals = v1::PlacementTotals { prefill: 1, overlap_blocks: 2, overlap_under_tokens: 16, ..Default::default() };
     assert_eq!(prefill.placements, Some(totals));
     let reported = prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache, load.steps));
@@ -99,7 +99,9 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     assert_eq!(refused, PlacementError::NoEligibleWorker(NoEligibleWorker::NoPrefillWorker));
 
     // The worker joins as a new instance and reuses the slot, which is empty.
-    scenario.join(WorkerInfo { instance_id: "p0-2".to_owned(), ..info(worker_info::Role::Prefill, "p0") }).expect("it may join");
+    scenario
+        .join(WorkerInfo { instance_id: "p0-2".to_owned(), ..info(worker_info::Role::Prefill, "p0") })
+        .expect("the worker may join");
     let (second, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert_eq!(placement.prefill.map(|candidate| candidate.overlap_blocks), Some(0));
     assert_eq!(scenario.booked("p0"), (99, 1, 1));

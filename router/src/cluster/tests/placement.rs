@@ -40,7 +40,7 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
         }
         assert_eq!(seen.len(), 1, "one worker computes the prompt");
         // Once the worker's events have arrived, the predicted blocks count as overlap.
-        let computes = seen.first().expect("there is one").clone();
+        let computes = seen.first().expect("a worker computes the prompt").clone();
         scenario.stored(&computes, &hashes(1, 0, 62));
         let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
         let candidate = placement.prefill.or(placement.decode).expect("there is a decode worker");
@@ -63,7 +63,7 @@ fn load_is_balanced_although_all_prompts_share_their_first_block() {
         let (_, placement) = scenario.place_hashes(blocks as u32 * BLOCK + 1, hashes);
         *tokens.entry(name(&placement.prefill)).or_default() += blocks * u64::from(BLOCK);
     }
-    let (max, sum) = (tokens.values().max().expect("some"), tokens.values().sum::<u64>());
+    let (max, sum) = (tokens.values().max().expect("the map has a worker"), tokens.values().sum::<u64>());
     assert!(*max as f64 / (sum as f64 / 8.0) < 1.1, "{tokens:?}");
     assert_eq!(scenario.booked("d0").1 + scenario.booked("d1").1, 400);
     assert!(
@@ -131,7 +131,7 @@ fn wrong_model_long_prompt_and_full_router_are_refused() {
     let long = scenario.request(1_000_001, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &long), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong)));
     let unnamed = PlacementRequest { model: String::new(), ..scenario.request(10, hashes(1, 0, 0)) };
-    let booking = refused(&mut scenario, &unnamed).expect("an empty model is not checked");
+    let booking = refused(&mut scenario, &unnamed).expect("a request without a model name is not refused");
     let one_more = scenario.request(10, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &one_more), Err(PlacementError::TooManyBookings));
     scenario.state.release(booking);

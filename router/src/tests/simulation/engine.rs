@@ -168,7 +168,7 @@ impl Worker {
             let len_blocks = sequence.target(prompts).div_ceil(BLOCK_TOKENS) as u32;
             let wanted = Wanted { reuse_max_blocks, len_blocks, spare_blocks: growing as u32 + 1 };
             let Ok(acquired) = self.cache.acquire(&namespace(), &prompt.blocks, wanted) else { break };
-            let mut sequence = self.waiting.remove(at).expect("it is waiting");
+            let mut sequence = self.waiting.remove(at).expect("the sequence is waiting");
             sequence.blocks = acquired.blocks;
             sequence.committed = acquired.cached_blocks as usize;
             sequence.computed = u64::from(acquired.cached_blocks) * BLOCK_TOKENS;

@@ -69,6 +69,6 @@ fn least(workers: &[Candidate], turn: u64, of: impl Fn(&Candidate) -> f64) -> us
     let all = workers.iter().enumerate();
     let (at, _) = all
         .min_by(|(a, one), (b, other)| of(one).total_cmp(&of(other)).then_with(|| Reverse(random(*a)).cmp(&Reverse(random(*b)))))
-        .expect("there are workers");
+        .expect("the world has workers");
     at
 }

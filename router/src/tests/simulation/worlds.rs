@@ -42,10 +42,10 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
 /// most 5% longer.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
-    print(&format!("{what}, Tandem"), &ours).expect("stdout");
+    print(&format!("{what}, Tandem"), &ours).expect("stdout is writable");
     let others = OTHER_RULES.map(|rule| {
         let outcome = simulate(World { rule, ..world.clone() }, prompts);
-        print(&format!("{what}, {rule:?}"), &outcome).expect("stdout");
+        print(&format!("{what}, {rule:?}"), &outcome).expect("stdout is writable");
         outcome
     });
     let best = |of: fn(&Outcome) -> f64| others.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -64,7 +64,7 @@ fn requests_wait_least_by_the_cost_policy_with_long_answers() {
     let ours = assert_no_rule_is_better("answers x 8, near the limit", world(), &prompts);
     for (interference, least) in [(1.0, 2.0), (0.3, 1.2), (0.03, 0.8), (0.0, 0.8)] {
         let other = simulate(World { costs: Costs { interference, ..Costs::default() }, ..world() }, &prompts);
-        print(&format!("a running answer counts {interference}"), &other).expect("stdout");
+        print(&format!("a running answer counts {interference}"), &other).expect("stdout is writable");
         assert!(other.ttft_p99_s >= least * ours.ttft_p99_s, "{interference}: {other:?} {ours:?}");
     }
 }
@@ -93,8 +93,8 @@ fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
     devices[..2].fill((Role::Prefill, 1.0));
     let mixed = World { devices, prefill: PrefillPlace::Auto, ..world() };
     let ours = simulate(mixed.clone(), &prompts);
-    print("two of eight prefill only", &ours).expect("stdout");
+    print("two of eight prefill only", &ours).expect("stdout is writable");
     let charged = simulate(World { costs: Costs { interference: 1.0, ..Costs::default() }, ..mixed }, &prompts);
-    print("two of eight prefill only, a running answer counts 1", &charged).expect("stdout");
+    print("two of eight prefill only, a running answer counts 1", &charged).expect("stdout is writable");
     assert!(ours.ttft_p99_s < 0.7 * charged.ttft_p99_s && ours.ttft_mean_s < 0.7 * charged.ttft_mean_s, "{ours:?} {charged:?}");
 }
