@@ -207,13 +207,13 @@ mod tests {
             [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("the queue has a free place")).into();
         let first = granted(&mut requests[0]).expect("the first slot is free");
         let second = granted(&mut requests[1]).expect("the second slot is free");
-        assert!(granted(&mut requests[2]).is_none(), "both places are taken");
+        assert!(granted(&mut requests[2]).is_none(), "both slots are in use");
         drop(first);
         let third = granted(&mut requests[2]).expect("a slot and enough blocks are free");
         drop(second);
-        assert!(granted(&mut requests[3]).is_none(), "it needs more blocks than there are");
+        assert!(granted(&mut requests[3]).is_none(), "the request needs more blocks than the engine has");
         drop(third);
-        assert!(granted(&mut requests[3]).is_some(), "it is alone");
+        assert!(granted(&mut requests[3]).is_some(), "a request of any size may run alone");
         assert_eq!(slots.counts(), (0, 0));
     }
 
@@ -227,7 +227,7 @@ mod tests {
             [granted(&mut many[0]).expect("the first slot is free"), granted(&mut many[1]).expect("the second slot is free")];
         let [first, _second] = running;
         drop(first);
-        assert!(granted(&mut few).is_some(), "the account without requests in the engine is next");
+        assert!(granted(&mut few).is_some(), "the next slot goes to the account without running requests");
     }
 
     #[test]

@@ -80,7 +80,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         });
     }
     let mut gaps: Vec<Duration> = measured.iter().take(STEPS).collect();
-    assert_eq!(gaps.len(), STEPS, "the engine runs");
+    assert_eq!(gaps.len(), STEPS, "the engine makes all steps");
     *gaps.select_nth_unstable(STEPS / 2).1
 }
 

@@ -69,7 +69,7 @@ mod tests {
         let mut first = pin!(cores.run(None, move || blocked.recv().map_err(|_| ApiError::Internal)));
         assert!(poll!(&mut first).is_pending());
         let mut second = pin!(cores.run(None, || Ok(2)));
-        assert!(poll!(&mut second).is_pending(), "the first holds the only core");
+        assert!(poll!(&mut second).is_pending(), "the first task holds the only core");
         release.send(()).expect("the first task keeps the receiver");
         first.await.expect("the first task succeeds");
         assert_eq!(second.await.ok(), Some(2));
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(
             order.lock().expect("no task panics with the lock").iter().position(|name| *name == 99),
             Some(1),
-            "one of the flood goes first"
+            "only one task of the flood runs before the other client's task"
         );
     }
 

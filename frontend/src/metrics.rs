@@ -237,7 +237,7 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line} in {text}");
         }
         assert!(!text.contains("attic"), "{text}");
-        assert!(!text.contains("reports_stopped"), "p1 never reported: {text}");
+        assert!(!text.contains("reports_stopped"), "p1 never sent a report: {text}");
     }
 
     #[test]

@@ -161,7 +161,7 @@ mod tests {
         drop(away);
         assert!(!metrics.render().contains("p1"), "{}", metrics.render());
         placed(&metrics.part("p1"), "p1");
-        assert!(!metrics.render().contains("p1"), "the part was dropped: {}", metrics.render());
+        assert!(!metrics.render().contains("p1"), "p1's metrics were dropped: {}", metrics.render());
         assert!(metrics.render().contains("tandem_router_placements_total{worker=\"p0\"} 1\n"));
     }
 }

@@ -240,8 +240,8 @@ mod tests {
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());
         for nonsense in ["", "00-x-y-01", &SAMPLED[..54]] {
-            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense}: a trace of its own");
-            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: no trace to continue");
+            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense:?} starts a new trace");
+            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense:?} continues no trace");
         }
         assert!(!always.follow(UNSAMPLED, "r").is_sampled());
         assert!(!Tracer::default().request(SAMPLED, "r").is_sampled());

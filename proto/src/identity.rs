@@ -175,7 +175,7 @@ mod tests {
             let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
             assert!(difference.contains(text) && difference.contains("--cluster-key-file"), "{difference}");
         }
-        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key is not filled");
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key's fingerprint is not copied");
     }
 
     #[test]

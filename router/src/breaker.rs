@@ -106,7 +106,7 @@ mod tests {
             assert!(!breaker.on_fault(BookingId(0), now));
             assert!(!breaker.admits(now + pause - Duration::from_millis(1)));
             now += 2 * pause;
-            assert!(breaker.admits(now), "jitter adds at most as much again");
+            assert!(breaker.admits(now), "jitter at most doubles the pause");
             breaker.on_placed(BookingId(probe));
             assert!(!breaker.admits(now + 2 * PAUSE_MAX), "one probe at a time");
             breaker.on_released(BookingId(0));
@@ -118,7 +118,7 @@ mod tests {
         now += 2 * PAUSE_MAX;
         breaker.on_placed(BookingId(20));
         breaker.on_released(BookingId(20));
-        assert!(breaker.admits(now), "a probe that its client cancelled proves nothing");
+        assert!(breaker.admits(now), "a cancelled probe is not a result");
         breaker.on_placed(BookingId(21));
         breaker.on_success();
         breaker.on_placed(BookingId(22));

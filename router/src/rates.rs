@@ -111,7 +111,10 @@ mod tests {
         let none = MeanRate::of(std::iter::empty(), 7.0);
         assert_eq!((none.value(), none.for_worker(None)), (7.0, 7.0));
         let only_own = MeanRate::of([measured(100.0, 600)].into_iter(), 7.0);
-        assert!((only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9, "the mean is its own measurement");
+        assert!(
+            (only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9,
+            "the mean of one worker is its measurement"
+        );
         assert_eq!(Measurement::new(0.0, Duration::ZERO, &Costs::default()), None);
     }
 }

@@ -286,7 +286,7 @@ mod tests {
         journal.record(BookingId(7));
         assert_eq!(since(&journal, 0), None);
         assert_eq!(since(&journal, journal.last() - 2), Some(vec![RECENT_MAX as u64, 7]));
-        assert_eq!(since(&journal, journal.last() + 1), None, "the number is another journal's");
+        assert_eq!(since(&journal, journal.last() + 1), None, "the change id is of another journal");
     }
 
     #[test]
@@ -299,7 +299,7 @@ mod tests {
             PeerUpdate::Changed(changes) => changes.len(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
+        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each booking is sent once, except the one on both sides of the split");
         // With `HASHES_MAX` hashes each, 16 bookings fill a message.
         let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
         assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "changes before the first state are ignored");
         let first = full("i", 2, vec![change(5, Some(record(2)))]);
         assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![(5, Some(record(2)))])));
-        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the state includes it");
+        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the full state includes the changes");
         assert_eq!(receiver.take(changes("i", 1, 4)), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
         assert_eq!(receiver.take(changes("i", 5, 6)), Err(ReplicationError::Gap { applied: 4 }));
         assert_eq!(receiver.take(changes("j", 4, 5)), Err(ReplicationError::OtherInstance));

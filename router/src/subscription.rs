@@ -285,7 +285,7 @@ mod tests {
         else {
             panic!("the events have arrived")
         };
-        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
+        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the last load on the stream is used");
         // After the events have arrived, the time limit for later events starts again.
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);

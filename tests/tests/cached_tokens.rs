@@ -33,7 +33,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
             let prompt_tokens = first.usage("/prompt_tokens");
             assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
             let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
-            assert!(first.cached_tokens() <= shared, "{name}: {} of a fresh prompt", first.cached_tokens());
+            assert!(first.cached_tokens() <= shared, "{name}: {} tokens of a new prompt were cached", first.cached_tokens());
             assert_eq!(second.cached_tokens(), reusable(prompt_tokens), "{name}");
             assert_eq!(first.text(0), second.text(0), "{name}: the cache never changes the answer");
             for answer in [&first, &second] {

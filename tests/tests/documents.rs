@@ -44,7 +44,7 @@ fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
         tokio::select! {
             biased;
             outcome = scenario => outcome,
-            () = clock => unreachable!("the clock's loop has no end"),
+            () = clock => unreachable!("the clock runs until the scenario ends"),
         }
     })
 }

@@ -13,7 +13,7 @@ async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
     let request = Endpoint::Completions.request(&cluster.model_id(), &prose("why", 300), json!({ "max_tokens": 2 }));
     let cold = client.explain(path, &request).await?;
     assert!(cold["prompts"][0]["workers"].as_array().is_some_and(|workers| workers.len() == 4), "{cold:#}");
-    assert_eq!(client.metric("tandem_worker_prompt_tokens_total", "").await?, 0.0, "nothing has run");
+    assert_eq!(client.metric("tandem_worker_prompt_tokens_total", "").await?, 0.0, "no prompt was computed");
 
     let answer = client.answer(path, &request).await?;
     cluster.settle_events().await?;

@@ -353,7 +353,7 @@ mod tests {
         let LedgerLine::Scheduled { at, model, account, .. } =
             serde_json::from_str(&(expected.to_owned() + "}")).expect("the ledger line is valid")
         else {
-            panic!("not a scheduled line");
+            panic!("the line is not a Scheduled line");
         };
         assert_eq!((at, model.as_str(), account.as_str()), (None, "", ""));
         assert_eq!(lost(&metrics), 0);

@@ -218,7 +218,7 @@ mod tests {
         let mut drained = Box::pin(requests.drained());
         assert!(drained.as_mut().now_or_never().is_none(), "the process does not drain yet");
         shutdown.run(Duration::from_secs(1)).await;
-        assert!(drained.as_mut().now_or_never().is_none(), "a reply has not left");
+        assert!(drained.as_mut().now_or_never().is_none(), "one reply stream is still open");
         drop(replies);
         drained.await;
     }

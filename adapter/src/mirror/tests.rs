@@ -289,7 +289,7 @@ impl Replica {
     fn apply(&mut self, events: &[KvEvent]) {
         let last_id = self.last_id;
         for event in events.iter().filter(|event| event.event_id > last_id) {
-            assert_eq!(event.event_id, self.last_id + 1, "a gap");
+            assert_eq!(event.event_id, self.last_id + 1, "the event ids have a gap");
             self.last_id = event.event_id;
             match &event.change {
                 Change::Stored(chain) => self.store(chain),

@@ -104,7 +104,11 @@ async fn job_is_paused_while_its_events_are_not_read() {
     while let Some(event) = tokio::time::timeout(Duration::from_secs(60), unread.next()).await.expect("the job resumes in time") {
         received.push(format!("{event:?}"));
     }
-    assert_eq!((received.len(), &received[1..]), (expected.len(), &expected[1..]), "all events but the count of cached tokens");
+    assert_eq!(
+        (received.len(), &received[1..]),
+        (expected.len(), &expected[1..]),
+        "all events except the count of cached tokens are equal"
+    );
 
     let unread = engine.generate(two()).await.expect("the job fits in the cache");
     tokio::time::sleep(Duration::from_secs(60)).await;
@@ -180,16 +184,16 @@ async fn hung_future_resolves_while_a_step_exceeds_its_limit() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
     let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
     let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();
-    assert!(!hangs(3_600).await, "nothing to do");
+    assert!(!hangs(3_600).await, "an idle engine does not hang");
     let mut short = engine.generate(Generate { prompt: vec![1], ..generate(60_000) }).await.expect("the job fits in the cache");
     assert!(matches!(short.next().await, Some(Event::Scheduled { .. })));
-    assert!(!hangs(3_600).await, "it makes steps, then backpressure pauses its only job");
+    assert!(!hangs(3_600).await, "the engine makes steps until backpressure pauses its only job");
     let reading = async {
         while short.next().await.is_some() {}
         std::future::pending::<()>().await
     };
     let story = async {
-        assert!(!hangs(60).await, "it makes steps");
+        assert!(!hangs(60).await, "the engine makes steps");
         let _long = engine.generate(generate(3)).await.expect("the job fits in the cache");
         let began = Instant::now();
         engine.hung().await;
@@ -197,10 +201,10 @@ async fn hung_future_resolves_while_a_step_exceeds_its_limit() {
         assert!((19..=21).contains(&noticed.as_secs()), "{noticed:?}");
         assert!(hangs(0).await, "the step still runs");
         tokio::time::sleep(Duration::from_secs(600)).await;
-        assert!(!hangs(60).await, "it makes steps again");
+        assert!(!hangs(60).await, "the engine makes steps again");
     };
     tokio::select! {
-        () = reading => unreachable!("it never ends"),
+        () = reading => unreachable!("the reading task never ends"),
         () = story => {}
     }
 }

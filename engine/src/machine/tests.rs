@@ -276,7 +276,7 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only requested blocks are sent");
         assert!(matches!(source.events[&0].last(), Some(Event::Computed(_))));
-        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks are received");
+        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "the source keeps its blocks until they are received");
         source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
             destination.write(ticket, index, &payload).expect("the ticket allows the write");
@@ -287,7 +287,7 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
         for sample in 0..samples {
             assert_eq!(destination.tokens(0, sample), expected[sample as usize]);
         }
-        assert_eq!(destination.cached(0), None, "the prefill worker reports the count, not this one");
+        assert_eq!(destination.cached(0), None, "only the prefill worker reports cached tokens");
         source.assert_idle();
         destination.assert_idle();
     }
@@ -359,7 +359,7 @@ fn preempted_sequence_generates_the_same_text() {
         job.sampling.seed = id;
         assert_eq!(world.tokens(id, 0), alone(job)[0], "job {id}");
         let scheduled = world.events[&id].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
-        assert_eq!(scheduled, 1, "the count is sent once");
+        assert_eq!(scheduled, 1, "the count of cached tokens is sent once");
         assert_eq!(world.cached(id), Some(0));
     }
     world.assert_idle();

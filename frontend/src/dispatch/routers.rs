@@ -294,14 +294,18 @@ mod tests {
     async fn request_waits_until_the_first_router_is_known() {
         let (routers, started) = (routers(&[]), tokio::time::Instant::now());
         assert!(routers.candidates().await.is_empty());
-        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no member came");
+        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no router registered");
         let registers = async {
             sleep(MEMBERS_TIMEOUT / 2).await;
             routers.set_members(&set(&["a:1"]), MemberList::Advisory);
         };
         let (found, ()) = tokio::join!(routers.candidates(), registers);
         assert_eq!((found.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2));
-        assert_eq!((routers.candidates().await.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2), "known: no wait");
+        assert_eq!(
+            (routers.candidates().await.len(), started.elapsed()),
+            (1, MEMBERS_TIMEOUT * 3 / 2),
+            "requests do not wait for a known router"
+        );
     }
 
     #[tokio::test]
@@ -312,11 +316,11 @@ mod tests {
         routers.set_members(&set(&[]), MemberList::Advisory);
         assert_eq!(known(), set(&["a:1", "b:1"]));
         routers.set_health("a:1", Health::Unhealthy);
-        assert_eq!(known(), set(&["b:1"]), "an unhealthy router that is no member is removed");
+        assert_eq!(known(), set(&["b:1"]), "an unhealthy router that is not on the list is removed");
         routers.set_members(&set(&["a:1", "b:1"]), MemberList::Advisory);
         routers.set_health("a:1", Health::Unhealthy);
-        assert_eq!(known(), set(&["a:1", "b:1"]), "an unhealthy member is checked again");
+        assert_eq!(known(), set(&["a:1", "b:1"]), "an unhealthy router on the list is kept");
         routers.set_members(&set(&["a:1"]), MemberList::Static);
-        assert_eq!(known(), set(&["a:1"]), "a static list is binding");
+        assert_eq!(known(), set(&["a:1"]), "a router that is not on a static list is removed");
     }
 }

@@ -228,7 +228,7 @@ mod tests {
         assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
         let _small = read(UNCOUNTED_BYTES).await.expect("a small body needs no budget");
         drop(large);
-        assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "what was held and what was refused is back");
+        assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "the whole budget is available again");
     }
 
     #[tokio::test]

@@ -99,7 +99,10 @@ mod tests {
         assert!(of_one.iter().all(Option::is_some), "both are the same address");
         assert!(from(&limits, "10.0.0.1").is_none());
         let other = from(&limits, "10.0.0.2");
-        assert!(other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(), "none is left");
+        assert!(
+            other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(),
+            "no connection is left"
+        );
         drop((of_one, other));
         let open = limits.open.lock();
         assert_eq!((open.all, open.by_key.len()), (0, 0));
@@ -109,8 +112,8 @@ mod tests {
     fn addresses_of_one_ipv6_network_count_together() {
         let limits = limits(9, 1);
         let _first = from(&limits, "2001:db8::1").expect("the network has no open connection");
-        assert!(from(&limits, "2001:db8::ffff:1").is_none(), "the same /64");
-        assert!(from(&limits, "2001:db8:0:1::1").is_some(), "another /64");
+        assert!(from(&limits, "2001:db8::ffff:1").is_none(), "both addresses are in the same /64");
+        assert!(from(&limits, "2001:db8:0:1::1").is_some(), "the address is in another /64");
     }
 
     #[test]

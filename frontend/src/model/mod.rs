@@ -157,7 +157,7 @@ mod tests {
         directory(folder.path());
         let model = served(folder.path());
         assert_eq!((model.id.as_str(), model.context_length, model.bos), ("m", 77, None));
-        assert_eq!(model.stop_tokens, [2, 3], "the model's own and the family's");
+        assert_eq!(model.stop_tokens, [2, 3], "the stop tokens of the model and of its family");
         assert_eq!(rendered(&model), "<s>a</s>");
 
         // The files of newer libraries take precedence over those of older ones.

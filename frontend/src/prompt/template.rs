@@ -139,7 +139,7 @@ mod tests {
             "<s>\nHI\n"
         );
         let Err(RenderError::Refused(refused)) = template.render(&[Turn { role: "system", content: "x" }], 1 << 10) else {
-            panic!("it raises");
+            panic!("the template must raise an exception");
         };
         assert_eq!(refused.detail(), Some("no system"));
     }

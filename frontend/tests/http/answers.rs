@@ -255,7 +255,7 @@ async fn response_headers_wait_for_the_first_token_and_details_are_opt_in() {
     let mut reply = tokio::spawn(send(cluster.frontend, Method::POST, CHAT, &HEADERS, body.into()));
     let call = cluster.call().await;
     assert_eq!(call.request.traceparent, trace);
-    assert!(!call.request.request_id.contains("mine"), "a client's id is no key of ours");
+    assert!(!call.request.request_id.contains("mine"), "a client's id is not used within the cluster");
     call.begin(Some(0)).await;
     assert!(futures::poll!(&mut reply).is_pending());
     call.send(tokens(0, b"a")).await;
@@ -325,7 +325,7 @@ async fn real_models_template_renders_the_expected_prompt() {
          <|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n"
     );
     let ends = |token: &&u32| model.tokenizer.bytes(**token) == b"<|im_end|>";
-    assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's is text");
+    assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's <|im_end|> is text");
     let stops = call.request.sampling.clone().expect("the call has sampling settings").stop_token_ids;
     let stops: Vec<_> = stops.iter().map(|token| model.tokenizer.bytes(*token)).collect();
     assert_eq!(stops, [&b"<|endoftext|>"[..], b"<|im_end|>"]);

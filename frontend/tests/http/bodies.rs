@@ -59,7 +59,7 @@ async fn bodies_with_too_many_values_are_refused() {
         let (_, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
         assert_eq!(answer["error"]["code"], "too_many_values");
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 #[tokio::test]
@@ -124,7 +124,7 @@ async fn unfinished_bodies_do_not_block_other_requests() {
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
-    assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "they are not in flight");
+    assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "unfinished requests are not in flight");
     drop(unfinished);
     cluster.counted("tandem_frontend_reading_requests 0").await;
 }
@@ -149,7 +149,7 @@ async fn large_body_is_refused_while_the_body_budget_is_used() {
     assert_eq!((refusal.status(), refusal.header("retry-after")), (StatusCode::SERVICE_UNAVAILABLE, Some("1")));
     assert_eq!(refusal.json().await.1["error"]["code"], "body_budget");
     let never_fits = cluster.post(CHAT, &large(300_000)).await;
-    assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "trying again would not help");
+    assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "a retry could not succeed");
     for (filler, disconnected) in [(0, None), (200_000, Some(unfinished))] {
         let waits_for_budget = disconnected.is_some();
         drop(disconnected);

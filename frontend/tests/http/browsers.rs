@@ -32,7 +32,7 @@ async fn requests_from_a_page_of_another_site_are_refused() {
             assert_eq!(cluster.send(Method::GET, path, headers, "").await.status(), StatusCode::OK, "{path} {headers:?}");
         }
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 async fn get_as(address: SocketAddr, host: &str) -> (u16, Value) {

@@ -49,7 +49,7 @@ async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
 #[tokio::test(start_paused = true)]
 async fn connection_without_a_complete_head_is_closed_after_ten_seconds() {
     let frontend = Alone::start();
-    assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "nothing came");
+    assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "a connection without any bytes");
     let mut half = frontend.connect().await;
     half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("the frontend reads");
     assert_eq!(until_closed(half).await.1, 10);
@@ -89,7 +89,7 @@ async fn idle_connection_is_closed_after_75_seconds() {
     assert!(answer[..bytes].starts_with(b"HTTP/1.1 200"));
     sleep(Duration::from_secs(30)).await;
     stream.write_all(b"GET /li").await.expect("the connection is open");
-    assert_eq!(until_closed(stream).await.1, 10, "the next head has ten seconds, too");
+    assert_eq!(until_closed(stream).await.1, 10, "the next request's head must also arrive within ten seconds");
 }
 
 #[tokio::test(start_paused = true)]
@@ -130,7 +130,7 @@ async fn connections_beyond_the_limit_get_503() {
         assert!(cluster.metric("tandem_frontend_connections_refused_total 1").await);
         drop(open);
         cluster.counted("tandem_frontend_connections 0").await;
-        assert_eq!(cluster.get("/live").await.0, StatusCode::OK, "places are given back");
+        assert_eq!(cluster.get("/live").await.0, StatusCode::OK, "closed connections do not count");
     }
 }
 

@@ -42,7 +42,7 @@ async fn dashboard_loads_only_files_of_this_server() {
         let imports = text.lines().filter_map(|line| line.strip_prefix("import ")?.split("'./").nth(1)?.split('\'').next());
         files.extend(imports.map(|name| format!("dashboard/{name}")));
         let elsewhere = text.replace("http://www.w3.org/2000/svg", "");
-        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another place");
+        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another server");
         seen += 1;
     }
     assert!(seen >= 10, "the modules were not followed");
@@ -156,7 +156,7 @@ async fn every_outcome_is_recorded_and_the_oldest_record_is_dropped_at_the_limit
     };
     assert_eq!((numbers(&found), &found["max"]), (vec![json!(4), json!(5)], &json!(3)));
     let (_, all) = cluster.get("/dashboard/requests").await;
-    assert_eq!(numbers(&all), [3, 4, 5].map(|number| json!(number)), "the oldest is forgotten");
+    assert_eq!(numbers(&all), [3, 4, 5].map(|number| json!(number)), "the oldest requests are forgotten");
     assert_eq!(numbers(&cluster.get("/dashboard/requests?after=5").await.1), [] as [Value; 0]);
     assert_eq!(numbers(&cluster.get("/dashboard/requests?after=nonsense").await.1).len(), 3);
 }
@@ -216,9 +216,9 @@ async fn dashboard_and_metrics_show_the_last_audit_result() {
     let text = scraped().await;
     assert!(
         text.lines().any(|line| line == "tandem_frontend_audit_timestamp_seconds 0"),
-        "an alert sees that there is none: {text}"
+        "an alert can detect the missing audit: {text}"
     );
-    assert!(!text.contains("tandem_frontend_audit_findings"), "not known is not 0");
+    assert!(!text.contains("tandem_frontend_audit_findings"), "an unknown number is not reported as 0");
     let result = AuditResult { findings: 2, answers: 60, ..AuditResult::default() }.now();
     result.write(&file).expect("the folder is writable");
     let text = scraped().await;

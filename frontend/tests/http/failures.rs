@@ -95,7 +95,7 @@ async fn unknown_messages_are_skipped() {
     call.send(finished(0, FinishReason::Length, None)).await;
     let (status, body) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!((status, &body["choices"][0]["message"]["content"]), (StatusCode::OK, &json!("a")));
-    assert!(cluster.no_call(), "one attempt");
+    assert!(cluster.no_call(), "the request has one attempt");
 }
 
 #[tokio::test]
@@ -226,10 +226,10 @@ async fn error_after_the_first_token_is_sent_as_an_event_if_resumes_are_off() {
             (done, &last["error"]["code"], &last["error"]["type"]),
             (false, &json!("worker_lost"), &json!("server_error"))
         );
-        assert_eq!(events.len(), 2, "the role and the text: {events:?}");
+        assert_eq!(events.len(), 2, "expected the role and the text: {events:?}");
         cluster.routes_closed(1).await;
     }
-    assert!(cluster.no_call(), "nothing is tried again after the first token");
+    assert!(cluster.no_call(), "no request is retried after the first token");
     cluster.counted("tandem_frontend_migrations_total 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="503"} 2"#).await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;

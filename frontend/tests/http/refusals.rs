@@ -12,7 +12,7 @@ async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
         let sent = body.to_string();
         expect(cluster, path, sent.into_bytes(), (status, param, code, words)).await;
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 async fn expect(cluster: &Cluster, path: &str, body: Vec<u8>, expected: (u16, Option<&str>, &str, &[&str])) {

@@ -59,17 +59,14 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     assert_eq!(text(&events, "/delta/content", 0), "aé!");
     assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
     let last = events.last().expect("the answer has events");
-    assert_eq!(last["usage"]["completion_tokens"], 5, "each token once, the stop token too");
-    assert_eq!(
-        last["usage"]["prompt_tokens_details"]["cached_tokens"], 16,
-        "the number of the attempt that brought the first token"
-    );
+    assert_eq!(last["usage"]["completion_tokens"], 5, "each token counts once, the stop token too");
+    assert_eq!(last["usage"]["prompt_tokens_details"]["cached_tokens"], 16, "the count of the attempt that sent the first token");
     assert_eq!(last["tandem"]["migrations"], 2);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     let released = |cached_tokens| Received::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
     assert_eq!(cluster.received().await, released(Some(16)));
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Unspecified, 2));
-    assert_eq!(cluster.received().await, released(None), "a longer prompt is not held against what was foreseen");
+    assert_eq!(cluster.received().await, released(None), "a resumed prompt is not compared with the prediction");
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::EngineFailed, 3));
     assert_eq!(cluster.received().await, released(None));
     assert_eq!(cluster.received().await, Received::Closed);
@@ -194,7 +191,11 @@ async fn silent_worker_is_replaced_after_the_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let hung = cluster.call().await;
-    assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker reports first which process is late");
+    assert_eq!(
+        hung.request.prefill_start_timeout_ms,
+        Some(50),
+        "the worker's timeout ends first, so its failure names the late process"
+    );
     hung.closed().await;
     let second = cluster.call().await;
     // The attempt's timeout does not apply to a prefill that has begun.

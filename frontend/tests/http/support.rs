@@ -346,8 +346,8 @@ impl Reply {
 pub fn events(text: &str) -> (Vec<Value>, bool) {
     let (mut events, mut done) = (Vec::new(), false);
     for frame in text.split_terminator("\n\n") {
-        assert!(!done, "a frame after [DONE]: {frame}");
-        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("no data: {frame:?}"));
+        assert!(!done, "a frame follows [DONE]: {frame}");
+        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("the frame has no data: {frame:?}"));
         match data {
             "[DONE]" => done = true,
             _ => events.push(serde_json::from_str(data).unwrap_or_else(|_| panic!("not JSON: {data:?}"))),

@@ -47,14 +47,14 @@ async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
     let mut cluster = Cluster::with(|settings| settings.model = model).await;
     let (status, answer) = cluster.post(CHAT, &chat(json!({ "messages": messages }))).await.json().await;
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
     (status, answer["error"].clone())
 }
 
 #[test]
 fn model_whose_chat_template_never_ends_is_refused() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = b %}{% endfor %}{% endfor %}";
-    let Err(error) = model(endless) else { panic!("it is served") };
+    let Err(error) = model(endless) else { panic!("the model must be refused") };
     assert!(error.to_string().contains("chat template takes more than"), "{error}");
 }
 

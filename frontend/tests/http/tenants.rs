@@ -60,7 +60,7 @@ async fn isolated_accounts_have_different_cache_namespaces() {
     ] {
         let first = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
         let again = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
-        assert_eq!(first.cache_namespace, again.cache_namespace, "an account shares with itself: {headers:?}");
+        assert_eq!(first.cache_namespace, again.cache_namespace, "requests of one account share their KV: {headers:?}");
         namespaces.push(first.cache_namespace);
     }
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
@@ -68,7 +68,7 @@ async fn isolated_accounts_have_different_cache_namespaces() {
     let len = namespaces.len();
     namespaces.sort();
     namespaces.dedup();
-    assert_eq!(namespaces.len(), len, "none shares with another, nor with a frontend whose accounts share");
+    assert_eq!(namespaces.len(), len, "accounts share KV neither with each other nor with a frontend without isolation");
 }
 
 #[tokio::test]
@@ -91,7 +91,7 @@ async fn details_and_explanations_are_refused_to_untrusted_peers() {
         assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
     }
     generate_request(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 #[tokio::test]
@@ -118,11 +118,15 @@ async fn expose_details_setting_decides_which_peers_get_details() {
     };
     const EXPLAIN: (&str, &str) = ("x-tandem-explain", "true");
     const FORWARDED: (&str, &str) = ("x-forwarded-for", "1.2.3.4");
-    assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine");
-    assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "a client behind a proxy on this machine");
+    assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine is trusted");
+    assert_eq!(
+        ask(|_| {}, &[EXPLAIN, FORWARDED]).await,
+        StatusCode::FORBIDDEN,
+        "a client behind an unlisted proxy is not trusted"
+    );
     let listed =
         |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("the network is valid")];
-    assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
+    assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "a listed proxy is trusted");
     let always = |settings: &mut FrontendSettings| {
         untrusted(settings);
         settings.expose_details = ExposeDetails::Always;
@@ -140,12 +144,8 @@ async fn account_header_of_an_untrusted_peer_is_refused() {
     .await;
     let (status, answer) = refusal(&cluster, ("x-account", "acme")).await;
     assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")));
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
-    assert_eq!(
-        generate_request(&mut cluster, &[], json!({})).await.account,
-        "",
-        "without the header it is a request without an account"
-    );
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
+    assert_eq!(generate_request(&mut cluster, &[], json!({})).await.account, "", "a request without the header has no account");
 }
 
 #[tokio::test]
@@ -161,10 +161,10 @@ async fn traceparent_of_an_untrusted_peer_is_ignored() {
     let headers = [("traceparent", TRACEPARENT)];
     let mut cluster = traced(0.0, |_| {}).await;
     let joined = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
-    assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is believed: {joined}");
+    assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is trusted: {joined}");
     let mut cluster = traced(0.0, untrusted).await;
-    assert_eq!(generate_request(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
+    assert_eq!(generate_request(&mut cluster, &headers, json!({})).await.traceparent, "", "the request is not sampled");
     let mut cluster = traced(1.0, untrusted).await;
     let own = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
-    assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "sampled as all are, in a trace of its own: {own}");
+    assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "the request is sampled in a new trace: {own}");
 }

@@ -152,7 +152,7 @@ async fn stream_has_usage_in_every_chunk_or_in_none() {
             assert_eq!(last["choices"], json!([]));
             assert_eq!(last["usage"], usage_of(prompt_tokens, 4, 16));
         }
-        assert_eq!(events.len(), 4, "role, two texts, end: {events:?}");
+        assert_eq!(events.len(), 4, "expected a role, two texts and an end: {events:?}");
         let usages: Vec<Option<&Value>> = events.iter().map(|event| event.get("usage")).collect();
         match in_chunks {
             None => assert_eq!(usages, [None; 4], "{options:?}"),

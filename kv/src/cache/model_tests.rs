@@ -176,8 +176,8 @@ impl Replica {
     fn store(&mut self, chain: &StoredChain) {
         let mut parent = chain.parent;
         for hash in &chain.sequence_hashes {
-            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "stored after an unknown parent");
-            assert_eq!(self.parents.insert(*hash, parent), None, "stored twice");
+            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "a block was stored after an unknown parent");
+            assert_eq!(self.parents.insert(*hash, parent), None, "a block was stored twice");
             parent = Some(*hash);
         }
     }
@@ -186,14 +186,17 @@ impl Replica {
         if event.event_id <= self.at_event_id {
             return;
         }
-        assert_eq!(event.event_id, self.at_event_id + 1, "a gap");
+        assert_eq!(event.event_id, self.at_event_id + 1, "the event ids have a gap");
         self.at_event_id = event.event_id;
         match &event.change {
             Change::Stored(chain) => self.store(chain),
             Change::Removed(hashes) => {
                 for hash in hashes {
-                    assert!(self.parents.remove(hash).is_some(), "removed what was not stored");
-                    assert!(!self.parents.values().any(|parent| *parent == Some(*hash)), "removed before its children");
+                    assert!(self.parents.remove(hash).is_some(), "a block was removed that was not stored");
+                    assert!(
+                        !self.parents.values().any(|parent| *parent == Some(*hash)),
+                        "a block was removed before its children"
+                    );
                 }
             }
             Change::Cleared => self.parents.clear(),
@@ -231,7 +234,7 @@ impl Run {
         }
         self.check();
         self.take_events();
-        assert_eq!(self.cache.counts().in_use, 0, "everything was released");
+        assert_eq!(self.cache.counts().in_use, 0, "all blocks were released");
     }
 
     fn play_one(&mut self, op: Op) {

@@ -133,7 +133,7 @@ fn leaves_are_evicted_before_their_parents_in_any_order_of_release() {
         for left in [3, 3, 3, 2, 1, 0] {
             cache.allocate().unwrap();
             cache.check_invariants().unwrap();
-            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "released in order {order:?}");
+            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "blocks were released in order {order:?}");
         }
         assert_eq!(cache.allocate(), Err(Full));
     }
@@ -184,7 +184,7 @@ fn acquire_allocates_all_blocks_or_none() {
     assert_eq!((cache.last_event_id(), cache.counts()), (events, counts));
 
     let sparing = Wanted { spare_blocks: 1, ..wanted(3, 4) };
-    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave no spare blocks");
+    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "the prompt would leave no spare block");
     cache.check_invariants().unwrap();
 
     let fits = cache.acquire(&namespace(), &prompt[..7], wanted(3, 4)).unwrap();
@@ -295,7 +295,7 @@ fn colliding_block_is_evicted_when_unpinned() {
     assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (0, 1), "a pinned block keeps its hash");
     release(&mut cache, &foreign);
     run_and_release(&mut cache, &[2, 2]);
-    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned one does not");
+    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned block loses its hash");
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
     let hash = SequenceHash(0);
     let removed = Change::Removed(vec![hash]);
@@ -314,7 +314,7 @@ fn colliding_block_is_evicted_with_its_descendants() {
     let second = cache.find(&namespace(), &[1, 1, 2, 2], u32::MAX)[1];
     cache.evict_with_descendants(second);
     cache.check_invariants().unwrap();
-    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all") };
+    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all removed blocks") };
     let (three, four) = (hashes(&[1, 1, 2, 2, 3, 3])[2], hashes(&[1, 1, 2, 2, 4, 4])[2]);
     assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children are evicted first");
     assert_eq!(removed[2..], hashes(&[1, 1, 2, 2])[1..]);

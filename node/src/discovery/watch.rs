@@ -221,7 +221,7 @@ mod tests {
         }
         watcher.publish();
         let members = watcher.members.borrow().clone();
-        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} are used", members.len());
+        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} members are used", members.len());
     }
 
     #[test]

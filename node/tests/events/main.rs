@@ -114,7 +114,7 @@ async fn events_of_an_instance_arrive_in_order_in_bounded_messages() {
         assert!(batch_received.sent_unix_us > 0);
         received.extend(batch_received.events.iter().map(|event| event.event_id));
         if batch_received.events.is_empty() {
-            assert_eq!(batch_received.last_event_id, 200, "an event that is too long is only counted by its number");
+            assert_eq!(batch_received.last_event_id, 200, "a batch without its too long event still has the event's id");
         }
         messages += 1;
     }

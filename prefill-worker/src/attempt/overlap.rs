@@ -251,9 +251,9 @@ async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
         let written = handoff.written_by(pace.compute(chunk + 1)) as u32;
-        assert_eq!(written, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
+        assert_eq!(written, chunk * CHUNK / BLOCK, "all blocks before chunk {chunk} are written when it is computed");
     }
-    assert!(handoff.written.is_sorted(), "one after the other: {:?}", handoff.written);
+    assert!(handoff.written.is_sorted(), "blocks are written in order: {:?}", handoff.written);
 }
 
 /// The case without overlap, for comparison: nothing is left to compute while the only chunk is sent.
@@ -271,7 +271,7 @@ async fn late_ticket_does_not_delay_the_handoff_if_the_transfer_is_fast_enough()
     let pace = Pace { compute_ms: 100, transfer_ms: 40 };
     let ticket_after = pace.compute(CHUNKS / 2);
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;
-    assert_eq!(handoff.written_by(ticket_after), 0, "nothing is written without a ticket");
+    assert_eq!(handoff.written_by(ticket_after), 0, "no block is written without a ticket");
     let expected = pace.compute(CHUNKS) + pace.transfer(1);
     assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
 }

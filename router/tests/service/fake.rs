@@ -270,7 +270,7 @@ impl TestRouter {
         });
         match reached.await {
             Ok(view) => view,
-            Err(_) => panic!("timeout; the view is {:?}", self.view().await),
+            Err(_) => panic!("the view did not change in time: {:?}", self.view().await),
         }
     }
 

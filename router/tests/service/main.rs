@@ -75,7 +75,7 @@ async fn lost_events_are_detected_counted_and_repaired_by_a_snapshot() {
             _ => watch.fail(Status::data_loss("too slow")),
         }
         watch = decode.watched().await;
-        assert!(worker(&router.view().await, "d").is_some(), "it stays a member meanwhile");
+        assert!(worker(&router.view().await, "d").is_some(), "the worker remains a member meanwhile");
         watch.snapshot(5, &[1, 2, 3][..blocks]);
         router.until_indexed("d", blocks as u64).await;
         let counted = router.metric(r#"tandem_router_kv_event_gaps_total{worker="d"}"#);
@@ -288,7 +288,7 @@ async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
     route.failed(&second);
     let failure = route.failure().await;
     assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::AtCapacity, true));
-    assert_eq!(router.view().await.bookings, 0, "a refused request holds nothing");
+    assert_eq!(router.view().await.bookings, 0, "a refused request has no booking");
     assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
 }
 
@@ -333,7 +333,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
         (bad(RoutePrompt { prompt_tokens: 0, ..prompt("r", &[]) }), Code::InvalidArgument),
         (vec![], Code::DeadlineExceeded),
     ] {
-        let Err(status) = router.open(messages).await else { panic!("it must be refused") };
+        let Err(status) = router.open(messages).await else { panic!("the stream must be refused") };
         assert_eq!(status.code(), code, "{status:?}");
     }
     let mut twice = router.open(vec![good(), good()]).await.expect("the first message is valid");

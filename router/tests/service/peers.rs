@@ -24,7 +24,7 @@ async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettin
         let settings = RouterSettings { peers: peers.clone(), ..settings.clone() };
         routers.push(TestRouter::start_at(listener, workers, settings).await);
     }
-    routers.try_into().unwrap_or_else(|_| unreachable!("as many were started"))
+    routers.try_into().unwrap_or_else(|_| unreachable!("N routers were started"))
 }
 
 /// Lets the worker join each router, in any order.
@@ -123,7 +123,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
 
     let nowhere = RoutePrompt { existing: Some(ExistingPlacement::default()), ..prompt("r", &[1]) };
     let Err(status) = other.open(vec![tandem_proto::v1::route_request::Message::Prompt(nowhere)]).await else {
-        panic!("it names no worker")
+        panic!("an existing placement without workers must be refused")
     };
     assert_eq!(status.code(), Code::InvalidArgument);
     drop(watches);
@@ -153,7 +153,7 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);
         let view = router.until(|view| view.unavailable_reason.is_none()).await;
-        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts on its worker");
+        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "the booking counts on its worker");
         let mut route = router.route(prompt("t", &[1])).await;
         assert!(chosen(route.placement().await.decode).is_some());
         drop((running, route));

@@ -186,17 +186,17 @@ fn only_uncertain_sums_may_differ() {
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
     let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
-    assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
+    assert_eq!(findings(not_finished), [], "the frontend may not have finished an answer whose client disconnected");
     assert_ne!(
         findings(|evidence| evidence.metrics = finished_less.clone()),
         [],
-        "but the answer counts when its client has received it"
+        "an answer that its client has received must be finished"
     );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
     assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
     let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
-    assert_ne!(findings(counted_more), [], "but the remaining counters may not exceed the sum");
+    assert_ne!(findings(counted_more), [], "the remaining counters must not exceed the sum");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
@@ -274,7 +274,7 @@ fn errors_in_files_name_file_and_line() {
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
     assert_eq!(read(&client, &cut, &[]).expect("an incomplete last ledger line is ignored").ledger, []);
-    assert!(read(&cut, &ledger, &[]).is_err(), "half a line of a client is invalid");
+    assert!(read(&cut, &ledger, &[]).is_err(), "an incomplete line of a client is invalid");
     let bad =
         read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a line whose usage is a number is refused").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");

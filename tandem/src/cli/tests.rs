@@ -154,11 +154,11 @@ fn roles_listen_on_different_ports_and_find_each_other_by_default() {
     Cli::command().debug_assert();
     let router = router(&[]).expect("the default settings are valid").role;
     assert_eq!((router.common.listen.port(), router.process.admin_listen.port()), (7000, 9000));
-    let Ok(Command::PrefillWorker(prefill)) = command(&["prefill-worker"]) else { panic!("defaults") };
+    let Ok(Command::PrefillWorker(prefill)) = command(&["prefill-worker"]) else { panic!("the default settings are valid") };
     assert_eq!((prefill.role.common.listen.port(), prefill.role.process.admin_listen.port()), (7100, 9100));
-    let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("defaults") };
+    let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("the default settings are valid") };
     assert_eq!((decode.role.common.listen.port(), decode.role.process.admin_listen.port()), (7200, 9200));
-    let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("defaults") };
+    let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("the default settings are valid") };
     let routers = MemberSource::List(vec!["127.0.0.1:7000".to_owned()]);
     assert_eq!((frontend.role.common.listen.port(), frontend.role.routers()), (8000, routers));
     let workers = [prefill.role.common.listen, decode.role.common.listen].map(|address| address.to_string());
@@ -212,7 +212,9 @@ fn one_config_file_serves_all_roles_and_printed_settings_can_be_read_back() {
     assert_eq!(settings.role.common.block_size, 64);
     let list = |list: &[&str]| list.iter().map(|&address| address.to_owned()).collect::<MemberSource>();
     assert_eq!((settings.role.workers(), settings.role.peers()), (list(&["a:1", "b:2"]), list(&["r:2"])));
-    let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else { panic!("all of it is known") };
+    let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else {
+        panic!("the file has only known settings")
+    };
     assert_eq!(frontend.role.routers(), list(&["r:1", "r:2"]));
 
     let printed = settings.to_toml();

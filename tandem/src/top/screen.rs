@@ -137,7 +137,7 @@ mod tests {
         press(&mut screen, KeyCode::Left);
         assert!(drawn(&mut screen, None)[2].contains("requests▼"));
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Continue));
-        assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last stays");
+        assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last row stays on the screen");
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Continue));
         assert!(drawn(&mut screen, None)[3].starts_with("d0"));
         assert_eq!(press(&mut screen, KeyCode::Char('q')), Flow::Quit);

@@ -262,7 +262,7 @@ pub(super) mod tests {
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
             plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
-        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
+        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns are not aligned:\n{plain}");
     }
 
     #[test]
@@ -284,7 +284,7 @@ pub(super) mod tests {
         assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);
         assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
         assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
-        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
+        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "workers with equal values are sorted by name");
         let all = Column::all().iter().copied().fold(Column::Worker, |column, _| column.step(1));
         assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
         assert!(Column::all().iter().copied().enumerate().all(|(at, column)| column as usize == at));

@@ -77,7 +77,7 @@ impl Usage {
     fn of_frontend(page: &str) -> Self {
         let label = |series: &str, name: &str| {
             let value = series.split(&format!("{name}=\"")).nth(1).and_then(|rest| rest.split('"').next());
-            value.unwrap_or_else(|| panic!("no {name} in {series}")).to_owned()
+            value.unwrap_or_else(|| panic!("{series} has no label {name}")).to_owned()
         };
         let mut counted = Self::default();
         for (series, value) in page.lines().filter_map(|line| line.rsplit_once(' ')) {

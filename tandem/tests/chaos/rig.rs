@@ -135,7 +135,7 @@ impl Rig {
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
         let member = self.members.get_mut(name).expect("the rig has this process");
-        assert!(member.process.is_none(), "{name} runs");
+        assert!(member.process.is_none(), "{name} runs already");
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         member.process = Some(self.plan.start(member.role, name, member.at, &args));
     }

@@ -227,7 +227,7 @@ fn hub_revision_is_resolved_to_a_commit_and_stored_separately() {
         assert!(fetched.path.ends_with(Path::new(commit).join("a.gguf")), "{name}: {}", fetched.path.display());
         let requests = hub.requests.load(Ordering::SeqCst);
         assert_eq!(store.get(&source(name)).expect("the model is stored"), fetched);
-        assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name}: it is fetched once");
+        assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name} is fetched once");
     }
     assert_eq!(machine.stored_files().len(), 3);
 }

@@ -143,5 +143,5 @@ fn revision_depends_on_every_byte() {
     let original = revision(&model);
     assert_eq!(original.len(), 64);
     *model.last_mut().expect("the model has bytes") ^= 1;
-    assert_ne!(revision(&model), original, "the last weight");
+    assert_ne!(revision(&model), original, "the last weight counts");
 }

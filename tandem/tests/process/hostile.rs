@@ -81,7 +81,11 @@ fn one_client_does_not_starve_another() {
         // The questions must have had the same answers as they get now, when nothing else runs.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
-            assert_eq!(answer.text, send_question(&frontend, &format!("{round} {number} attacked")).text, "question {number}");
+            assert_eq!(
+                answer.text,
+                send_question(&frontend, &format!("{round} {number} attacked")).text,
+                "the answer to question {number} differs"
+            );
         }
         measured.rounds.push([times(&idle), times(&attacked)]);
     }

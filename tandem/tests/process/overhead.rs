@@ -126,5 +126,5 @@ fn telemetry_costs_little_cpu_time() {
     let traced = collector.spans().iter().filter(|(service, _)| service == "tandem-frontend").count();
     print_row(&format!("{traced} of {} requests were traced.", 3 * (ROUNDS + 1) * REQUESTS));
     assert!(traced > (ROUNDS + 1) * REQUESTS, "the collector has all traces of one frontend and some of the other");
-    assert!(user(1) <= RATIO_MAX && all(1)[1] <= RATIO_MAX, "more than {RATIO_MAX} times the CPU time");
+    assert!(user(1) <= RATIO_MAX && all(1)[1] <= RATIO_MAX, "tracing takes more than {RATIO_MAX} times the CPU time");
 }

@@ -113,7 +113,7 @@ fn killed_router_loses_no_answer() {
     assert!(rebooked > 0.0, "running requests are booked with the other router");
     // The frontend does not count a booking whose answer ended while it was being made.
     let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
-    assert!(counted_by_router >= rebooked, "{counted_by_router} of {rebooked}");
+    assert!(counted_by_router >= rebooked, "the router counted {counted_by_router} of {rebooked} bookings");
     cluster.assert_no_bookings();
 }
 
@@ -173,9 +173,9 @@ fn two_routers_place_equal_prompts_where_the_first_is_computed() {
     let placed = || [0, 1].map(|number| series(cluster.router(number), "tandem_router_placements_total"));
     let once = computed(&prompt("known"), true);
     let both = placed();
-    assert!(both.iter().all(|placed| *placed >= 8.0), "both routers have placed: {both:?}");
-    assert!(once < 2.0, "computed {once} times");
+    assert!(both.iter().all(|placed| *placed >= 8.0), "both routers placed requests: {both:?}");
+    assert!(once < 2.0, "the prompt was computed {once} times");
     let burst = computed(&prompt("at once"), false);
-    assert!(burst < 4.0, "computed {burst} times");
+    assert!(burst < 4.0, "the prompt was computed {burst} times");
     cluster.assert_no_bookings();
 }

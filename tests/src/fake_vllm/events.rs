@@ -231,7 +231,7 @@ impl State {
                 self.settings.topic = topic;
                 let _ = reply.send(());
             }
-            Command::Reopen { .. } => unreachable!("the caller reopens"),
+            Command::Reopen { .. } => unreachable!("the caller handles Reopen"),
         }
     }
 

@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(read(&mut near, LONG).await, b"answer");
         assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
         let mut dialling = (hosts.dial)("b:1");
-        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes");
+        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes a blocked link");
         hosts.set(0, Link::CLEAR);
         assert_eq!(read(&mut far, LONG).await, b"question");
         assert!(dialling.await.is_ok());

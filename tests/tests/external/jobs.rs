@@ -153,7 +153,7 @@ async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let mut second = adapter.generate(generate(&prompt(2, 40), 1)).await?;
     assert!(matches!(adapter.generate(generate(&prompt(3, 40), 1)).await, Err(Refusal::Full)));
     until("the first runs", || fake.running() == 1).await?;
-    assert_eq!(fake.seen().len(), 1, "the second waits in the worker");
+    assert_eq!(fake.seen().len(), 1, "the second job waits in the worker");
     drop(first);
     assert!(matches!(next(&mut *second).await?, Some(Event::Submitted)));
     assert_eq!(read(&mut *second).await?.finished, [(0, FinishReason::Length)]);

@@ -190,7 +190,7 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     }
     browser.press("Escape").await?;
     browser.until("!document.getElementById('request').open").await?;
-    assert_eq!(browser.value(focus).await?, request, "the focus returns to where it was");
+    assert_eq!(browser.value(focus).await?, request, "the focus returns to the request");
     Ok(())
 }
 

@@ -14,7 +14,7 @@ async fn blocks_are_released_when_the_client_disconnects_during_a_queued_prefill
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     drop(second);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
-    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first continues");
+    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first request continues");
     drop(first);
     cluster.idle().await;
 }

@@ -56,7 +56,7 @@ async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, fi
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        unreachable!("the loop has no end")
+        unreachable!("the loop never ends")
     };
     tokio::time::timeout(TIMEOUT, sending).await.expect("the first prompt's ticket prepares the path")
 }
@@ -127,7 +127,7 @@ async fn blocks_being_written_are_kept_until_the_write_ends() {
         let next = cluster.answer(cluster.local(prompt(1, 60), 4)).await;
         assert_eq!((next.failure.clone(), next.cached_tokens()), (None, Some(0)));
         let again = cluster.answer(cluster.remote(prompt(2, 100), 4)).await;
-        assert_eq!(again.failure, None, "the path works as before");
+        assert_eq!(again.failure, None, "later transfers over the path succeed");
         cluster.idle().await;
     }
 }
@@ -200,7 +200,7 @@ async fn draining_worker_closes_its_communicators() {
         shutdown.run(TIMEOUT).await;
         assert!(
             tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("the worker reports its result"),
-            "no error"
+            "the worker ends without an error"
         );
     }
 }

@@ -218,7 +218,7 @@ async fn full_queue_of_either_worker_refuses_requests() {
     assert_eq!(
         cluster.failure(cluster.remote(prompt(3, 100), 1)).await,
         (FailureReason::AtCapacity, prefill),
-        "the prefill worker's queue"
+        "the prefill worker's queue is full"
     );
     drop(running);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
@@ -233,7 +233,7 @@ async fn full_queue_of_either_worker_refuses_requests() {
     cluster.decode.until(|load| load.running_sequences == 1).await;
     let queued = cluster.open(cluster.local(prompt(7, 10_000), 1)).await;
     cluster.decode.until(|load| load.waiting_requests == 1).await;
-    assert_eq!(cluster.failure(cluster.local(prompt(8, 100), 1)).await, full, "the engine's queue");
+    assert_eq!(cluster.failure(cluster.local(prompt(8, 100), 1)).await, full, "the engine's queue is full");
     drop((local, queued));
     cluster.idle().await;
 }

@@ -112,7 +112,7 @@ async fn worker_that_reports_no_cached_tokens_leaves_the_field_unset() {
         }
     }
     let series = r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#;
-    assert_eq!(cluster.prefill.metric(series), 96.0, "the worker's own counter includes them");
+    assert_eq!(cluster.prefill.metric(series), 96.0, "the worker's metric counts cached tokens");
 }
 
 #[tokio::test]
@@ -213,7 +213,7 @@ async fn workers_report_their_description_and_cache_contents() {
         let watch_reply::Message::Batch(batch) = next().await else { panic!("expected a batch") };
         let batch = KvBatch::try_from(batch).expect("the batch is valid");
         for event in &batch.events {
-            assert_eq!(event.event_id, last + 1, "no gaps");
+            assert_eq!(event.event_id, last + 1, "event ids have no gaps");
             last = event.event_id;
             let tandem_kv::Change::Stored(chain) = &event.change else { panic!("expected a stored chain") };
             stored.extend(chain.sequence_hashes.clone());

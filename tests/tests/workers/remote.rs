@@ -46,7 +46,7 @@ async fn blocks_cached_on_decode_are_not_transferred() {
     let cold = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!((cold.kv_transfer_bytes(), cold.prefilled_tokens()), (7 * BLOCK_BYTES, 99));
     let warm = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
-    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the incomplete block");
+    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the incomplete block is transferred");
     assert_eq!(warm.tokens, cold.tokens);
     let longer: Vec<u32> = prompt(1, 64).into_iter().chain(prompt(9, 65)).collect();
     let longer = cluster.answer(cluster.remote(longer, 4)).await;

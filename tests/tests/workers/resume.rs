@@ -202,7 +202,7 @@ async fn hung_engine_is_avoided_and_used_again_after_recovery() {
         };
         let answers = tokio::time::timeout(TIMEOUT, answers).await.expect("requests fail over");
         assert!(answers == expected, "{}: an answer differs", hung.info.worker_id);
-        assert!(cluster.answers(cluster.send_all(&requests)).await == expected, "requests succeed while it hangs");
+        assert!(cluster.answers(cluster.send_all(&requests)).await == expected, "requests succeed while the engine hangs");
         hung.gate.open();
         cluster.wait_for_members(4).await;
         hung.idle().await;

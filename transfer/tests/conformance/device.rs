@@ -160,7 +160,7 @@ impl KvCommunicator for Communicator {
         let End::Receiver(receiver) = &self.end else { panic!("this end sends") };
         let receiver = receiver.lock().expect("no test panics with the lock");
         let contents = receiver.recv_timeout(Duration::from_secs(30)).map_err(|_| broken())?;
-        assert_eq!(contents.len(), blocks.len(), "both ends move as many");
+        assert_eq!(contents.len(), blocks.len(), "both ends transfer the same number of blocks");
         blocks.iter().zip(contents).try_for_each(|(block, content)| match block {
             Some(block) => self.device.write(*block, content),
             None => Ok(()),

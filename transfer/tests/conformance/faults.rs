@@ -42,7 +42,7 @@ pub async fn late_write_is_refused_and_changes_no_block_of_another_ticket(rig: R
     assert!(matches!(late.await, Err(TransferError::Refused(_))));
     rig.send(TICKET + 1, 1, block(1)).await.expect("the next transfer succeeds");
     let written = rig.memory.revoke(TICKET + 1);
-    assert!(written.len() == 1 && written[&1] == block(1), "nothing of the late write is there");
+    assert!(written.len() == 1 && written[&1] == block(1), "the late write changed no block");
 }
 
 pub async fn spent_ticket_is_refused(rig: Rig) {
@@ -55,7 +55,7 @@ pub async fn spent_ticket_is_refused(rig: Rig) {
     }
     let written = rig.memory.revoke(TICKET);
     assert!(written.len() == 2 && written.iter().all(|(index, payload)| *payload == block(*index)));
-    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket");
+    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket is refused");
 }
 
 /// For each number of polls, drops a transfer of three blocks after as many polls.
@@ -81,7 +81,7 @@ pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig
         .await;
         drop(transfer);
         let written = rig.memory.revoke(ticket);
-        assert!(written.iter().all(|(index, payload)| *payload == content(ticket, *index)), "each block is whole");
+        assert!(written.iter().all(|(index, payload)| *payload == content(ticket, *index)), "each block is complete");
         match whole {
             None => polls += 1,
             Some(result) => {
@@ -199,7 +199,7 @@ pub async fn written_blocks_are_correct_in_a_thousand_interleavings(rig: Rig) {
         }
         for (ticket, blocks) in &written {
             for (index, payload) in blocks {
-                assert!(*payload == content(*ticket, *index), "seed {seed}: block {index} of {ticket} is not its own");
+                assert!(*payload == content(*ticket, *index), "seed {seed}: block {index} of {ticket} has other bytes");
             }
         }
         for (sender, end) in senders.iter().zip(ends) {
@@ -259,9 +259,9 @@ async fn transfer_fails_if_the_receiver_reports_fewer_blocks_than_sent() {
         push.finish().await
     };
     tokio::select! {
-        served = serving => panic!("it ends: {served:?}"),
+        served = serving => panic!("the receiver ended: {served:?}"),
         ended = tokio::time::timeout(SOON, pushing) => {
-            assert!(matches!(ended.expect("the push ends in time"), Err(TransferError::Closed(_))), "two of three are not all");
+            assert!(matches!(ended.expect("the push ends in time"), Err(TransferError::Closed(_))), "the receiver wrote two of three blocks");
         }
     }
 }
@@ -305,5 +305,5 @@ async fn silent_connection_fails_the_transfer_within_the_keep_alive_limit() {
     }
     let written = rig.memory.revoke(TICKET);
     assert!(!written.is_empty() && written.len() < 20);
-    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is whole");
+    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }

@@ -23,7 +23,7 @@ async fn all_blocks_are_written_bit_equal_in_any_order(rig: Rig) {
         let written = rig.memory.revoke(ticket);
         assert_eq!(written.len(), order.len());
         for index in order {
-            assert!(written[&(index * 3)] == block(index), "block {index} is another");
+            assert!(written[&(index * 3)] == block(index), "block {index} has other bytes");
         }
     }
 }
@@ -73,7 +73,7 @@ async fn block_sent_twice_is_refused(rig: Rig) {
     };
     assert!(matches!(second.await, Err(TransferError::Refused(_))));
     let written = rig.memory.revoke(TICKET);
-    assert!(written[&0] == block(0) && written[&1] == block(1), "the first write stands");
+    assert!(written[&0] == block(0) && written[&1] == block(1), "the second write changed no block");
 }
 
 async fn block_of_another_size_is_refused(rig: Rig) {
@@ -129,7 +129,7 @@ async fn receiver_that_disconnects_is_reported(rig: Rig) {
     };
     assert!(matches!(sending.await, Err(TransferError::Closed(_))));
     let written = rig.memory.revoke(TICKET);
-    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is whole");
+    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }
 
 async fn dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
@@ -222,7 +222,7 @@ async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig)
     // The preparation of the path has begun writes, too: their permits are discarded.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
-        ended = &mut waiting => panic!("nothing is wrong: {ended:?}"),
+        ended = &mut waiting => panic!("the transfer ended before the disconnection: {ended:?}"),
         begun = rig.memory.0.begun.acquire() => begun.expect("the semaphore is open").forget(),
     }
     rig.disconnect();
@@ -313,7 +313,7 @@ async fn unusable_ticket_is_refused_before_a_connection_is_made() {
     let refused = |ticket| match rig.open_ticket(ticket) {
         Err(TransferError::Ticket(error)) => error,
         Err(error) => panic!("{error}"),
-        Ok(_) => panic!("it was accepted"),
+        Ok(_) => panic!("the ticket must be refused"),
     };
     assert!(matches!(refused(Ticket { address: "no address".to_owned(), ..ticket.clone() }), TicketError::Address(_)));
     assert!(matches!(refused(Ticket { ticket: vec![7; 8], ..ticket.clone() }), TicketError::Length(_)));

@@ -256,7 +256,7 @@ impl Rig {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        unreachable!("tickets do not end")
+        unreachable!("the loop over tickets never ends")
     }
 
     /// Returns the ticket as the decode worker sends it to a prefill worker.

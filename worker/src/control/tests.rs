@@ -99,7 +99,7 @@ async fn next(replies: &mut Replies<WatchReply>) -> watch_reply::Message {
 async fn next_batch(replies: &mut Replies<WatchReply>) -> v1::KvEventBatch {
     match next(replies).await {
         watch_reply::Message::Batch(batch) => batch,
-        watch_reply::Message::Snapshot(_) => panic!("the snapshot came before"),
+        watch_reply::Message::Snapshot(_) => panic!("a second snapshot was sent"),
     }
 }
 
@@ -154,7 +154,7 @@ async fn snapshot_comes_first_and_its_events_are_not_sent_again() {
     };
     assert_eq!((chunks, snapshot.at_event_id), (3, 5));
     let first = next_batch(&mut replies).await;
-    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "the load follows immediately");
+    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "a load follows the snapshot immediately");
     let second = next_batch(&mut replies).await;
     assert_eq!((second.last_event_id, ids(&second)), (7, vec![6, 7]));
 }
@@ -195,7 +195,7 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
         assert_eq!(load.transfer_bytes_per_second, 500.0);
         let (prompts, cached_tokens) = (u64::from(second), 16 * (u64::from(second) - 1));
         let totals = v1::CacheTotals { prompts, prompts_hit: prompts - 1, prompt_tokens: 100 * prompts, cached_tokens };
-        assert_eq!(load.cache, Some(totals), "totals come with the next load");
+        assert_eq!(load.cache, Some(totals), "the next load has the totals");
         worker.metrics.observe_scheduled(100, tandem_engine::CachedTokens::on_device(16));
     }
 }
@@ -233,12 +233,15 @@ async fn slow_watcher_receives_data_loss_and_other_watchers_continue() {
     let error = loop {
         match slow.next().await.expect("an error ends the stream") {
             Ok(WatchReply { message: Some(watch_reply::Message::Batch(batch)) }) => received.extend(ids(&batch)),
-            Ok(_) => panic!("the snapshot came before"),
+            Ok(_) => panic!("a second snapshot was sent"),
             Err(error) => break error,
         }
     };
     assert_eq!(error.code(), Code::DataLoss);
-    assert!(received.len() < 100 && received.iter().zip(1..).all(|(id, expected)| *id == expected), "no gap before the error");
+    assert!(
+        received.len() < 100 && received.iter().zip(1..).all(|(id, expected)| *id == expected),
+        "events before the error have no gap"
+    );
     assert!(slow.next().await.is_none());
 }
 
@@ -280,7 +283,7 @@ async fn watch_stream_carries_events_while_nats_is_disconnected() {
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
     let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: true };
     let mut replies = worker.service.watch(Request::new(request)).await.expect("the request names this instance").into_inner();
-    assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
+    assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "a watch for events over NATS sends no snapshot");
     worker.send(events(6..=7));
     let batch = next_batch(&mut replies).await;
     assert_eq!(ids(&batch), [6, 7]);

@@ -87,7 +87,7 @@ fn small_models_give_the_reference_logits() {
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {
         let revision = sha256(&writer.clone().finish());
-        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "other models than the reference's");
+        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "the goldens were made with other models");
         compare(name, &mut engine(&CpuModel::load(&gguf(writer)).unwrap()));
     }
 }

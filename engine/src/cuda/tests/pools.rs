@@ -71,7 +71,7 @@ fn handle_of_another_host_or_layout_is_refused() {
     let refused = |handle: &[u8]| match memory.open_peer(handle) {
         Err(DeviceTransferError::Unreachable(why)) => why,
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it was opened"),
+        Ok(_) => panic!("the handle must be refused"),
     };
     let changed = |at: usize| {
         let mut handle = handle.clone();
@@ -101,7 +101,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let name = ours.new_communicator_id().unwrap();
     assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
-    assert!(name != ours.new_communicator_id().unwrap(), "every communicator has an id of its own");
+    assert!(name != ours.new_communicator_id().unwrap(), "communicator ids are unique");
     assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
     let (sends, receives) =
         (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
@@ -115,7 +115,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the receiving end was dropped");
 }
 
 /// Moves blocks of a model on two GPUs, each of which holds its shard of every block.

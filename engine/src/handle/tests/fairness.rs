@@ -46,7 +46,7 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
         }
         tokio::time::sleep(Duration::from_millis(700)).await;
     }
-    assert!(engine.load().preemptions > 0, "there were too few blocks");
+    assert!(engine.load().preemptions > 0, "the cache has too few blocks for all samples");
     for tokens in hostile.join_all().await {
         assert_eq!(tokens, 128 * 400, "all samples are answered");
     }

@@ -29,7 +29,7 @@ fn burst_of_equal_prompts_is_computed_once() {
     world.machine.generate(8, job.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let load = world.machine.load();
-    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
+    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
     // 935 tokens are left of the first, 7 of each other prefill and of the generation: tokens computed for another prompt count once.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
     for id in 0..8 {
@@ -60,7 +60,7 @@ fn deferred_prompt_delays_no_other_and_takes_over_from_a_cancelled_owner() {
     world.machine.cancel(0);
     world.run();
     // Of the 6 × 32 tokens of six steps, 99 were the shorter prompt's.
-    assert_eq!(world.cached(1), Some(80), "what the cancelled owner had computed");
+    assert_eq!(world.cached(1), Some(80), "the tokens that the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }
@@ -124,7 +124,7 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first() {
     let others = [1, 2, 3, 4, 5, 6, 7, 9];
     assert!(
         others.iter().all(|id| world.reserved(*id).is_none() && world.cached(*id).is_none()),
-        "they hold no blocks while they wait"
+        "waiting sequences hold no blocks"
     );
     assert_eq!(world.reserved(8).expect("the sequence does not wait for 31 of 63 blocks").1, (0..50).collect::<Vec<_>>());
     let kv_of = kv(&text);
@@ -178,7 +178,11 @@ fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
         world.run();
         let (ticket, missing) = world.reserved(1).expect("the next sequence takes the ticket over");
         assert_eq!(missing, (0..25).collect::<Vec<_>>(), "unconfirmed blocks are not used");
-        assert_eq!(world.reserved(2).is_none(), leaves, "the third waits for the second, unless its wait has reached the limit");
+        assert_eq!(
+            world.reserved(2).is_none(),
+            leaves,
+            "the third sequence waits for the second one unless the wait has reached its limit"
+        );
         for index in missing {
             world.write(ticket, index, &kv[index as usize].1).expect("the ticket allows the write");
         }
@@ -199,11 +203,11 @@ fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
     world.machine.cancel(0);
     world.machine.prefill(1, prefill(fills.clone()), world.now).expect("the job fits in the cache");
     world.run();
-    assert_eq!(world.machine.load().in_use_blocks, 57, "23 of 80 are left, all of them cached");
+    assert_eq!(world.machine.load().in_use_blocks, 57, "the other 23 of 80 blocks are cached");
     let load = |world: &World| world.machine.load().pending_prefill_tokens;
     world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits in the cache");
     world.run();
-    assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "24 blocks are more than there are");
+    assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "the prompt needs more than the 23 blocks that are left");
     // A burst follows: its first prompt is new, and its other prompts are expected to reuse the first one's blocks.
     let burst = prompt("all the same", 300);
     for id in 3..7 {
@@ -212,7 +216,7 @@ fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
     let waits = 399 - 23 * 16;
     assert_eq!(load(&world), waits + 299 + 3 * (299 - 18 * 16));
     world.machine.cancel(3);
-    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next prompt computes it");
+    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next prompt computes the shared blocks");
     (1..7).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }

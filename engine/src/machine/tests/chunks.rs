@@ -14,7 +14,7 @@ fn chunks(world: &World, job: JobId) -> Vec<PrefillChunk> {
 
 /// Returns for each chunk of a job when it began, in milliseconds after the allocation of blocks, and its tokens.
 fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
-    assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "the steps of these worlds: {chunks:?}");
+    assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "a step takes 1 ms: {chunks:?}");
     chunks.iter().map(|chunk| (chunk.begun.as_millis(), chunk.tokens)).collect()
 }
 
@@ -54,7 +54,7 @@ fn preempted_prefill_reports_the_chunks_after_its_preemption() {
     world.step();
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("the job fits in the cache");
     world.run();
-    assert!(world.machine.preemptions > 0, "there were too few blocks");
+    assert!(world.machine.preemptions > 0, "the cache has too few blocks for both jobs");
     world.machine.send_blocks(1, vec![], BlockAccess::Copied);
     world.act();
     let computed: u32 = chunks(&world, 1).iter().map(|chunk| chunk.tokens).sum();

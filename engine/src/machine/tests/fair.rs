@@ -175,7 +175,7 @@ fn account_without_demand_leaves_the_rotation() {
     let demand = |account: &str| Demand { account: Arc::from(account), tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);
     assert!(!round_robin.is_empty());
-    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "it does not wait for the account that has left");
+    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "the account that has left receives no share");
     assert!(round_robin.allot(&[], 300).is_empty());
     assert!(round_robin.is_empty());
 }

@@ -65,7 +65,7 @@ fn request_with_many_samples_does_not_delay_other_requests() {
         jobs.push((3, of(account, generate(prompt("comes later", 50), 10))));
         world.machine.generate(3, jobs[3].1.clone(), world.now).expect("the job fits in the cache");
         let steps = first_token(&mut world, 3);
-        assert!(steps <= 2, "{steps} steps: its prompt, and its first token");
+        assert!(steps <= 2, "the first token took {steps} steps, not two");
         world.run();
         assert_texts(&world, &jobs);
     }
@@ -174,7 +174,7 @@ fn long_prompt_does_not_starve() {
             .machine
             .prefill(id, prefill(prompt(&format!("{id} comes later"), 65)), world.now)
             .expect("the job fits in the cache");
-        assert!(world.step() && world.steps < 200, "it starves");
+        assert!(world.step() && world.steps < 200, "the long prompt is not computed");
         for job in 1..id {
             if world.machine.held.iter().any(|held| held.job == job) {
                 world.machine.cancel(job);
@@ -196,7 +196,7 @@ fn prompt_beyond_the_lookahead_is_not_admitted() {
         world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("the job fits in the cache");
     }
     world.step();
-    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first needs more than four steps");
+    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first prompt needs more than four steps");
     world.machine.prefill(3, prefill(prompt("short", 100)), world.now).expect("the job fits in the cache");
     world.step();
     assert_eq!((world.cached(3), world.cached(1)), (Some(0), None));
@@ -217,7 +217,7 @@ fn preempted_sequences_precede_new_requests_of_their_account() {
     }
     world.machine.generate(3, generate(prompt("new", 17), 1), world.now).expect("the job fits in the cache");
     while world.machine.waiting.iter().any(|waiting| waiting.sequence.job < 3) {
-        assert!(world.cached(3).is_none(), "it waits for the preempted ones");
+        assert!(world.cached(3).is_none(), "the new job waits for the preempted jobs");
         assert!(world.step());
     }
     world.run();

@@ -14,9 +14,9 @@ fn paused_job_resumes_with_the_same_text_while_others_run() {
     world.machine.set_paused(0, true);
     let count = world.events[&0].len();
     world.run();
-    assert_eq!(world.events[&0].len(), count, "it gets no events while it is paused");
-    assert_eq!(world.tokens(1, 0), alone(jobs[1].clone())[0], "others do not");
-    assert!(world.machine.load().in_use_blocks > 0, "it keeps its blocks while no other job needs them");
+    assert_eq!(world.events[&0].len(), count, "a paused job gets no events");
+    assert_eq!(world.tokens(1, 0), alone(jobs[1].clone())[0], "the other job is not paused");
+    assert!(world.machine.load().in_use_blocks > 0, "a paused job keeps its blocks while no other job needs them");
     world.machine.set_paused(0, false);
     world.run();
     for (sample, expected) in (0..).zip(alone(jobs[0].clone())) {
@@ -39,7 +39,7 @@ fn paused_job_is_preempted_for_growing_and_for_new_sequences() {
         world.machine.set_paused(0, true);
         world.machine.generate(1, other.clone(), world.now).expect("the job fits in the cache");
         world.run();
-        assert_eq!(world.tokens(1, 0), alone(other)[0], "it does not wait for another job's client");
+        assert_eq!(world.tokens(1, 0), alone(other)[0], "a job does not wait for another job's client");
         assert_eq!(world.machine.preemptions, 1);
         assert_eq!(world.machine.load().waiting_requests, 1, "a paused job is not admitted again");
         world.machine.set_paused(0, false);
@@ -67,6 +67,6 @@ fn paused_jobs_do_not_count_toward_a_full_batch() {
     for id in 0..4 {
         assert_eq!(world.tokens(id, 0), alone(job(id))[0], "job {id}");
     }
-    assert_eq!(world.machine.preemptions, 0, "four fit, two at a time");
+    assert_eq!(world.machine.preemptions, 0, "the cache holds the blocks of two running jobs");
     world.assert_idle();
 }

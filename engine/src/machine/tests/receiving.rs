@@ -65,14 +65,14 @@ fn concurrently_written_blocks_are_used_only_after_confirmation() {
     world.confirm(ticket);
     assert!(!world.step() && !world.started(0), "blocks are missing");
     world.end(rest, &kv, true);
-    assert!(!world.step() && !world.started(0), "it is not confirmed");
+    assert!(!world.step() && !world.started(0), "the transfer is not confirmed");
     let cached = world.machine.cache.overlap(&namespace(), &job.prompt, 6);
-    assert_eq!(cached, 0, "it is not cached before its confirmation");
+    assert_eq!(cached, 0, "blocks are not cached before their confirmation");
     world.confirm(ticket);
     world.run();
     assert_eq!(world.tokens(0, 0), alone(job.clone()).swap_remove(0));
     let Some(Event::Started(started)) = world.events[&0].iter().find(|event| matches!(event, Event::Started(_))) else {
-        panic!("it runs");
+        panic!("the sequence has not started");
     };
     assert_eq!(started.kv_transfer_bytes, 7 * 128);
     assert_eq!(world.machine.cache.overlap(&namespace(), &job.prompt, 6), 6);
@@ -111,7 +111,7 @@ fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
         assert_eq!(world.machine.load().in_use_blocks, 2);
         let other = generate(prompt("another", 100), 8);
         world.machine.generate(1, other.clone(), world.now).expect("the job fits in an empty cache");
-        assert!(!world.step(), "there are six blocks for seven");
+        assert!(!world.step(), "the job needs seven blocks, and six are free");
         world.end(writing, &[], true);
         world.confirm(ticket);
         world.run();
@@ -129,12 +129,12 @@ fn revoked_reservation_keeps_blocks_being_written() {
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 90), 8) };
     world.machine.generate(2, job, world.now).expect("the job fits in the cache");
     while world.reserved(2).is_none() {
-        assert!(world.step(), "blocks are available");
+        assert!(world.step(), "blocks are available for both sequences");
     }
     let (ticket, _) = world.reserved(2).expect("the sequence has reserved blocks");
     let writing = world.begin(ticket, &[0]).expect("the reservation still needs the block");
     while !world.events[&2].iter().any(|event| matches!(event, Event::Revoked)) {
-        assert!(world.step(), "the first one grows until there is no other block");
+        assert!(world.step(), "the first sequence grows until no block is free");
     }
     world.end(writing, &[], true);
     world.run();

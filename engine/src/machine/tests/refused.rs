@@ -49,7 +49,7 @@ fn refused_write_ends_reservation_and_drops_received_blocks() {
             (7, 0),
             "only the other reservation's blocks are in use"
         );
-        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "blocks of the sender that arrive late");
+        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "late blocks of the sender are refused");
         world.confirm(ticket);
         for (index, payload) in kv(&other.prompt) {
             world.write(other_ticket, index, &payload).expect("the other reservation is unaffected");
@@ -125,6 +125,10 @@ fn number_of_remembered_spent_tickets_is_bounded() {
     }
     let garbage = vec![0; world.engine.describe().block_bytes];
     assert_eq!(world.write(tickets[1], 0, &garbage), Err(WriteRefused::SpentTicket));
-    assert_eq!(world.write(tickets[0], 0, &garbage), Err(WriteRefused::UnknownTicket), "of 1,025 the first is forgotten");
+    assert_eq!(
+        world.write(tickets[0], 0, &garbage),
+        Err(WriteRefused::UnknownTicket),
+        "the oldest of 1,025 spent tickets is forgotten"
+    );
     world.assert_idle();
 }

@@ -81,7 +81,7 @@ fn resumed_job_receives_the_kv_of_prompt_and_generated_tokens() {
         destination.machine.generate(0, remote, destination.now).expect("the job fits in the cache");
         destination.run();
         let (ticket, missing) = destination.reserved(0).expect("blocks are available");
-        assert_eq!(missing.len(), common_blocks, "what all samples have in common");
+        assert_eq!(missing.len(), common_blocks, "only blocks that all samples share are missing");
         for (index, payload) in source.blocks(0) {
             destination.write(ticket, index, &payload).expect("the ticket allows the write");
         }

@@ -7,7 +7,7 @@ fn prefill_keeps_its_blocks_until_its_job_is_cancelled() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("held", 50)), world.now).expect("the job fits in the cache");
     world.run();
-    assert_eq!(world.machine.load().in_use_blocks, 4, "held until it is known what to send");
+    assert_eq!(world.machine.load().in_use_blocks, 4, "blocks are held until the job knows which to send");
     world.machine.cancel(0);
     world.assert_idle();
     assert_eq!(world.machine.load().cached_blocks, 3, "computed blocks stay cached");
@@ -65,12 +65,12 @@ fn computed_blocks_are_reported_without_copies_when_requested() {
         })
         .collect();
     let indices: Vec<Vec<u32>> = ready.iter().map(|blocks| blocks.iter().map(|block| block.index).collect()).collect();
-    assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "as each step ends, and nothing where there is nothing");
+    assert_eq!(indices, [vec![0, 1], vec![3], vec![5]], "each step reports the requested blocks that it completed");
     assert!(matches!(world.events[&0].last(), Some(Event::Computed(_))));
     let expected = kv(&prompt("early", 97));
     for ReadyBlock { index, block, content } in ready.into_iter().flatten() {
-        assert_eq!(world.read(*block), expected[*index as usize].1, "the place holds block {index}");
-        assert!(content.is_empty(), "nothing is copied");
+        assert_eq!(world.read(*block), expected[*index as usize].1, "the KV memory holds block {index}");
+        assert!(content.is_empty(), "the block is not copied");
     }
     world.machine.cancel(0);
     world.assert_idle();

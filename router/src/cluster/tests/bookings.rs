@@ -44,7 +44,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
     let reported = prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache, load.steps));
     assert_eq!(reported, Some((7.0, cache, steps)));
     assert_eq!(decode.placements, Some(v1::PlacementTotals { decode: 1, ..Default::default() }));
-    assert_eq!(decode.load.map(|load| load.cache), Some(None), "it has reported none");
+    assert_eq!(decode.load.map(|load| load.cache), Some(None), "the decode worker has reported no cache totals");
     assert!(!prefill.circuit_open && !decode.circuit_open);
 }
 
@@ -93,7 +93,7 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     let (first, _) = scenario.place_hashes(100, hashes(1, 0, 6));
     let left = scenario.member("p0");
     scenario.state.leave(left);
-    assert!(!scenario.recorder.render().contains(r#"worker="p0""#), "its metric series are removed");
+    assert!(!scenario.recorder.render().contains(r#"worker="p0""#), "the worker's metric series are removed");
     let request = scenario.request(100, hashes(1, 0, 6));
     let refused = scenario.state.place(&request, &Excluded::default(), 1).expect_err("there is no prefill worker");
     assert_eq!(refused, PlacementError::NoEligibleWorker(NoEligibleWorker::NoPrefillWorker));

@@ -92,7 +92,7 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
     let first = first.expect("the worker receives a prompt again");
-    assert!((30..200).contains(&first), "after {first} s");
+    assert!((30..200).contains(&first), "the worker was tried again after {first} s");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     }
     assert!(weight(&scenario) < 0.01, "{}", weight(&scenario));
     report(&mut scenario, 20_000.0, 7_000, 2);
-    assert_eq!(weight(&scenario), 1.0, "a long step refreshes it");
+    assert_eq!(weight(&scenario), 1.0, "a long step refreshes the rate");
 }
 
 #[test]

@@ -170,10 +170,10 @@ fn open_circuit_excludes_worker_unless_it_is_the_last() {
     (0..3).for_each(|_| fail(&mut scenario, v1::FailureReason::Timeout, "d0-1"));
     assert_eq!(open(&scenario), 2);
     let (booking, placement) = scenario.place(&request);
-    assert_eq!(name(&placement.decode), "d0", "it is the only decode worker");
+    assert_eq!(name(&placement.decode), "d0", "d0 is the only decode worker");
     scenario.state.on_first_token(booking);
     scenario.state.release(booking);
-    assert!(open(&scenario) <= 1, "its circuit is closed by the first token");
+    assert!(open(&scenario) <= 1, "the first token closes the circuit");
     scenario.assert_idle();
 }
 
