@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn request_waits_for_a_slot_and_blocks_and_an_oversized_one_runs_alone() {
+    fn request_waits_for_a_slot_and_blocks_and_an_oversized_request_runs_alone() {
         let slots = slots(2, 10, 8);
         let mut requests: Vec<QueuedRequest> =
             [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("the queue has a free place")).into();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn account_without_running_requests_is_served_before_one_with_many() {
+    fn account_without_running_requests_is_served_before_an_account_with_many() {
         let slots = slots(2, 100, 16);
         let mut many: Vec<QueuedRequest> =
             (0..6).map(|_| slots.enqueue("many", 1).expect("the queue has a free place")).collect();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn full_queue_refuses_requests_until_a_waiting_one_is_dropped() {
+    fn full_queue_refuses_requests_until_a_waiting_request_is_dropped() {
         let slots = slots(1, 10, 1);
         let mut first = slots.enqueue("", 1).expect("the queue is empty");
         let running = granted(&mut first).expect("the first slot is free");

@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn handle_is_taken_once_for_its_prompt_while_it_is_valid() {
+    async fn handle_is_accepted_once_for_its_prompt_until_it_expires() {
         let handles = Handles::new(HashKey::NONE);
         assert!(handles.take(handle(b"a", 8, 1_000), 7).is_none(), "the handle was made for another prompt");
         assert!(handles.take(handle(b"a", 7, 0), 7).is_none(), "the handle has expired");

@@ -184,7 +184,7 @@ fn logits_and_kv_have_the_same_bits_for_chunks_of_any_length() {
 }
 
 #[test]
-fn logits_in_a_batch_of_eight_have_the_same_bits_as_alone() {
+fn logits_have_the_same_bits_in_a_batch_of_eight_and_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();

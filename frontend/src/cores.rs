@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn clients_are_served_round_robin_however_much_one_sends() {
+    async fn clients_are_served_round_robin_however_many_tasks_one_client_has() {
         let cores = Cores::new(1);
         let [flood, other] = ["flood", "other"].map(|name| Client::Account(name.to_owned()));
         let (release, blocked) = mpsc::channel::<()>();

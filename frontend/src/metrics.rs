@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_that_stops_reporting_cached_tokens_is_counted_once_each_time() {
+    fn worker_is_counted_each_time_it_stops_reporting_cached_tokens() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         use CachedSource::{RouterEstimate, Worker};

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn small_rate_differences_are_ignored_and_large_ones_kept() {
+    fn small_rate_differences_are_ignored_and_large_differences_are_kept() {
         let rates = |one, other| match assumed_rates(&[measured(one, 0), measured(other, 0)])[..] {
             [one, other] => (one, other),
             _ => unreachable!("one rate per measurement"),

@@ -6,7 +6,7 @@ use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn explanation_matches_the_placement_and_runs_nothing() -> Result<()> {
+async fn explanation_matches_the_placement_and_runs_no_prompt() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 3, ..sim_settings_with(PrefillPlace::Remote) }).await?;
     let client = Client::new(cluster.frontend());
     let path = Endpoint::Completions.path();

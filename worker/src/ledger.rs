@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn default_ledger_writes_and_loses_nothing() {
+    fn default_ledger_writes_no_lines_and_counts_none_as_lost() {
         let metrics = Metrics::default();
         let worker = Ledger::default().of("p0", "m", &metrics);
         worker.scheduled(PROMPT);

@@ -234,7 +234,7 @@ fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
 }
 
 #[test]
-fn engine_block_size_that_is_no_multiple_of_the_clusters_is_refused() {
+fn engine_block_size_that_is_not_a_multiple_of_the_cluster_block_size_is_refused() {
     let wrong = |engine_block_size| {
         let settings = MirrorSettings { engine_block_size, ..mirror().settings };
         Mirror::new(settings).err()
@@ -393,7 +393,7 @@ fn event_of((salt, choices): &Path, from: usize, host: bool) -> BlocksStored {
 
 proptest! {
     #[test]
-    fn mirror_equals_a_naive_model_and_its_events_replay_to_it(ops in ops()) {
+    fn mirror_and_the_replay_of_its_events_equal_a_naive_model(ops in ops()) {
         let (mut mirror, mut model) = (mirror(), Model::default());
         let mut replicas = vec![Replica::default()];
         let mut physical: Vec<(Path, bool)> = Vec::new();

@@ -180,7 +180,7 @@ async fn cache_subscriber_receives_every_change_once() {
 
 /// The step with the long prompt takes five minutes, which counts as a hang; afterwards the device makes steps again.
 #[tokio::test(start_paused = true)]
-async fn hung_future_resolves_while_a_step_exceeds_its_limit() {
+async fn hung_future_resolves_only_while_a_step_exceeds_the_time_limit() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
     let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
     let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();

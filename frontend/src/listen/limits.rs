@@ -117,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn trusted_proxy_has_no_connection_limit_of_its_own() {
+    fn trusted_proxy_has_no_connection_limit_per_address() {
         let limits = limits(3, 1);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.9.0.1")).collect();
         assert_eq!(taken.len(), 3, "only the limit on all connections applies");
     }
 
     #[test]
-    fn one_address_may_use_all_connections_without_a_limit() {
+    fn one_address_may_use_all_connections_without_a_limit_per_address() {
         let limits = limits(3, 0);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.0.0.1")).collect();
         assert_eq!(taken.len(), 3);

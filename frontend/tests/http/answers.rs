@@ -13,7 +13,7 @@ fn ids(text: &str) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn whole_chat_answer_has_openais_format() {
+async fn chat_completion_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let messages = json!([
         { "role": "developer", "content": "Be brief." },
@@ -79,7 +79,7 @@ async fn whole_chat_answer_has_openais_format() {
 }
 
 #[tokio::test]
-async fn streamed_chat_answer_has_openais_format() {
+async fn streamed_chat_completion_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;

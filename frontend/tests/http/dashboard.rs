@@ -162,7 +162,7 @@ async fn every_outcome_is_recorded_and_the_oldest_record_is_dropped_at_the_limit
 }
 
 #[tokio::test]
-async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
+async fn disconnected_client_is_recorded_with_the_number_of_tokens_sent() {
     let mut cluster = Cluster::start().await;
     let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -178,7 +178,7 @@ async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
 }
 
 #[tokio::test]
-async fn dashboard_is_not_served_if_it_may_keep_no_records() {
+async fn dashboard_that_may_keep_no_records_is_not_served() {
     let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");

@@ -207,7 +207,7 @@ fn failed_acquire_does_not_refresh_the_blocks_it_found() {
 }
 
 #[test]
-fn free_blocks_are_used_before_cached_ones_are_evicted() {
+fn free_blocks_are_used_before_cached_blocks_are_evicted() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let acquired = cache.acquire(&other_namespace(), &[7; 8], wanted(0, 4)).unwrap();
@@ -239,7 +239,7 @@ fn equal_blocks_are_merged_and_stored_once() {
 }
 
 #[test]
-fn committing_an_equal_block_pins_the_unused_cached_one() {
+fn committing_an_equal_block_pins_the_unused_cached_block() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -334,7 +334,7 @@ fn child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn disabled_cache_finds_keeps_and_reports_nothing() {
+fn disabled_cache_keeps_and_finds_no_blocks_and_reports_no_events() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);

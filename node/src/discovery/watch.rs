@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn valid_record_is_kept_among_too_many_invalid_ones() {
+    fn valid_record_is_kept_among_too_many_invalid_records() {
         let mut watcher = watcher();
         for number in 0..KEYS_MAX + 100 {
             put(&mut watcher, &format!("0.{number}"), "nonsense");

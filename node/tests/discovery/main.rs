@@ -183,7 +183,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
 }
 
 #[tokio::test]
-async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again() {
+async fn killed_process_is_removed_when_its_lease_expires_and_a_deleted_key_is_put_again() {
     let server = Server::etcd(&[]);
     let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
     let mut watcher = Watcher::start(&settings);

@@ -143,7 +143,7 @@ fn settings_prompt_logits_or_length_determine_where_a_prompt_is_prefilled() {
 }
 
 #[test]
-fn excluded_and_too_small_workers_are_not_chosen_and_the_error_says_why() {
+fn excluded_and_too_small_workers_are_not_chosen_and_the_error_names_the_reason() {
     let out = |worker: Candidate| Candidate { excluded: true, ..worker };
     let small = |worker: Candidate| Candidate { tokens_max: 99, ..worker };
     let local = |prompt_tokens| PlacementQuery { prefill: PrefillPlace::Local, ..query(prompt_tokens) };
@@ -290,7 +290,7 @@ fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
 }
 
 #[test]
-fn prompt_that_lacks_blocks_is_charged_the_wait_for_running_answers() {
+fn prompt_without_enough_free_blocks_is_charged_the_wait_for_running_answers() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
     // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks take half of that.
     let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };

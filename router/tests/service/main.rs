@@ -33,7 +33,7 @@ async fn overlap(router: &TestRouter, numbers: &[u64]) -> u32 {
 }
 
 #[tokio::test]
-async fn worker_joins_with_a_complete_snapshot_and_its_later_events_are_applied() {
+async fn worker_joins_with_a_complete_snapshot_and_later_events_are_applied() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.watched().await;
@@ -122,7 +122,7 @@ async fn message_of_another_instance_ends_the_membership() {
 }
 
 #[tokio::test]
-async fn events_beyond_the_workers_capacity_end_its_membership() {
+async fn events_beyond_the_workers_capacity_end_the_membership() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     decode.describe_as(|info| info.capacity_blocks = 10);
     let router = TestRouter::start(&[&decode], local()).await;
@@ -269,7 +269,7 @@ async fn reported_requests_are_not_counted_twice() {
 }
 
 #[tokio::test]
-async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
+async fn failed_attempts_are_retried_on_other_workers_until_no_worker_is_left() {
     let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
     let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
     let [zero, one] = &mut decodes;
@@ -351,7 +351,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
 }
 
 #[tokio::test]
-async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
+async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams() {
     for patient in [true, false] {
         let mut decode = FakeWorker::start(Role::Decode, "d").await;
         let router = TestRouter::start(&[&decode], local()).await;

@@ -161,7 +161,7 @@ async fn published_events_beyond_the_workers_capacity_are_replaced_by_a_snapshot
 }
 
 #[tokio::test]
-async fn forged_batches_are_ignored_and_signed_ones_applied() {
+async fn forged_batches_are_ignored_and_signed_batches_are_applied() {
     let mut scenario = Scenario::start_with(ClusterKey::random(), 100_000).await;
     let _watch = scenario.join(3).await;
     scenario.publish_until_indexed(4..=4).await;

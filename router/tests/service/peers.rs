@@ -130,7 +130,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
 }
 
 #[tokio::test]
-async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers() {
+async fn starting_router_with_peers_places_no_request_before_it_knows_its_workers() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut late = FakeWorker::start(Role::Decode, "late").await;
     for alone in [true, false] {

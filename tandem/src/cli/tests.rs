@@ -228,7 +228,7 @@ fn one_config_file_serves_all_roles_and_printed_settings_can_be_read_back() {
 }
 
 #[test]
-fn etcd_replaces_lists_and_passwords_are_not_shown() {
+fn etcd_replaces_member_lists_and_passwords_are_not_shown() {
     let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
     let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("the settings are valid");
     let MemberSource::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
@@ -244,7 +244,7 @@ fn etcd_replaces_lists_and_passwords_are_not_shown() {
 }
 
 #[test]
-fn registered_address_is_one_that_other_processes_can_connect_to() {
+fn registered_address_is_reachable_for_other_processes() {
     let registered = |args: &[&str], listens: &str| {
         let discovery = router(args).expect("the settings are valid").role.process.discovery;
         discovery.registration(listens.parse().expect("the address is valid")).map_err(|error| error.to_string())

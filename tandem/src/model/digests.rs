@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn store_that_cannot_be_written_still_gives_the_hash() {
+    fn hash_is_returned_even_if_it_cannot_be_stored() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("the folder is writable");

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn one_kind_of_nats_authentication_is_accepted_and_its_secrets_are_not_shown() {
+    fn at_most_one_kind_of_nats_authentication_is_accepted_and_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
         std::fs::write(file.path(), "hidden\n").expect("the folder is writable");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());

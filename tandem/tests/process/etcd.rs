@@ -22,7 +22,7 @@ fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
 }
 
 #[test]
-fn processes_find_each_other_through_etcd_and_survive_its_loss() {
+fn processes_find_each_other_through_etcd_and_survive_the_loss_of_etcd() {
     let mut etcd = Server::etcd(&[]);
     let (plan, at, anywhere) = (Plan::new(), etcd.address(), SocketAddr::from(([127, 0, 0, 1], 0)));
     let discovery = ["--cluster", "blue", "--etcd", &at];

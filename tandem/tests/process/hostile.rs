@@ -3,7 +3,7 @@
 //! The attack has 1,024 idle connections (half of them with an incomplete header), 200 connections that send a byte every 500 ms, 50 bodies
 //! of 32 MiB that need much more memory when they are parsed, and ten requests of 128 samples. It comes from 127.0.0.2; without accounts,
 //! the frontend distinguishes clients by address. The test prints a table. It needs a machine that does nothing else:
-//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another`
+//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another_client`
 #![expect(clippy::print_stdout, reason = "the test prints measurements")]
 
 use crate::{
@@ -50,7 +50,7 @@ const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
 #[ignore = "takes three minutes of a machine that does nothing else"]
-fn one_client_does_not_starve_another() {
+fn one_client_does_not_starve_another_client() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);

@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn partition_in_one_direction_delays_bytes_until_it_ends() {
+    async fn partition_in_one_direction_delays_bytes_until_the_partition_ends() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { open: false, ..Link::CLEAR });
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn crashed_host_is_detected_once_packets_can_pass() {
+    async fn crashed_host_is_detected_as_soon_as_packets_can_pass() {
         let mut hosts = two_hosts();
         let (mut near, _far) = hosts.connect().await;
         hosts.set(1, Link { open: false, ..Link::CLEAR });

@@ -125,7 +125,7 @@ async fn cached_tokens_are_unreported_if_the_engine_does_not_report_them() -> Re
 }
 
 #[tokio::test]
-async fn cancelled_job_reports_cached_tokens_and_a_dropped_one_is_aborted() -> Result<()> {
+async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for cancels in [true, false] {

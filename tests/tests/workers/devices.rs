@@ -164,7 +164,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
 }
 
 #[tokio::test]
-async fn batches_with_spent_tickets_are_discarded_and_change_no_other_answer() {
+async fn blocks_sent_with_a_spent_ticket_are_discarded_and_change_no_answer() {
     let access = two_hosts();
     let cluster = cluster(&access).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
@@ -206,7 +206,7 @@ async fn draining_worker_closes_its_communicators() {
 }
 
 #[tokio::test]
-async fn engine_that_fails_during_a_copy_confirms_nothing() {
+async fn engine_that_fails_during_a_copy_confirms_no_block() {
     let access = one_host();
     let cluster = cluster(&access).await;
     prompts_until_path_is_used(&cluster, &access, 100).await;
@@ -225,7 +225,7 @@ async fn engine_that_fails_during_a_copy_confirms_nothing() {
 }
 
 #[tokio::test]
-async fn clients_that_disconnect_at_any_moment_leak_nothing_and_break_no_communicator() {
+async fn clients_that_disconnect_at_any_moment_leak_no_blocks_and_break_no_communicator() {
     for access in [one_host(), two_hosts()] {
         let sim = SimSettings { speedup: 20.0, ..Default::default() };
         let quick = Setup { sim, ..setup(&access) };

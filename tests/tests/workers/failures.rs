@@ -159,7 +159,7 @@ async fn crashed_decode_worker_releases_the_prefill_worker() {
 }
 
 #[tokio::test]
-async fn prefill_without_a_ticket_in_time_is_released_and_stays_cached() {
+async fn prefill_whose_ticket_does_not_arrive_in_time_is_released_and_stays_cached() {
     let setup = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
     let cluster = Cluster::start(setup, Setup::default()).await;
     let mut decode_worker = FakeDecodeWorker::start(&cluster, prompt(1, 100)).await;

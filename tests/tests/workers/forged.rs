@@ -82,7 +82,7 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 }
 
 #[tokio::test]
-async fn guessed_ticket_writes_nothing() {
+async fn guessed_ticket_writes_no_block() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut attacker = TicketRelay::start(channel(&cluster.prefill.address).await).await;
     // A client of the decode worker's gRPC may name its own prefill worker, and so reads tickets.
@@ -157,7 +157,7 @@ async fn forged_blocks_are_dropped_without_confirmation() {
 }
 
 #[tokio::test]
-async fn write_of_another_block_or_size_ends_reservation() {
+async fn write_of_an_unexpected_block_or_size_ends_the_reservation() {
     for (index, payload, reason) in [(0, vec![0; 64], "wrong_size"), (BLOCKS, garbage(), "not_missing")] {
         let cluster = Cluster::start(Setup::default(), Setup::default()).await;
         let mut relay = TicketRelay::start(channel(&cluster.prefill.address).await).await;

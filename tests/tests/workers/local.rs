@@ -128,7 +128,7 @@ async fn worker_without_prefix_caching_reports_zero_cached_tokens() {
 }
 
 #[tokio::test]
-async fn slow_client_does_not_delay_others() {
+async fn slow_client_does_not_delay_other_clients() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = cluster.local(prompt(1, 100), 20_000);
     unread.samples = 2;
@@ -141,7 +141,7 @@ async fn slow_client_does_not_delay_others() {
 }
 
 #[tokio::test]
-async fn many_slow_clients_do_not_delay_others_on_their_connection() {
+async fn many_slow_clients_do_not_delay_other_clients_on_the_same_connection() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = Vec::new();
     for number in 0..15 {

@@ -58,7 +58,7 @@ async fn blocks_cached_on_decode_are_not_transferred() {
 }
 
 #[tokio::test]
-async fn concurrent_requests_get_the_same_answers_as_alone() {
+async fn concurrent_requests_get_the_same_answers_as_single_requests() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let requests = (0..24).map(|number| cluster.answer(cluster.remote(prompt(number, 40 + number * 13), 16)));

@@ -134,7 +134,7 @@ async fn watch_stream_fails_while_the_engine_hangs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn snapshot_comes_first_and_its_events_are_not_sent_again() {
+async fn snapshot_is_sent_first_and_the_events_that_it_includes_are_not_sent_again() {
     let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: (0..2 * CHUNK_HASHES_MAX as u64 + 1).map(SequenceHash).collect() };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };

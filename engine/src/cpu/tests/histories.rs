@@ -132,7 +132,7 @@ const SETTINGS: EngineSettings = EngineSettings {
 /// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in
 /// batches of any composition, preempted for lack of blocks, and on any number of threads.
 #[test]
-fn requests_in_any_history_have_the_same_bits_as_alone() {
+fn requests_in_any_history_give_the_same_bits_as_single_requests() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
     let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
     let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });

@@ -208,7 +208,7 @@ fn unsupported_models_and_steps_are_refused_with_a_reason() {
 
 /// The tokens that the engine samples on the device are those that the host samples from the same logits.
 #[test]
-fn device_samples_requested_rows_and_returns_logits_of_others() {
+fn device_samples_requested_rows_and_returns_the_logits_of_other_rows() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-f16").unwrap().1);
     let mut engine = engine(&file, 0);
     let blocks: Vec<_> = (0..3).map(|sequence| scattered(sequence, 3)).collect();

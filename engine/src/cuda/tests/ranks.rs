@@ -144,7 +144,7 @@ fn each_rank_allocates_its_shard_only_and_frees_it_on_drop() {
 }
 
 #[test]
-fn uneven_tensor_parallelism_is_refused_naming_possible_degrees() {
+fn uneven_tensor_parallelism_is_refused_with_the_possible_degrees() {
     let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("the step is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, ranks, expected) in [

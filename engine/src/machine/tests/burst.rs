@@ -44,7 +44,7 @@ fn burst_of_equal_prompts_is_computed_once() {
 }
 
 #[test]
-fn deferred_prompt_delays_no_other_and_takes_over_from_a_cancelled_owner() {
+fn deferred_prompt_delays_no_other_prompt_and_takes_over_from_a_cancelled_prefix_owner() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
     world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits in the cache");
@@ -108,7 +108,7 @@ fn remote(text: &[TokenId], max_tokens: u32) -> Generate {
 }
 
 #[test]
-fn equal_prompts_reuse_the_blocks_received_for_the_first() {
+fn equal_prompts_reuse_the_blocks_received_for_the_first_prompt() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("sent once", 1_000);
     for id in 0..8 {
@@ -153,7 +153,7 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first() {
 }
 
 #[test]
-fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
+fn wait_for_a_transfer_ends_when_the_prefix_owner_ends_or_the_deadline_passes() {
     for leaves in [true, false] {
         let mut world = World::new(256, SETTINGS);
         let text = prompt("half of it", 400);
@@ -195,7 +195,7 @@ fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
 }
 
 #[test]
-fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
+fn pending_tokens_of_a_waiting_prompt_exclude_reusable_tokens() {
     let mut world = World::new(80, SETTINGS);
     let (cached, fills) = (prompt("known before", 400), prompt("fills the cache", 900));
     world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits in the cache");

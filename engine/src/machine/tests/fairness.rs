@@ -109,7 +109,7 @@ fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
 }
 
 #[test]
-fn only_sequence_of_a_request_is_not_preempted_for_others() {
+fn only_sequence_of_a_request_is_not_preempted_for_other_requests() {
     let first = samples("one long answer", 300, 1, 100);
     let mut world = World::new(26, SETTINGS);
     world.machine.generate(0, first.clone(), world.now).expect("the job fits in the cache");
@@ -237,7 +237,7 @@ proptest! {
 
     /// However many accounts compete, each answer equals that of the job running alone, and no block is left in use.
     #[test]
-    fn every_answer_in_a_mix_of_accounts_and_samples_equals_that_alone(
+    fn answers_in_a_mix_of_accounts_and_samples_equal_those_of_single_requests(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),
         capacity in 50..80u32,
         batch_max in 1..12u32,

@@ -62,7 +62,7 @@ fn refused_write_ends_reservation_and_drops_received_blocks() {
 }
 
 #[test]
-fn unknown_ticket_is_refused_and_ends_nothing() {
+fn unknown_ticket_is_refused_and_ends_no_reservation() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let mut guess = *ticket.as_bytes();

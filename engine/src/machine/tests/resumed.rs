@@ -52,7 +52,7 @@ fn resumed_samples_continue_penalties_lengths_and_random_numbers() {
 }
 
 #[test]
-fn resumed_sample_at_its_limit_finishes_immediately() {
+fn resumed_sample_at_its_token_limit_finishes_immediately() {
     let job = generate(prompt("at the limit", 30), 9);
     let mut resumed = Generate { generated: vec![Generated { sample: 0, tokens: alone(job.clone())[0].clone() }], ..job.clone() };
     let mut world = World::new(64, SETTINGS);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
+fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     scenario.stored("p0", &hashes(1, 0, 2));
     let request = PlacementRequest { samples: 3, ..scenario.request(101, hashes(1, 0, 6)) };

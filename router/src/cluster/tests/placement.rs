@@ -141,7 +141,7 @@ fn wrong_model_long_prompt_and_full_router_are_refused() {
 }
 
 #[test]
-fn open_circuit_excludes_worker_unless_it_is_the_last() {
+fn open_circuit_excludes_a_worker_unless_no_other_worker_is_left() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
     let request = scenario.request(100, hashes(1, 0, 6));
     let fail = |scenario: &mut Scenario, reason, instance: &str| {
@@ -178,7 +178,7 @@ fn open_circuit_excludes_worker_unless_it_is_the_last() {
 }
 
 #[test]
-fn explanation_matches_the_placement_and_books_nothing() {
+fn explanation_matches_the_placement_and_adds_no_booking() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut scenario = Scenario::with(settings(place), 3, 2);
         scenario.stored("p1", &hashes(1, 0, 40));

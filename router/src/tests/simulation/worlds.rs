@@ -87,7 +87,7 @@ fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
 
 /// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
 #[test]
-fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
+fn requests_wait_less_with_mixed_roles_if_interference_is_charged_at_a_tenth() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[..2].fill((Role::Prefill, 1.0));
