@@ -49,7 +49,7 @@ impl AuditResult {
     /// The file cannot be read, or is not a result.
     pub fn read(path: &Path) -> Result<Self, AuditResultError> {
         let malformed = |error: serde_json::Error| {
-            let text = format!("its content is not what `tandem audit check --result` writes ({error})");
+            let text = format!("the content is not a result of `tandem audit check --result` ({error})");
             io::Error::new(io::ErrorKind::InvalidData, text)
         };
         let read = beginning(path).and_then(|text| serde_json::from_slice(&text).map_err(malformed));
@@ -76,7 +76,7 @@ impl AuditResult {
 /// Reads at most [`READ_MAX_BYTES`] of a regular file. Other files are refused: reading a pipe could block for ever.
 fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }
     let mut text = Vec::new();
     File::open(path)?.take(READ_MAX_BYTES).read_to_end(&mut text)?;

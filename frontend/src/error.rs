@@ -48,7 +48,7 @@ pub(crate) enum ApiError {
     ModelNotFound { model: String },
     #[error("The model has no chat template; use /v1/completions.")]
     NoChatTemplate,
-    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
+    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
     Template(#[source] minijinja::Error),
     #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,

@@ -177,7 +177,7 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     let busy = || format!("the engine does not become idle: {:?}", engine.load());
     tokio::time::timeout(TIMEOUT, idle).await.with_context(busy)?;
     let load = engine.load();
-    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
+    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "the engine lost blocks: {load:?}");
     Ok(())
 }
 

@@ -151,7 +151,7 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
         clients.iter().fold((0, 0), |sum, client_sums| (sum.0 + client_sums.0, sum.1 + client_sums.1));
 
     let placed = cluster.placed().await?;
-    let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
+    let placed_max = placed.iter().copied().reduce(f64::max).context("the metrics have no workers")?;
     let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
     assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each prompt was placed once: {placed:?}");
     cluster.services.shutdown.run(Duration::ZERO).await;

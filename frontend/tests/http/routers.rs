@@ -71,7 +71,7 @@ impl Router for Fake {
     type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
 
     async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
-        Err(Status::unimplemented("that is between routers"))
+        Err(Status::unimplemented("only routers call this method"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {

@@ -108,7 +108,7 @@ impl Router for FakeRouter {
     type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
 
     async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
-        Err(Status::unimplemented("that is between routers"))
+        Err(Status::unimplemented("only routers call this method"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
@@ -139,7 +139,7 @@ impl Decode for FakeDecode {
     }
 
     async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
-        Err(Status::unimplemented("these workers report cached tokens at the start"))
+        Err(Status::unimplemented("the fake worker reports cached tokens at the start"))
     }
 }
 

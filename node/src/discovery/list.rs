@@ -72,7 +72,7 @@ fn read(path: &Path) -> Result<String, DiscoveryError> {
     let file = fs::File::open(path).map_err(failed)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
     if text.len() as u64 > FILE_BYTES_MAX {
-        return Err(failed(io::Error::other("it is larger than 1 MiB")));
+        return Err(failed(io::Error::other("the file is larger than 1 MiB")));
     }
     Ok(text)
 }

@@ -79,7 +79,7 @@ fn is_zero(number: &u32) -> bool {
 pub(super) enum InvalidRecord {
     #[error("invalid member record: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("invalid member record: its address is not host:port")]
+    #[error("invalid member record: the address is not host:port")]
     Address(#[from] channel::InvalidAddress),
     #[error("the member record is not signed with this cluster's key; give all processes the same --cluster-key-file")]
     Unsigned,

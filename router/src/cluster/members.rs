@@ -34,7 +34,7 @@ pub(crate) enum JoinError {
     OtherKey,
     #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,
-    #[error("the worker at {address} has the same id {worker_id}; give each a --worker-id of its own")]
+    #[error("the worker at {address} has the same id {worker_id}; give each worker its own --worker-id")]
     SameWorkerId { worker_id: String, address: String },
 }
 

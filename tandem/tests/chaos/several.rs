@@ -73,7 +73,7 @@ fn length(form: Form, long: Duration) -> Duration {
 fn router_stopped(rig: &mut Rig, form: Form) -> Instant {
     rig.process("r0").signal("-STOP");
     let frontend = rig.process("f0");
-    until("the frontend uses the other router only", || series(frontend, "tandem_frontend_routers "), |healthy| *healthy == 1.0);
+    until("the frontend uses only the other router", || series(frontend, "tandem_frontend_routers "), |healthy| *healthy == 1.0);
     std::thread::sleep(length(form, SHORT_STOP));
     rig.process("r0").signal("-CONT");
     Instant::now()

@@ -33,7 +33,7 @@ fn prompt_of_another_account_is_not_found_in_the_cache() {
     let acme = "x-account: acme\r\n";
     cached(&frontend, acme, SECRET);
     let explain = |account: &str| cached(&frontend, &format!("{account}x-tandem-explain: true\r\n"), SECRET).1;
-    until("the router knows what is cached", || explain(acme), |blocks| blocks.is_some_and(|blocks| blocks > 0));
+    until("the router has the cached blocks in its index", || explain(acme), |blocks| blocks.is_some_and(|blocks| blocks > 0));
     for stranger in ["x-account: zoo\r\n", ""] {
         assert_eq!(explain(stranger), Some(0), "{stranger:?}");
         assert_eq!(cached(&frontend, stranger, SECRET).0, Some(0), "{stranger:?}");

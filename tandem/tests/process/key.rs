@@ -32,7 +32,7 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
     plan.joined(&["d", "p"]);
     let absent =
         |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count() == 2;
-    let view = until("both strangers are refused", || plan.view(), absent);
+    let view = until("both workers without the cluster key are refused", || plan.view(), absent);
     for worker in &view.unavailable {
         assert!(worker.reason.contains("give all processes the same --cluster-key-file"), "{}", worker.reason);
     }

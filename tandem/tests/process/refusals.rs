@@ -41,13 +41,13 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 
     type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
 
     async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 }
 

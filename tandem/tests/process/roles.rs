@@ -87,7 +87,7 @@ fn restarted_worker_joins_as_a_new_instance() {
     let long = prompt("in place");
     chat(&frontend, &long);
     let indexed = || metric(&router, r#"tandem_router_index_blocks{worker="p",tier="device"}"#);
-    until("the index knows the prompt", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
+    until("the index has the prompt's blocks", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
     prefill.signal("-KILL");
     prefill.wait();
     let _again = plan.worker("prefill", "p", at, &[]);
@@ -140,7 +140,7 @@ fn draining_workers_lose_no_answer() {
         }
         both_left.store(true, Ordering::Relaxed);
     });
-    until("the bookings end", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
+    until("the router releases all bookings", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
     chat(&frontend, &prompt("afterwards"));
 }
 

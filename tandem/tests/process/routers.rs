@@ -99,7 +99,7 @@ fn killed_router_loses_no_answer() {
         let both = |cluster: &Cluster| [0, 1].map(|number| cluster.plan.view_of(number));
         let synced =
             |views: &[tandem_proto::v1::WorkersReply; 2]| views.iter().all(|view| view.bookings > 0 && view.peer_bookings > 0);
-        until("both routers have bookings and those of the other", || both(cluster), synced);
+        until("both routers have their own bookings and those of the other router", || both(cluster), synced);
         let router = cluster.routers[0].take().expect("the process runs");
         router.signal("-KILL");
         router.wait();

@@ -23,7 +23,7 @@ async fn export(adapter: &Adapter, tokens: &[TokenId]) -> Result<(Option<Option<
             other => anyhow::bail!("{other:?}"),
         }
     }
-    anyhow::bail!("no handle")
+    anyhow::bail!("the engine returned no KV handle")
 }
 
 async fn pull(adapter: &Adapter, tokens: &[TokenId], handle: KvHandle) -> Result<Report> {

@@ -182,7 +182,7 @@ fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
 #[tokio::test]
 async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let mut watch = adapter.watch().await.context("the engine runs")?;
+    let mut watch = adapter.watch().await.context("the engine has ended")?;
     assert!(watch.snapshot.stored.is_empty());
     // An engine's block of 32 tokens is two blocks of the cluster. The generated token does not fill another block.
     let prompt = prompt(1, 100);
@@ -195,7 +195,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
         }
     }
     assert_eq!(stored, hashes(&prompt)[..6]);
-    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
     assert_eq!(snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect::<Vec<_>>(), stored);
     Ok(())
 }
@@ -206,7 +206,7 @@ async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_event
     let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
-    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes(&prompt)[..6]);
     Ok(())
@@ -216,7 +216,7 @@ async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_event
 async fn restart_of_the_engine_ends_the_workers_instance() -> Result<()> {
     let External { fake, adapter, mut follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.pretend_restart();
-    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower runs")??;
+    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower has ended")??;
     assert!(matches!(ended, EngineEnded::Restarted));
     assert!(adapter.watch().await.is_none());
     Ok(())

@@ -75,7 +75,7 @@ impl Device {
 
     fn write(&self, block: BlockId, content: Bytes) -> Result<(), DeviceTransferError> {
         if self.0.sizes.lock().expect("no test panics with the lock")[&block] != content.len() {
-            return Err(DeviceTransferError::Unreachable("its blocks have another size".to_owned()));
+            return Err(DeviceTransferError::Unreachable("the blocks have another size".to_owned()));
         }
         self.0.blocks.lock().expect("no test panics with the lock").insert(block, content);
         Ok(())
@@ -84,7 +84,7 @@ impl Device {
 
 impl KvMemory for Device {
     fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError> {
-        let unreachable = || DeviceTransferError::Unreachable("it does not share its memory".to_owned());
+        let unreachable = || DeviceTransferError::Unreachable("the device does not share its memory".to_owned());
         self.0.shares_memory.then(|| self.0.number.to_le_bytes().to_vec()).ok_or_else(unreachable)
     }
 

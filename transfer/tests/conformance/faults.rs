@@ -232,7 +232,7 @@ impl Transfer for Losing {
     type NcclControlStream = futures::stream::Empty<Result<NcclControlReply, Status>>;
 
     async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
-        Err(Status::unimplemented("it has no communicators"))
+        Err(Status::unimplemented("the fake receiver has no communicators"))
     }
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {

@@ -78,19 +78,19 @@ fn handle_of_another_host_or_layout_is_refused() {
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "it is on another host");
-    assert_eq!(refused(&changed(32)), "its KV layout or tensor-parallel degree differs");
+    assert_eq!(refused(&changed(0)), "the worker is on another host");
+    assert_eq!(refused(&changed(32)), "the worker's KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
-    assert_eq!(refused(&two), "its KV layout or tensor-parallel degree differs");
+    assert_eq!(refused(&two), "the worker's KV layout or tensor-parallel degree differs");
     // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
     let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
-    assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
+    assert_eq!(refused(&oversized), "the worker's memory is smaller than the IPC handle says");
     ended[51] = 0xff;
-    assert_eq!(refused(&ended), "its engine has ended");
+    assert_eq!(refused(&ended), "the worker's engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
-        assert_eq!(refused(other), "its handle is invalid, or from another version");
+        assert_eq!(refused(other), "the IPC handle is invalid or from another version");
     }
 }
 
