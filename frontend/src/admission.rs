@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn draining_frontend_refuses_new_requests_and_waits_for_running_ones() {
+    async fn draining_frontend_refuses_new_requests_and_waits_for_running_requests() {
         let (admission, _metrics, shutdown) = admission(3, None);
         let running = admission.enter(Endpoint::Chat).expect("the frontend does not drain");
         shutdown.run(std::time::Duration::ZERO).await;

@@ -79,7 +79,7 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
 
 /// Without a key, every user of the machine could call the sockets of `up`.
 #[tokio::test(flavor = "multi_thread")]
-async fn cluster_without_a_configured_key_generates_one() -> Result<()> {
+async fn cluster_without_a_configured_key_generates_a_key() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 1, ..sim_settings() }).await?;
     for (call, refused) in make_every_call(&cluster, ClusterKey::default()).await? {
         assert!(refused.is_some_and(|status| status.code() == Code::Unauthenticated), "{call}");

@@ -104,7 +104,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
 }
 
 #[test]
-fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> Result<()> {
+fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> Result<()> {
     let services = services()?;
     let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
     ensure!(services["model"]["command"][2] == *model, "the service fetches {}", services["model"]["command"]);

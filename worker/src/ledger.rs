@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_one() {
+    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_line() {
         let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
         let mut expected = String::new();
         for before in ["", "{\"line\":\"sched"] {

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn disconnected_client_ends_its_requests_task() {
+    async fn task_of_a_request_ends_when_its_client_disconnects() {
         let (requests, _shutdown) = requests();
         let (held, released) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<u32>| async move {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_client_delays_only_its_own_requests_task() {
+    async fn slow_client_delays_only_the_task_of_its_own_request() {
         let (requests, _shutdown) = requests();
         let (done, mut is_done) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<usize>| async move {

@@ -126,7 +126,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
 }
 
 #[test]
-fn children_of_a_removed_block_are_reported_again_once_it_is_stored_again() {
+fn children_of_a_removed_block_are_reported_again_when_the_block_is_stored_again() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let all = hashes(&prompt);
@@ -141,7 +141,7 @@ fn children_of_a_removed_block_are_reported_again_once_it_is_stored_again() {
 }
 
 #[test]
-fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
+fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let on_host = |engine_hashes: &[u64]| {

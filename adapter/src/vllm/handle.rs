@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
+    fn complete_kv_transfer_params_round_trip_and_incomplete_params_are_refused() {
         let bytes = to_bytes(Some(recorded())).expect("the recorded parameters are complete");
         assert_eq!(from_bytes(&bytes).expect("the recorded parameters are complete"), recorded());
         for (field, _) in FIELDS {

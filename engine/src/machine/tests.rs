@@ -249,7 +249,7 @@ fn samples_beyond_the_batch_run_when_other_samples_have_finished() {
 }
 
 #[test]
-fn remote_prompt_generates_the_same_text_as_a_local_one() {
+fn remote_prompt_generates_the_same_text_as_a_local_prompt() {
     for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
         let mut job = generate(prompt("from another worker", len), 12);
         job.samples = samples;
@@ -294,7 +294,7 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
 }
 
 #[test]
-fn write_with_a_spent_ticket_is_refused_and_changes_nothing() {
+fn write_with_a_spent_ticket_is_refused_and_changes_no_block() {
     let mut world = World::new(64, SETTINGS);
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
     world.machine.generate(0, remote, world.now).expect("the job fits in the cache");

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_share_a_budget_except_small_ones() {
+    async fn large_bodies_share_a_budget_that_small_bodies_do_not_need() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
         let large = read(UNCOUNTED_BYTES + 80_000).await.expect("the body fits in the budget");

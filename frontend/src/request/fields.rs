@@ -236,7 +236,7 @@ mod tests {
     use serde::Deserializer;
 
     #[test]
-    fn prompt_may_be_a_text_or_token_ids_or_a_list_of_either() {
+    fn prompt_may_be_one_or_several_texts_or_lists_of_token_ids() {
         let texts = |texts: &[&str]| texts.iter().map(|text| Input::Text((*text).to_owned())).collect();
         let cases: [(&str, Vec<Input>); 5] = [
             (r#""a""#, texts(&["a"])),

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn unsupported_parameter_is_accepted_only_if_it_changes_nothing() {
+    fn unsupported_parameter_is_accepted_only_if_its_value_has_no_effect() {
         let read = |json: &str| serde_json::from_str::<Setting>(json).expect("the setting is JSON");
         let passes = |json, table: &[Setting]| check("x", &read(json), table).is_ok();
         assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));

@@ -149,7 +149,7 @@ async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
 }
 
 #[tokio::test]
-async fn completions_accept_texts_token_ids_and_lists_of_either() {
+async fn completions_accept_one_or_several_texts_or_lists_of_token_ids() {
     let mut cluster = Cluster::start().await;
     for (prompt, expected) in [
         (json!("a<|im_end|>"), vec![vec![97, IM_END]]),

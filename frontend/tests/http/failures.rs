@@ -136,7 +136,7 @@ async fn request_without_worker_or_router_gets_503() {
 }
 
 #[tokio::test]
-async fn request_without_first_token_in_time_gets_504_and_releases_everything() {
+async fn request_without_first_token_in_time_gets_504_and_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.first_token_timeout = Duration::from_millis(100)).await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
@@ -194,7 +194,7 @@ async fn error_after_the_first_comment_is_sent_as_an_event_and_counted_by_status
 }
 
 #[tokio::test]
-async fn disconnect_between_comments_releases_everything() {
+async fn disconnect_between_comments_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(20)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -257,7 +257,7 @@ async fn invalid_prompt_of_a_batch_fails_the_whole_request() {
 
 /// The client disconnects after the placement, during the prefill, or after the first tokens, from whole and from streamed answers.
 #[tokio::test]
-async fn disconnect_closes_both_streams_and_releases_everything() {
+async fn disconnect_closes_both_streams_and_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut cancelled = 0;
     for stream in [false, true] {
@@ -309,7 +309,7 @@ async fn requests_beyond_the_limit_are_refused_immediately() {
 }
 
 #[tokio::test]
-async fn drain_finishes_running_requests_and_refuses_new_ones() {
+async fn drain_finishes_running_requests_and_refuses_new_requests() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();

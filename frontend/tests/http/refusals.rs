@@ -199,7 +199,7 @@ async fn unsupported_parameters_are_refused_by_name() {
 }
 
 #[tokio::test]
-async fn parameters_that_change_nothing_are_accepted() {
+async fn parameters_without_effect_are_accepted() {
     let mut cluster = Cluster::start().await;
     let of_chat = json!({
         "add_generation_prompt": true, "add_special_tokens": false, "chat_template": null, "chat_template_kwargs": {}, "verbosity": "medium",

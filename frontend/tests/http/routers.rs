@@ -191,7 +191,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
 }
 
 #[tokio::test]
-async fn request_is_placed_by_another_router_if_one_does_not_answer() {
+async fn request_is_placed_by_another_router_if_the_first_does_not_answer() {
     let (mut cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -211,7 +211,7 @@ async fn request_is_placed_by_another_router_if_one_does_not_answer() {
 
 /// Sends the request twice, so that each of the two routers is tried first.
 #[tokio::test]
-async fn refusal_of_one_router_is_returned_although_another_does_not_answer() {
+async fn refusal_of_one_router_is_returned_although_another_router_does_not_answer() {
     let (cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {

@@ -196,7 +196,7 @@ fn acquire_allocates_all_blocks_or_none() {
 }
 
 #[test]
-fn failed_acquire_does_not_refresh_the_blocks_it_found() {
+fn failed_acquire_does_not_refresh_the_found_blocks() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);

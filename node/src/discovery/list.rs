@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_nothing() {
+    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_no_members() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");

@@ -106,7 +106,7 @@ fn decode_worker_with_the_least_transfer_and_load_wins() {
 }
 
 #[test]
-fn decode_worker_prefills_when_that_is_faster() {
+fn decode_worker_prefills_when_local_prefill_is_faster() {
     let auto = |prompt_tokens, decode: Candidate, prefill: Candidate| {
         placed(&query(prompt_tokens), &[decode, prefill]).expect("a worker is eligible").1.is_none()
     };

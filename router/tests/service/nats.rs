@@ -210,7 +210,7 @@ async fn stream_delivers_events_while_nats_is_disconnected() {
 }
 
 #[tokio::test]
-async fn worker_is_watched_directly_if_nats_delivers_nothing() {
+async fn worker_is_watched_directly_if_nats_delivers_no_events() {
     let mut scenario = Scenario::start().await;
     let watch = scenario.join(1).await;
     heartbeat_until(&watch, 2, scenario.worker.snapshot_requested()).await.answer(2, &[1, 2]);

@@ -293,7 +293,7 @@ async fn writes_without_a_ticket_are_refused() {
 }
 
 #[tokio::test]
-async fn draining_worker_finishes_running_requests_and_refuses_new_ones() {
+async fn draining_worker_finishes_running_requests_and_refuses_new_requests() {
     // The prefill takes 3 chunks of 320 ms, so the workers drain during it.
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut running = cluster.open(cluster.remote(prompt(1, 200), 10)).await;

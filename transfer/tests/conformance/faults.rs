@@ -59,7 +59,7 @@ pub async fn spent_ticket_is_refused(rig: Rig) {
 }
 
 /// For each number of polls, drops a transfer of three blocks after as many polls.
-pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig) {
+pub async fn transfer_dropped_at_any_poll_has_written_only_complete_blocks(rig: Rig) {
     let mut polls = 0;
     for ticket in 1.. {
         rig.memory.issue_for(SMALL, ticket, 0..3);

@@ -132,7 +132,7 @@ async fn receiver_that_disconnects_is_reported(rig: Rig) {
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }
 
-async fn dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
+async fn dropped_transfer_has_written_only_complete_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
     rig.memory.issue(TICKET, 0..10);
     let mut push = rig.open(TICKET).await;
     for index in 0..5 {
@@ -257,14 +257,14 @@ conformance!(host, simulated, ipc, nccl; {
     refused_block_ends_the_transfer,
     unreachable_receiver_is_reported,
     receiver_that_disconnects_is_reported,
-    dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked,
+    dropped_transfer_has_written_only_complete_blocks_and_its_ticket_can_be_revoked,
     several_blocks_are_being_written_at_a_time,
     finish_waits_until_the_last_block_is_written,
     disconnection_is_reported_while_a_sent_block_is_being_written,
     blocks_sent_together_are_written_together_or_not_at_all,
     late_write_is_refused_and_changes_no_block_of_another_ticket,
     spent_ticket_is_refused,
-    transfer_dropped_at_any_poll_has_written_whole_blocks_only,
+    transfer_dropped_at_any_poll_has_written_only_complete_blocks,
     written_blocks_are_correct_in_a_thousand_interleavings,
 });
 

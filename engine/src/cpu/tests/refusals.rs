@@ -71,7 +71,7 @@ fn empty_or_oversized_kv_memory_is_refused() {
 }
 
 #[test]
-fn invalid_steps_are_refused_and_change_nothing() {
+fn invalid_steps_are_refused_and_change_no_kv() {
     let model = model(QUANTISED);
     let mut engine = engine(&model);
     let good = tokens(2, 8, QUANTISED.vocab);

@@ -47,7 +47,7 @@ fn any_number_of_ranks_gives_the_cpu_engines_logits() {
 
 /// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
 #[test]
-fn two_ranks_sample_the_same_tokens_as_one() {
+fn two_ranks_sample_the_same_tokens_as_one_rank() {
     let file = golden("llama-f16");
     let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
     let blocks = [scattered(0, 2), scattered(1, 2)];

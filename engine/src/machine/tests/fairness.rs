@@ -149,7 +149,7 @@ fn prefill_tokens_are_shared_between_accounts() {
 }
 
 #[test]
-fn short_prompt_precedes_a_long_one_that_has_started() {
+fn short_prompt_precedes_a_long_prompt_that_has_started() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
     world.machine.generate(0, generate(prompt("a whole book", 5_000), 1), world.now).expect("the job fits in the cache");
     world.step();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn paused_job_resumes_with_the_same_text_while_others_run() {
+fn paused_job_resumes_with_the_same_text_while_other_jobs_run() {
     let mut world = World::new(64, SETTINGS);
     let mut jobs = [generate(prompt("paused", 40), 30), generate(prompt("runs", 50), 60)];
     jobs[0].samples = 3;

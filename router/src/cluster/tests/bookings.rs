@@ -62,7 +62,7 @@ fn bookings_count_as_reported_after_a_new_snapshot() {
 }
 
 #[test]
-fn local_prompt_counts_on_its_decode_worker_with_tokens_until_prefilled() {
+fn local_prompt_counts_on_its_decode_worker_and_its_tokens_count_until_prefilled() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert!(placement.prefill.is_none());

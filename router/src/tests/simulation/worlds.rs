@@ -57,7 +57,7 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
 /// If every new token were charged once for each running sequence, and blocks in use were not charged, one worker after the other would
 /// receive no more prompts, while the queues of the other workers grew.
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_long_answers() {
+fn cost_policy_has_the_shortest_waits_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     assert_no_rule_is_better("answers x 8", world(), &prompts);
     let Some(prompts) = conversations(2.0, 8) else { return skipped() };
@@ -70,7 +70,7 @@ fn requests_wait_least_by_the_cost_policy_with_long_answers() {
 }
 
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers() {
+fn cost_policy_has_the_shortest_waits_with_small_caches_or_recorded_answers() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };
@@ -78,7 +78,7 @@ fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers(
 }
 
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
+fn cost_policy_has_the_shortest_waits_with_one_slow_worker() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[0].1 = 4.0;
