@@ -81,7 +81,7 @@ pub async fn run(
         cluster: cluster.clone(),
         network: network.clone(),
         address: address.to_owned(),
-        endpoint: channel::endpoint(address).expect("lists are checked when they are read"),
+        endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
     let watch_worker = |address: &str| {

@@ -202,7 +202,7 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
             let name = format!("{}, {}", board["title"], panel["title"]);
             let text = |pointer: &str| panel.pointer(pointer).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
             if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "prometheus" {
-                problems.push(format!("{name}: it needs a description, a unit and the data source `prometheus`"));
+                problems.push(format!("{name} needs a description, a unit and the data source `prometheus`"));
             }
             for target in panel["targets"].as_array().context("the panel has no targets")? {
                 let (expr, legend) =
@@ -237,7 +237,7 @@ async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
         }
         let is_set = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
         if !["summary", "description", "action"].into_iter().all(is_set) || !rule["labels"]["severity"].is_string() {
-            problems.push(format!("{name}: it needs a severity, a summary, a description and an action"));
+            problems.push(format!("{name} needs a severity, a summary, a description and an action"));
         }
         if !runbook.contains(&format!("| `{name}` |")) {
             problems.push(format!("{name} has no row in deploy/README.md"));

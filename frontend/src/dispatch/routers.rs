@@ -89,7 +89,7 @@ impl Routers {
         let stays = |router: &KnownRouter| list == MemberList::Advisory && router.health == Health::Healthy;
         known.routers.retain(|_, router| router.is_member || stays(router));
         for address in members {
-            let endpoint = endpoint(address).expect("lists are checked when they are read");
+            let endpoint = endpoint(address).expect("member lists are checked when they are read");
             let new = || KnownRouter {
                 client: RouterClient::new(self.network.connect_lazy(&endpoint)),
                 health: Health::Healthy,

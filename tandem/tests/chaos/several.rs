@@ -61,7 +61,9 @@ const SCENARIOS: [Scenario; 13] = [
     Scenario { frontends_end: true, ..Scenario::new("kill -9 of a frontend", false, |rig, form| killed(rig, form, &["f0"])) },
     Scenario {
         frontends_end: true,
-        ..Scenario::new("kill -9 of one of each kind in turn", true, |rig, form| killed(rig, form, &["r0", "p0", "d0", "f0"]))
+        ..Scenario::new("kill -9 of one process of each kind in turn", true, |rig, form| {
+            killed(rig, form, &["r0", "p0", "d0", "f0"])
+        })
     },
     Scenario { frontends_end: true, ..Scenario::new("rolling restart, all processes in turn", true, rolling_restart) },
 ];

@@ -203,7 +203,7 @@ struct Communicator {
 }
 
 fn broken() -> DeviceTransferError {
-    DeviceTransferError::Failed("the test break_next_batch it".into())
+    DeviceTransferError::Failed("the test broke the communicator".into())
 }
 
 impl KvCommunicator for Communicator {
