@@ -261,7 +261,7 @@ async fn transfer_fails_if_the_receiver_reports_fewer_blocks_than_sent() {
     tokio::select! {
         served = serving => panic!("the receiver ended: {served:?}"),
         ended = tokio::time::timeout(SOON, pushing) => {
-            assert!(matches!(ended.expect("the push ends in time"), Err(TransferError::Closed(_))), "the receiver wrote two of three blocks");
+            assert!(matches!(ended.expect("the push ends in time"), Err(TransferError::Closed(_))), "the receiver wrote only two blocks");
         }
     }
 }
