@@ -9,8 +9,8 @@ use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 /// A request is refused after this time in the queue. The largest request needs less time on a core.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for
-/// a core, and its other tasks wait for that one.
+/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for a
+/// core, and the client's other tasks wait until that task has left the queue.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,

@@ -65,7 +65,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// The source of a list of routers. It decides what happens to known routers that the list lacks.
+/// The source of a list of routers. The source decides whether known routers that the list lacks are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
     /// A list from the operator. Other routers are not used.

@@ -174,7 +174,7 @@ impl PromptProgress {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
         let scheduled_ms = facts.and_then(|facts| facts.scheduled_at).map(ms);
-        // The worker reports each chunk's time relative to the begin of the prefill.
+        // The worker reports each chunk's time relative to the beginning of the prefill.
         let chunks = scheduled_ms.map(|from| {
             let chunk = |chunk: &PrefillChunk| Chunk {
                 start_ms: from + f64::from(chunk.start_ms),

@@ -114,7 +114,7 @@ async fn streamed_chat_answer_has_openais_format() {
         assert_eq!(event["object"], "chat.completion.chunk");
         assert_eq!(event["id"], events[0]["id"]);
     }
-    // A header requests the details. They are sent even if usage was not requested.
+    // The client requested the details by a header. The answer has them although the client did not request usage.
     assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
 }
 
