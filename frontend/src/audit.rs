@@ -14,7 +14,7 @@ use tandem_node::Metrics;
 
 /// The maximum number of bytes read from a file; a result has less than 200.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// The maximum time for which a request for the metrics or the dashboard waits for the disk.
+/// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one check.
@@ -56,7 +56,7 @@ impl AuditResult {
         read.map_err(|cause| AuditResultError { path: path.to_owned(), cause })
     }
 
-    /// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
+    /// Replaces the file atomically: a reader sees the old or the new result.
     ///
     /// # Errors
     /// The file cannot be written.

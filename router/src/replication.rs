@@ -17,8 +17,8 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that has missed older
-/// changes gets the full state.
+/// The number of changes that the journal keeps: they use half a megabyte, and cover a minute at 300 requests per second. A receiver that
+/// has missed older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;

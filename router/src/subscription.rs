@@ -1,8 +1,8 @@
 //! The KV event subscription to one worker. It puts the worker's messages in order: first a snapshot, then every later event once.
 //!
-//! Messages come either from one `Watch` stream with everything, or from a stream with loads and from NATS with events. Events are ordered
-//! by their ids, whichever source they come from, so the source may change at any time. This module is pure. A gap means that messages were
-//! lost, and a new snapshot repairs it; any other error is the worker's fault and ends its membership.
+//! Either all messages come on one `Watch` stream, or loads come on the stream and events over NATS. Events are ordered by their ids,
+//! whichever source they come from, so the source may change at any time. This module is pure. A gap means that messages were lost, and a
+//! new snapshot repairs it; any other error is the worker's fault and ends its membership.
 
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
@@ -21,7 +21,7 @@ const LATE_MAX: Duration = Duration::from_secs(1);
 pub(crate) enum Update {
     /// The message changes nothing yet.
     None,
-    /// The snapshot replaces all that was known of the worker's cache.
+    /// The snapshot replaces the known content of the worker's cache.
     Snapshot(Snapshot),
     /// All events are applied, then the load is recorded.
     Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
@@ -41,7 +41,7 @@ impl ReportedStats {
         Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
     }
 
-    /// Returns the number of tokens generated since the worker's start; `None` if the worker does not report it.
+    /// Returns the number of tokens generated since the worker's start; `None` if the worker does not report this number.
     pub(crate) fn generated(&self) -> Option<u64> {
         self.steps.map(|steps| steps.generated_tokens)
     }
@@ -71,7 +71,8 @@ pub(crate) enum SubscriptionError {
 
 impl SubscriptionError {
     /// Whether a new snapshot repairs the damage of an invalid event from this source. Programs that can reach NATS may publish in a
-    /// worker's name, so an invalid event from NATS is no proof against the worker; an invalid event on the worker's own stream is.
+    /// worker's name, so an invalid event from NATS does not prove that the worker is faulty. An invalid event on the worker's own stream
+    /// does.
     pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
         match self {
             Self::Gap { .. } => true,

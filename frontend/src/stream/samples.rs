@@ -18,7 +18,7 @@ pub(super) struct Samples {
 }
 
 struct Sample {
-    /// Stop strings are ignored in the text of this many first tokens of each sample.
+    /// The number of tokens at the beginning of the sample in whose text stop strings are ignored.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,

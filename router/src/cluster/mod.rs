@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// The number of blocks in the events that are applied before the lock is released. Applying them takes about a millisecond.
+/// A slice of events ends when it names this many blocks. Applying a slice takes about a millisecond, during which the state is locked.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -169,7 +169,7 @@ impl State {
         self.show_workers();
     }
 
-    /// Returns two numbers of workers: those whose caches the index knows, and all that are listed.
+    /// Returns the number of workers whose caches the index holds, and the number of all listed workers.
     fn synced_of_known(&self) -> (usize, usize) {
         (self.members.len(), self.members.len() + self.unavailable.len())
     }
@@ -215,7 +215,7 @@ impl State {
         }
     }
 
-    /// Returns all that the router knows of the cluster.
+    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {

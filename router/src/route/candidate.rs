@@ -1,4 +1,4 @@
-//! The input of a placement: the query, and what is known of each worker.
+//! The input of a placement: the query, and the state of each worker.
 
 use crate::{rates::Measurement, settings::PrefillPlace};
 

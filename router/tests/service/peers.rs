@@ -146,7 +146,7 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
             Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
-        // Requests that are already running are booked even so.
+        // Requests that are already running are booked although no request can be placed.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let running = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;

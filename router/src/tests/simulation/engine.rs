@@ -27,11 +27,11 @@ pub(super) struct Sequence {
     pub(super) computed: u64,
     pub(super) committed: usize,
     pub(super) generated: u64,
-    /// Tokens that the sequence is expected to compute, without cached ones.
+    /// Tokens that the sequence is expected to compute, without cached tokens.
     pub(super) own: u64,
-    /// Whether its KV comes from a prefill worker.
+    /// Whether the sequence's KV comes from a prefill worker.
     pub(super) received: bool,
-    /// Blocks that were cached when the sequence was first admitted; `None` once they are counted.
+    /// Blocks that were cached when the sequence was first admitted; `None` once these blocks are included in the hit rate.
     pub(super) cached: Option<u32>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     pub(super) sending: Vec<Sequence>,
     /// The number of sequences that are placed on this worker and are being computed by prefill workers.
     pub(super) expected: u32,
-    /// The tokens that the current step computes for each sequence in `running`.
+    /// The tokens that the current step computes for each sequence in `running`; `None` between steps.
     pub(super) step: Option<Vec<u64>>,
     pub(super) step_ms: f64,
     pub(super) totals: StepTotals,
