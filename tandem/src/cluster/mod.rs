@@ -66,9 +66,9 @@ pub struct Worker {
     pub id: String,
     /// Prefill or decode.
     pub role: Role,
-    /// The address of its gRPC listener.
+    /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker, if it differs from `address`.
+    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
     /// The engine that the worker runs.
     pub engine: EngineHandle,

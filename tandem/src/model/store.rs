@@ -50,13 +50,13 @@ pub struct StoreArgs {
 
 #[cfg(feature = "model")]
 impl StoreArgs {
-    /// The Hugging Face token from either setting.
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
 }
 
-/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,

@@ -35,7 +35,7 @@ struct Scenario {
     short: bool,
     /// Injects the fault, waits until another process has detected it, ends the fault, and returns the time of its end.
     inject: fn(&mut Rig, Form) -> Instant,
-    /// Whether frontends end, so that clients repeat requests at another one.
+    /// Whether the fault ends frontends, so that their clients repeat requests at another frontend.
     frontends_end: bool,
     gap_max: Duration,
 }
