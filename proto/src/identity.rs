@@ -31,7 +31,7 @@ impl Identity {
     /// compared, except the cluster key: a process with a key and one without differ.
     ///
     /// # Errors
-    /// The first difference.
+    /// The identities differ. The error is the first difference.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));

@@ -50,7 +50,7 @@ struct Subkeys {
     /// presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
-    /// One for each [`Purpose`], in their order.
+    /// One signing key for each [`Purpose`], in the order of the purposes.
     signing: [hmac::Key; 3],
 }
 
