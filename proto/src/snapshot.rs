@@ -57,7 +57,7 @@ impl SnapshotAssembly {
         self.hashes = 0;
     }
 
-    /// Adds the next chunk. Returns the snapshot after the last chunk; the assembly is then empty again.
+    /// Adds the next chunk. Returns the snapshot after the last chunk, and leaves the assembly empty; returns `None` before.
     ///
     /// # Errors
     /// The chunk belongs to another snapshot, names no block where it must, or exceeds the accepted number of blocks.
@@ -90,7 +90,7 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
     use tandem_kv::{SequenceHash, StoredChain};
 
-    /// Every block with its parent: the meaning of a snapshot, however its chains are split.
+    /// Returns every block with its parent. This is the meaning of a snapshot, which does not depend on how its chains are split.
     fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {
         let mut blocks = Vec::new();
         for chain in &snapshot.stored {

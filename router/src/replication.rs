@@ -68,7 +68,8 @@ pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The prefill instance, which is never the decode instance, and the load that its reports do not include.
+    /// The prefill instance, which is never the decode instance, and the load that its reports do not include; `None`: the decode instance
+    /// prefills the prompt.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.

@@ -98,7 +98,7 @@ pub(crate) struct KvSubscription {
     assembly: SnapshotAssembly,
     /// The id of the last event that was applied or is in the snapshot; `None` before the snapshot.
     applied: Option<u64>,
-    /// The id of an announced event that has not arrived, and the time of the announcement.
+    /// The id of an announced event that has not arrived, and the time of the announcement; `None`: all announced events have arrived.
     awaited: Option<(u64, Instant)>,
     /// The last load that the stream reported.
     load: Load,

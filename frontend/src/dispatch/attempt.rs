@@ -26,9 +26,9 @@ pub(crate) struct Facts {
     pub(crate) requested_at: Instant,
     /// Time at which the placement of this attempt arrived.
     pub(crate) placed_at: Instant,
-    /// Time at which the prefill began.
+    /// Time at which the prefill began; `None`: the decode worker did not report it.
     pub(crate) scheduled_at: Option<Instant>,
-    /// Time at which all of the prompt's KV was on the decode worker.
+    /// Time at which all of the prompt's KV was on the decode worker; `None`: the decode worker did not report it.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
     /// Earlier, failed attempts, each with the time and the reason of its failure.

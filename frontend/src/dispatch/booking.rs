@@ -19,7 +19,7 @@ pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Books the request with another router and resolves to that stream; set when the current router was lost or drains.
+    /// Books the request with another router and resolves to that stream; `None` unless the current router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
     /// The placement that another router has to book if the current router is lost.
     existing: ExistingPlacement,

@@ -44,7 +44,7 @@ struct PromptProgress {
     /// The prefill's chunks in the attempt that generated the first token; empty unless the worker reports them.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// The time at which each sample's latest token arrived.
+    /// The time at which each sample's latest token arrived; `None` before the sample's first token.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
 }

@@ -220,7 +220,7 @@ readable! {
     }
 }
 
-/// Appends the remaining elements of a list until there are `max` + 1, and skips the others.
+/// Appends further elements of the list until there are `max` + 1 elements, and skips all later ones.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };

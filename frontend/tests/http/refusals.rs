@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
-/// A request, and the expected status, `param`, `code` and words of the error.
+/// A request, and the expected status, `param` (`None`: null), `code` and words of the error.
 type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
 
 async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {

@@ -263,7 +263,7 @@ impl Cluster {
     }
 }
 
-/// Returns the status, the header `retry-after` and the code of an error.
+/// Returns the status, the header `retry-after` if there is one, and the code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
     let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);

@@ -18,7 +18,7 @@ const TOKENS_MAX: u64 = u32::MAX as u64;
 pub(super) struct Booking {
     pub(super) key: BookingKey,
     pub(super) decode: InstanceId,
-    /// Never the same instance as `decode`.
+    /// The prefill instance, never the same as `decode`; `None`: the decode instance prefills the prompt.
     pub(super) prefill: Option<InstanceId>,
     /// Whether the prompt is still to be prefilled.
     pub(super) prefilling: bool,

@@ -182,7 +182,8 @@ impl Worker {
         }
     }
 
-    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds.
+    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds; `None` if no sequence
+    /// runs.
     pub(super) fn plan(&mut self, prompts: &[Prompt]) -> Option<(Vec<u64>, f64)> {
         let (mut budget, mut decodes) = (CHUNK_TOKENS, 0);
         let tokens = self.running.iter().map(|sequence| match sequence.remaining(prompts) {
