@@ -100,8 +100,8 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Called once, when the request has been parsed.
-    /// Requests are not queued here, because a queue would only hide the overload.
+    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Must be called once, when the request has been
+    /// parsed. Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.

@@ -17,7 +17,7 @@ const READ_MAX_BYTES: u64 = 64 << 10;
 /// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The result of one check.
+/// The result of one `tandem audit check`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AuditResult {

@@ -46,7 +46,7 @@ pub struct FrontendSettings {
     pub attempts: u32,
     /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
     pub attempt_timeout: Duration,
-    /// How many times a generation whose worker is lost is resumed on another worker. 0: it ends with an error.
+    /// How many times a generation whose worker is lost is resumed on another worker. 0: such a generation ends with an error.
     pub resumes: u32,
     /// A client that reads nothing of its response for this long is disconnected, which releases the sequences of its request.
     pub unread_max: Duration,

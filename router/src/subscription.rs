@@ -46,7 +46,7 @@ impl ReportedStats {
         self.steps.map(|steps| steps.generated_tokens)
     }
 
-    /// Returns `load` with its fields for these statistics set.
+    /// Returns `load` with these statistics filled in.
     pub(crate) fn fill(self, load: Load) -> Load {
         let Self { transfer_bytes_per_second, cache, steps } = self;
         Load { transfer_bytes_per_second, cache, steps, ..load }

@@ -22,8 +22,8 @@ const BYTES_PER_SECOND: u32 = 16 << 10;
 /// The maximum time without a byte of a body, and the maximum delay of a body behind [`BYTES_PER_SECOND`]. A few lost packets cause a
 /// shorter delay.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// The first bytes of each body do not count towards the budget, so that ordinary requests are read while large ones fill it. With
-/// 8,192 connections, the uncounted bytes use 128 MiB at most.
+/// The first bytes of each body do not count towards the budget, so that ordinary requests are read while large requests use up the budget.
+/// With 8,192 connections, the uncounted bytes use 128 MiB at most.
 const UNCOUNTED_BYTES: usize = 16 << 10;
 /// A body that grows beyond this size is moved from the heap to a memory mapping.
 const MAPPED_FROM_BYTES: usize = 256 << 10;

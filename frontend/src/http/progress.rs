@@ -110,7 +110,7 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
-    /// Called when the answer is complete. Counts every prompt in the metrics.
+    /// Records that the answer is complete, and counts every prompt in the metrics.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();
         self.trace();
@@ -120,7 +120,7 @@ impl Progress {
         }
     }
 
-    /// Called when the answer ends with an error.
+    /// Records that the answer ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
     }

@@ -168,7 +168,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// Called when hyper writes. Then a request has been read, and the next bytes that arrive belong to another request.
+    /// Records that hyper writes. The request has been read by then, so the next bytes that arrive belong to another request.
     fn note_write(&mut self) {
         self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);

@@ -259,7 +259,7 @@ impl Tokenizer {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token has no visible text. That includes unknown ids.
+    /// Whether the token has no visible text. Unknown ids count as such tokens.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }

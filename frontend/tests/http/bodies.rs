@@ -137,7 +137,7 @@ async fn large_body_is_refused_while_the_body_budget_is_used() {
     let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
-            // Until the frontend has read the bytes above, the budget is free and the request succeeds.
+            // The request is repeated until it is refused. It succeeds while the frontend has not read the unfinished body's bytes yet.
             let mut reply = cluster.spawn_post(CHAT, large(200_000));
             tokio::select! {
                 reply = &mut reply => break reply.expect("the client task runs"),

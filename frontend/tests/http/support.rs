@@ -44,7 +44,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// The router's next answers, in order; `None`: the router closes the stream. If there are none, it answers with [`local`].
+    /// The router's next answers, in order; `None`: the router closes the stream. If the list is empty, the router answers with [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,

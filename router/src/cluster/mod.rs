@@ -139,7 +139,7 @@ fn slice_len(events: &[KvEvent]) -> usize {
     last.map_or(events.len(), |last| last + 1)
 }
 
-/// Membership of workers.
+/// Methods for the membership of workers.
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
@@ -184,7 +184,7 @@ impl State {
     }
 }
 
-/// Reports about the router and the cluster.
+/// Methods that report on the router and the cluster.
 impl State {
     /// Returns the identity on which all processes must agree: the operator's settings, with empty fields taken from the members.
     pub(crate) fn identity(&self) -> Identity {
@@ -243,7 +243,7 @@ impl State {
     }
 }
 
-/// Bookings of this router.
+/// Methods for the bookings of this router.
 impl State {
     /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
@@ -405,7 +405,7 @@ impl State {
     }
 }
 
-/// Bookings of peers.
+/// Methods for the bookings of peers.
 impl State {
     /// Adds a peer router that has connected.
     pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {

@@ -131,7 +131,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("ours");
-        // A file has the path of the directory, so no hash can be stored.
+        // The path of the store's directory is a file, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
         assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..]).expect("memory"));
     }
