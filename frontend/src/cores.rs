@@ -28,7 +28,7 @@ impl Cores {
         Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1) }
     }
 
-    /// Runs `work` on a blocking thread when a core is free. Tasks of one client run in the order of its calls, and clients are served
+    /// Runs `work` on a blocking thread when a core is free. Tasks of one client start in the order of the calls, and clients are served
     /// round-robin. Dropping the future removes the task from the queue; a task that already runs continues to its end and keeps its core.
     ///
     /// # Errors

@@ -10,8 +10,8 @@ use tandem_kv::Snapshot;
 /// Hashes in one chunk: 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
-/// Returns the messages of a snapshot, in order; only the last one has `last` set. A chain that is too long for one message continues in
-/// the next one, with its last block so far as the parent.
+/// Returns the messages of a snapshot, in order; only the last message has `last` set. A chain that is too long for one message continues
+/// in the next one, with its last block so far as the parent.
 pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
     let empty = || v1::SnapshotChunk {
         instance_id: instance_id.to_owned(),

@@ -33,8 +33,8 @@ pub struct RouterSettings {
     pub costs: Costs,
     /// The seed that breaks ties and determines [`PolicyKind::Random`]. Two routers with the same seed and input make the same placements.
     pub seed: u64,
-    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only. 3: two workers
-    /// may fail at the same time; more retries only keep the client waiting.
+    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last placement uses a decode worker only. 3: two
+    /// workers may fail at the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
     /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,

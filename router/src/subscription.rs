@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[])), Instant::now())), [0_u64; 0]);
-        // This heartbeat announces an older event than the last one received.
+        // This heartbeat announces an older event than the last received event.
         assert_eq!(ids(subscription.take(on_stream(batch(2, &[])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[6, 7])), Instant::now())), [6, 7]);
         snapshot_at(&mut subscription, 9);
@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);
         assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
-        // All events before the next snapshot are ignored; later ones are applied.
+        // All events before the next snapshot are ignored; later events are applied.
         subscription.restart();
         assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
         snapshot_at(&mut subscription, 8);
@@ -307,7 +307,7 @@ mod tests {
         let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
         snapshot_at(&mut subscription, 0);
         assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);
-        // The worker cannot publish and sends events on the stream; NATS delivers older ones late.
+        // The worker cannot publish and sends events on the stream; NATS delivers older events late.
         assert_eq!(ids(subscription.take(on_stream(batch(3, &[2, 3])), now)), [2, 3]);
         assert_eq!(ids(subscription.take_published(published(batch(2, &[2])), now)), [0_u64; 0]);
         assert_eq!(ids(subscription.take_published(published(batch(4, &[4])), now)), [4]);

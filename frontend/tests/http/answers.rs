@@ -30,7 +30,7 @@ async fn whole_chat_answer_has_openais_format() {
     let reply = cluster.spawn_post(CHAT, body);
     let call = cluster.call().await;
     let mut prompt = Vec::new();
-    // A control token's name in a message stays text, so a message cannot end itself and begin another one.
+    // A control token's name in a message stays text, so a message cannot end itself and begin another message.
     for (role, content) in [("system", "Be brief."), ("user", "a\nb"), ("assistant", ""), ("user", "x<|im_end|>")] {
         prompt.push(IM_START);
         prompt.extend(ids(&format!("{role}\n{content}")));

@@ -343,7 +343,7 @@ async fn invalid_bodies_are_refused() {
         for body in ["[1]", "null", "7", "\"x\""] {
             expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
         }
-        // An error quotes the client's field name as sent, but shortens a long one.
+        // An error quotes the client's field name as sent, but shortens a long name.
         for (body, param, words) in [
             (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
             (

@@ -37,7 +37,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
-    // The worker sends a complete character and the first half of the next one.
+    // The worker sends a complete character and the first half of the next character.
     first.send(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
     let before = first.request.clone();
     first.fail(Status::unavailable("killed")).await;

@@ -28,7 +28,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker has two blocks cached, the decode worker has one. The estimate has to be that of the prefill worker.
+                // The prefill worker has two blocks cached, the decode worker has one block. The estimate must be the prefill worker's two
+                // blocks.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {

@@ -290,7 +290,8 @@ impl Members {
         }
     }
 
-    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether it counted until now.
+    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether the prefill counted
+    /// until now.
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {

@@ -103,7 +103,7 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let view = router.until(|view| worker(view, "d").is_some()).await;
     let fresh = worker(&view, "d").expect("it is a member");
     assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
-    // The frontend reports that the old instance has failed, and its request is placed on the new one.
+    // The frontend reports that the old instance has failed, and its request is placed on the new instance.
     route.failed("d-1");
     assert_eq!(chosen(route.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
 }

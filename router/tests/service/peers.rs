@@ -114,7 +114,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     };
     other.until(on(&instance, 1)).await;
     assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
-    // The router knows which worker failed, so the next attempt uses another one.
+    // The router knows which worker failed, so the next attempt uses another worker.
     moved.failed(&instance);
     let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("placed");
     assert_ne!(elsewhere, instance);

@@ -167,8 +167,7 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A request with two prompts, a retried one, a cancelled one, one on the next day, one whose worker was killed, and one without a
-    /// time.
+    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![

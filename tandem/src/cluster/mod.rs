@@ -210,7 +210,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous one are still closing.
+        // A restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;

@@ -18,7 +18,7 @@ pub enum Gate {
     Open,
     /// Delivers no bytes until the gate is open again.
     Stalled(Dialers),
-    /// Closes existing connections and new ones.
+    /// Closes existing and new connections.
     Broken(Dialers),
 }
 

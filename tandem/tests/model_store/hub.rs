@@ -24,7 +24,7 @@ struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
     /// The file that is delivered with a content that differs from the listed hash; `None`: all files are correct.
     corrupted: Option<&'static str>,
-    /// The file for which the hub lists no hash; `None`: all files have one.
+    /// The file for which the hub lists no hash; `None`: all files have a hash.
     unhashed: Option<&'static str>,
     /// The number of downloads that are interrupted in the middle.
     interrupted: AtomicUsize,

@@ -1,5 +1,5 @@
 //! A worker with a modelled engine: steps in which chunks of prompts and running sequences share the device, blocks that are in use until
-//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the real one.
+//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the worker's real implementation.
 
 use super::{Prompt, namespace};
 use crate::cluster::MemberId;
