@@ -14,7 +14,7 @@ use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The client to which [`Limits::per_client`] applies: the account if a trusted proxy names one, else the address.
+/// The client whose sequences [`Limits::per_client`] limits: the account if a trusted proxy names one, else the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
@@ -26,7 +26,7 @@ pub(crate) enum Client {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// The limit for one client; `None`: one client may use all sequences.
+    /// The maximum number of sequences of one client that run at a time; `None`: one client may use all sequences.
     pub(crate) per_client: Option<usize>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Admitted {
     /// The span in which the request's end is recorded.
     pub(crate) span: Span,
     finished: bool,
-    /// The number of reserved sequences, and the client that they count for if there is a limit for each client. `None` while the
+    /// The number of reserved sequences, and the client to whose limit they count, if there is a limit for each client. `None` while the
     /// request is read and parsed.
     reserved: Option<(usize, Option<Client>)>,
     sequences: Arc<Sequences>,
@@ -100,8 +100,8 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Called once, when the request has been parsed.
-    /// Requests are not queued here, because a queue would only hide the overload.
+    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Must be called once, when the request has been
+    /// parsed. Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.

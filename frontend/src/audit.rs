@@ -14,10 +14,10 @@ use tandem_node::Metrics;
 
 /// The maximum number of bytes read from a file; a result has less than 200.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// The maximum time for which a request for the metrics or the dashboard waits for the disk.
+/// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The result of one check.
+/// The result of one `tandem audit check`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AuditResult {
@@ -87,7 +87,7 @@ fn beginning(path: &Path) -> io::Result<Vec<u8>> {
 pub(crate) struct LastAudit {
     path: PathBuf,
     metrics: Metrics,
-    /// Locked while the file is read, even if the caller no longer waits for the read.
+    /// Held while the file is read, also when the caller of [`LastAudit::read`] no longer waits for the result.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
@@ -96,7 +96,8 @@ pub(crate) struct LastAudit {
 type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
-    /// Does not read the file. The gauge of the last audit's time is 0 until a result is read, so that an alert sees a missing file.
+    /// Creates the value without reading the file. The gauge of the last audit's time is 0 until a result is read, so that an alert fires
+    /// if the file is missing.
     pub(crate) fn new(path: PathBuf, metrics: Metrics) -> Self {
         audited_at(&metrics).set(0.0);
         Self { path, metrics, reading: Arc::default(), known: Arc::default() }

@@ -9,8 +9,8 @@ use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 /// A request is refused after this time in the queue. The largest request needs less time on a core.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for
-/// a core, and its other tasks wait for that one.
+/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for a
+/// core, and the client's other tasks wait until that task has left the queue.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,
@@ -28,7 +28,7 @@ impl Cores {
         Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1) }
     }
 
-    /// Runs `work` on a blocking thread when a core is free. Tasks of one client run in the order of its calls, and clients are served
+    /// Runs `work` on a blocking thread when a core is free. Tasks of one client start in the order of the calls, and clients are served
     /// round-robin. Dropping the future removes the task from the queue; a task that already runs continues to its end and keeps its core.
     ///
     /// # Errors

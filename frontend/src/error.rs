@@ -208,7 +208,7 @@ struct Parts<'a> {
     kind: &'static str,
     param: Option<&'a str>,
     code: Option<&'static str>,
-    /// The number of seconds after which the client may retry.
+    /// The number of seconds after which the client may retry; `None`: the response has no header `retry-after`.
     retry_after: Option<u16>,
 }
 

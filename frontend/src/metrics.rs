@@ -158,7 +158,7 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // If no tier was reported, the counter is updated even for 0 cached tokens, so that it exists for this source.
+        // If no tier was reported, the counter is incremented even by 0, so that its series for this source exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());

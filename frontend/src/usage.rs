@@ -128,7 +128,7 @@ mod tests {
             (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
             (None, placement(2, None, 16), 100, 32, RouterEstimate),
             (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
-            // The number is never greater than that of the prompt's tokens, and does not overflow.
+            // The number is never greater than the number of the prompt's tokens, and its computation does not overflow.
             (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
             (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
             (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),

@@ -81,8 +81,8 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
 /// Bytes of the tag and the length that precede an item of a list, at most.
 const ITEM_BYTES_MAX: usize = 6;
 
-/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. `step` is not on
-/// the wire.
+/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. The result has no
+/// `step`, because messages do not carry it.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 

@@ -37,7 +37,7 @@ pub enum Purpose {
     Registration,
 }
 
-/// A cluster's key, or none (the default). Cheap to clone; never printed.
+/// The key of a cluster, or no key (the default). Cheap to clone; never printed.
 #[derive(Clone, Default)]
 pub struct ClusterKey(Option<Arc<Subkeys>>);
 
@@ -50,7 +50,7 @@ struct Subkeys {
     /// presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
-    /// One for each [`Purpose`], in their order.
+    /// One signing key for each [`Purpose`], in the order of the purposes.
     signing: [hmac::Key; 3],
 }
 
@@ -104,7 +104,7 @@ impl ClusterKey {
         self.0.as_ref().map_or("", |keys| &keys.fingerprint)
     }
 
-    /// Returns the value of a call's `authorization` metadata.
+    /// Returns the value of a call's `authorization` metadata; `None` without a key.
     pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
         self.0.as_ref().map(|keys| &keys.bearer)
     }

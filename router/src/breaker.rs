@@ -1,4 +1,4 @@
-//! A circuit breaker for each worker. It stops placing requests on a worker that fails them, and decides when to try the worker again.
+//! The circuit breaker of each worker. It keeps requests from a worker that fails them, and decides when to try the worker again.
 //!
 //! Consecutive faults open the circuit: for a pause, no request is placed on the worker. After the pause one request is admitted as a
 //! probe. The probe's first token closes the circuit; its fault opens the circuit again for a longer pause. While the circuit is open,
@@ -12,13 +12,13 @@ use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
 /// The number of consecutive faults that open the circuit. It equals the default number of attempts of a request, so that one request can
-/// open it.
+/// open the circuit.
 const FAULTS_MAX: u32 = 3;
 
-/// The first pause, to which jitter adds at most as much again. It is short enough for a worker that was only busy.
+/// The first pause, to which jitter adds at most as much again. It is short, because the worker may only have been busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered costs one attempt in each pause.
+/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered fails one attempt after each pause.
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
 /// The circuit breaker of one worker.
@@ -31,7 +31,7 @@ pub(crate) struct Breaker {
 
 #[derive(Debug)]
 struct Open {
-    /// The jitter of these pauses keeps several routers from probing a worker at the same moment.
+    /// The lengths of the pauses. Their jitter keeps several routers from probing a worker at the same moment.
     pauses: Backoff,
     until: Instant,
     probe: Option<BookingId>,

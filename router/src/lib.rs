@@ -56,7 +56,7 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the listed workers: longer than connecting to an unreachable host takes to fail.
+/// How long a router that has just started waits for the listed workers. A connection to an unreachable host fails sooner.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other

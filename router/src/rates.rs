@@ -18,11 +18,11 @@ pub struct Measurement {
     pub weight: f64,
 }
 
-/// The least weight. If all measurements are old, they are still better than a constant.
+/// The minimum weight. If all measurements are old, their mean still counts, because it is a better estimate than a constant.
 const WEIGHT_MIN: f64 = 1e-6;
 
-/// Differences from the mean up to this factor are ignored, and larger ones are reduced by it. The rates of equal workers differ by less
-/// because of the lengths of their prompts; a real difference within the factor becomes visible in the queues.
+/// Differences from the mean up to this factor are ignored, and larger differences are reduced by this factor. Equal workers measure rates
+/// that differ by less, because their prompts have different lengths. If workers really differ by less, their queues show the difference.
 const TOLERANCE: f64 = 1.25;
 
 impl Measurement {

@@ -17,8 +17,8 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that has missed older
-/// changes gets the full state.
+/// The number of changes that the journal keeps: they use half a megabyte, and cover a minute at 300 requests per second. A receiver that
+/// has missed older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
@@ -68,7 +68,8 @@ pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The prefill instance, which is never the decode instance, and the load that its reports do not include.
+    /// The prefill instance, which is never the decode instance, and the load that its reports do not include; `None`: the decode instance
+    /// prefills the prompt.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.

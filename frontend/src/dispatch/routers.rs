@@ -65,7 +65,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// The source of a list of routers. It decides what happens to known routers that the list lacks.
+/// The source of a list of routers. The source decides whether known routers that the list lacks are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
     /// A list from the operator. Other routers are not used.
@@ -230,7 +230,7 @@ impl Routers {
         self.round_robin()
     }
 
-    /// Returns the healthy routers, then the unhealthy ones. Both groups are rotated by one router from call to call.
+    /// Returns the healthy routers, then the unhealthy routers. Both groups are rotated by one router from call to call.
     fn round_robin(&self) -> Vec<Router> {
         let round = {
             let mut known = self.known.lock();
@@ -244,7 +244,7 @@ impl Routers {
         routers
     }
 
-    /// Returns the healthy routers followed by the unhealthy ones, and the number of healthy routers.
+    /// Returns the healthy routers followed by the unhealthy routers, and the number of healthy routers.
     fn by_health(&self) -> (Vec<Router>, usize) {
         let known = self.known.lock();
         let all = known.routers.iter().map(|(address, KnownRouter { client, health, .. })| {

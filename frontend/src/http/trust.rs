@@ -62,7 +62,7 @@ impl Trust {
     /// Whether this header is `true`.
     ///
     /// # Errors
-    /// The header is `true`, and this peer may not send it. It is not ignored: then a request for an explanation would be answered and
+    /// The header is `true`, and this peer may not send it. If the header were ignored, a request for an explanation would be answered and
     /// billed like any other.
     pub(super) fn flag(&self, headers: &HeaderMap, name: HeaderName, trusted: bool) -> Result<bool, ApiError> {
         let wanted = wants(headers, &name);

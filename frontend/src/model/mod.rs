@@ -160,7 +160,7 @@ mod tests {
         assert_eq!(model.stop_tokens, [2, 3], "the stop tokens of the model and of its family");
         assert_eq!(rendered(&model), "<s>a</s>");
 
-        // The files of newer libraries take precedence over those of older ones.
+        // Files of newer versions of the libraries take precedence over files of older versions.
         fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("the folder is writable");
         fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("the folder is writable");
         let model = served(folder.path());

@@ -14,7 +14,8 @@ const NAME: &str = "chat";
 /// The maximum number of instructions for one rendering. The templates of the supported families need fewer than 300 per message. This
 /// limit allows 600 per message for the maximum number of messages; executing it takes about half a second.
 const STEPS_MAX: u64 = 10_000_000;
-/// The maximum text size for the short conversations of [`ChatTemplate::new`]. Templates with a built-in system message write a few KB.
+/// The maximum text size for the short conversations with which [`ChatTemplate::new`] tests a template. Templates with a built-in system
+/// message write a few KB.
 const PROBE_BYTES_MAX: usize = 1 << 20;
 
 /// A model's chat template, compiled.

@@ -182,7 +182,7 @@ impl Tokenizer {
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
         let tokens: Vec<Token> = all.collect();
-        // Unicode composition (NFC) makes a text at most four times shorter.
+        // Unicode composition (NFC) makes a text at most four times shorter, so a token may stand for four times the bytes of its own text.
         let shrinks = if encoder.get_normalizer().is_some() { 4 } else { 1 };
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
@@ -259,7 +259,7 @@ impl Tokenizer {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token has no visible text. That includes unknown ids.
+    /// Whether the token has no visible text. Unknown ids count as such tokens.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
@@ -310,7 +310,8 @@ struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// A token for which this, `rstrip` or `single_word` is true is refused, because it would change the text around it.
+    /// Whether the token removes the white space before it. A token with this field, `rstrip` or `single_word` set is refused, because it
+    /// would change the text around it.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]

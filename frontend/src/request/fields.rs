@@ -14,10 +14,10 @@ pub(super) const MESSAGES_MAX: usize = 16_384;
 /// The maximum number of entries of `logit_bias`, as in OpenAI's API.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
 pub(super) const STOP_TOKENS_MAX: usize = 256;
-/// The maximum number of stop strings. It is more than any client needs, and few enough to search for all of them at every token.
+/// The maximum number of stop strings. No client needs more, and a search for this many at every token is fast.
 pub(super) const STOPS_MAX: usize = 16;
 
-/// A list of which at most `MAX` + 1 elements are built, so that a later check of its length can still refuse it.
+/// A list of which at most `MAX` + 1 elements are built. One element more than allowed suffices for a later check to refuse the list.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
 /// An object whose values are numbers, bounded like [`Bounded`]. Its entries keep their order and may have the same name.
@@ -42,7 +42,7 @@ pub(crate) enum Input {
     Tokens(Vec<TokenId>),
 }
 
-/// An integer. `5.0` counts as one, because some clients write all numbers with a decimal point.
+/// An integer. A number such as `5.0` is accepted as an integer, because some clients write all numbers with a decimal point.
 #[derive(Clone, Copy)]
 pub(crate) struct Whole(pub(crate) i64);
 
@@ -220,7 +220,7 @@ readable! {
     }
 }
 
-/// Appends the remaining elements of a list until there are `max` + 1, and skips the others.
+/// Appends further elements of the list until there are `max` + 1 elements, and skips all later ones.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };

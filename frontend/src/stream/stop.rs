@@ -33,7 +33,7 @@ impl StopMatcher {
         false
     }
 
-    /// Adds a chunk in which stop strings are ignored: a stop string that begins before it or in it does not count.
+    /// Adds a chunk in which stop strings are ignored: a stop string that begins before or in this chunk does not count.
     pub(crate) fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
         out.push_str(chunk);

@@ -11,7 +11,7 @@ use tokio::{
 
 const JSON: &str = "host: localhost\r\ncontent-type: application/json";
 
-/// Sends a request's headers, with `claimed` as its Content-Length, and `body` as the begin of its body.
+/// Sends a request's headers, with `claimed` as its Content-Length, and `body` as the beginning of its body.
 async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
     let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ncontent-length: {claimed}\r\nconnection: close\r\n\r\n");
@@ -32,7 +32,7 @@ fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
     format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
 }
 
-/// When such bodies were still parsed completely, they used 13 to 40 times their size in memory.
+/// Without this limit, the frontend parsed such bodies completely and used 13 to 40 times their size in memory.
 #[tokio::test]
 async fn bodies_with_too_many_values_are_refused() {
     let mut cluster = Cluster::start().await;
@@ -137,7 +137,7 @@ async fn large_body_is_refused_while_the_body_budget_is_used() {
     let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
-            // Until the frontend has read the bytes above, the budget is free and the request succeeds.
+            // The request is repeated until it is refused. It succeeds while the frontend has not read the unfinished body's bytes yet.
             let mut reply = cluster.spawn_post(CHAT, large(200_000));
             tokio::select! {
                 reply = &mut reply => break reply.expect("the client task runs"),

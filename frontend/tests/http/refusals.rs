@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
-/// A request, and the expected status, `param`, `code` and words of the error.
+/// A request, and the expected status, `param` (`None`: null), `code` and words of the error.
 type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
 
 async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
@@ -343,7 +343,7 @@ async fn invalid_bodies_are_refused() {
         for body in ["[1]", "null", "7", "\"x\""] {
             expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
         }
-        // An error quotes the client's field name as sent, but shortens a long one.
+        // An error quotes the client's field name as sent, but shortens a long name.
         for (body, param, words) in [
             (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
             (

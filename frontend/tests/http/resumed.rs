@@ -37,7 +37,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
-    // The worker sends a complete character and the first half of the next one.
+    // The worker sends a complete character and the first half of the next character.
     first.send(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
     let before = first.request.clone();
     first.fail(Status::unavailable("killed")).await;
@@ -87,7 +87,7 @@ async fn finished_samples_are_not_resumed_and_logprob_offsets_continue() {
     first.send(likely_tokens(0, b"xyz")).await;
     first.send(finished(0, FinishReason::Length, None)).await;
     first.send(likely_tokens(1, b"abSTO")).await;
-    // This sample has ended at its stop string, even if the worker has generated further tokens.
+    // This sample has ended at its stop string, although the worker has generated further tokens.
     first.send(likely_tokens(2, b"cSTOPd")).await;
     first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
@@ -140,7 +140,8 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
-    // Each resume may use as many attempts as the start. When all fail, the client's error is the worker's loss, not the attempts' failure.
+    // Each resume may use as many attempts as the request's start. When all attempts fail, the client's error states that the worker was
+    // lost, not that the attempts failed.
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;

@@ -44,7 +44,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// The router's next answers, in order; `None`: the router closes the stream. If there are none, it answers with [`local`].
+    /// The router's next answers, in order; `None`: the router closes the stream. If the list is empty, the router answers with [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
@@ -263,7 +263,7 @@ impl Cluster {
     }
 }
 
-/// Returns the status, the header `retry-after` and the code of an error.
+/// Returns the status, the header `retry-after` if there is one, and the code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
     let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);

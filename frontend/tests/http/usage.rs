@@ -28,7 +28,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker has two blocks cached, the decode worker has one. The estimate has to be that of the prefill worker.
+                // The prefill worker has two blocks cached, the decode worker has one block. The estimate must be the prefill worker's two
+                // blocks.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {
@@ -82,14 +83,14 @@ async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     let second = cluster.call().await;
     second.begin(Some(16)).await;
     second.send(tokens(0, b"x")).await;
-    // The number does not change after the first token, so this report does not count.
+    // The cached tokens do not change after the first token, so this report does not count.
     second.send(scheduled(Some(32))).await;
     second.send(finished(0, FinishReason::Length, None)).await;
     let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
     assert!(cluster.metric(r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#).await);
-    // The router receives the reported number, with which it measures its prediction.
+    // The router receives the reported cached tokens and compares its prediction with them.
     let mut released = None;
     while released.is_none() {
         if let Received::Message(RouteMessage::PrefillFinished(message)) = cluster.received().await {

@@ -121,8 +121,8 @@ impl Listener {
         }
     }
 
-    /// Accepts connections until `ended`, then serves the open ones to their end. Refuses calls without the cluster's bearer token with
-    /// UNAUTHENTICATED, and calls `on_refused` for each.
+    /// Accepts connections until `ended`, then serves the open connections to their end. Refuses calls without the cluster's bearer token
+    /// with UNAUTHENTICATED, and calls `on_refused` for each.
     ///
     /// # Errors
     /// The server failed.

@@ -26,7 +26,7 @@ impl State {
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
     }
 
-    /// Returns what is known of each member. No member is excluded.
+    /// Returns each member as a candidate for a placement. No member is excluded.
     pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
         self.members.candidates(hashes, &BTreeSet::new(), None, &self.settings.costs)
     }

@@ -33,7 +33,7 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// This limit is longer than anything here takes on a busy machine. Only a failing test waits this long.
+/// The time limit of every wait, longer than any wait here takes on a busy machine. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub const BLOCK: u32 = 16;

@@ -103,7 +103,7 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let view = router.until(|view| worker(view, "d").is_some()).await;
     let fresh = worker(&view, "d").expect("the worker is a member");
     assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
-    // The frontend reports that the old instance has failed, and its request is placed on the new one.
+    // The frontend reports that the old instance has failed, and its request is placed on the new instance.
     route.failed("d-1");
     assert_eq!(chosen(route.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
 }
@@ -261,7 +261,7 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // If the booking counted in addition to the report, the first worker would have 20 blocks; counted once they are 10.
+    // If the booking counted in addition to the report, the first worker would have 20 blocks, more than the other worker. It has 10.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -359,7 +359,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams
         router.until_indexed("d", 0).await;
         let mut route = router.route(prompt("r", &[1])).await;
         route.placement().await;
-        // The grace period is longer than the test takes if the streams end by themselves, and else zero.
+        // If the streams end by themselves, the grace period is longer than the test takes; otherwise it is zero.
         let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
         let shutdown = router.shutdown.clone();
         let stopping = tokio::spawn(async move { shutdown.run(grace).await });

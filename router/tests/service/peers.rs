@@ -114,7 +114,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     };
     other.until(on(&instance, 1)).await;
     assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
-    // The router knows which worker failed, so the next attempt uses another one.
+    // The router knows which worker failed, so the next attempt uses another worker.
     moved.failed(&instance);
     let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("the placement has a decode worker");
     assert_ne!(elsewhere, instance);
@@ -146,7 +146,7 @@ async fn starting_router_with_peers_places_no_request_before_it_knows_its_worker
             Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
-        // Requests that are already running are booked even so.
+        // Requests that are already running are booked although no request can be placed.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let running = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;

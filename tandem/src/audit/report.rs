@@ -1,7 +1,8 @@
 //! `tandem audit report`: the sums of the ledgers, for invoices.
 //!
-//! Only a prompt's winning attempt is summed, so other attempts are not billed. A prompt is in no sum if its count or outcome is missing
-//! because a worker was killed before it had written that line. The report has the number of such prompts.
+//! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not
+//! billed. A prompt is in no sum if its count or outcome is missing because a worker was killed before it had written that line. The report
+//! has the number of such prompts.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -14,7 +15,7 @@ use tandem_worker::LedgerLine;
 struct Key {
     /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
     day: String,
-    /// `-` if the request had no account.
+    /// The account; `-` if the request had none.
     account: String,
     model: String,
 }
@@ -32,7 +33,7 @@ struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that are in no sum: their outcome is missing, or they have won and their count is missing.
+    /// Prompts that are in no sum, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
     unsettled: usize,
 }
 
@@ -47,7 +48,7 @@ pub struct Contradiction {
     first: Finding,
 }
 
-/// Sums up the winning attempts.
+/// Sums up the winning attempts of all prompts.
 ///
 /// # Errors
 /// Lines of the ledger contradict each other.
@@ -166,8 +167,7 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A request with two prompts, a retried one, a cancelled one, one on the next day, one whose worker was killed, and one without a
-    /// time.
+    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![

@@ -57,8 +57,8 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// Consistent evidence: a plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that
-/// disconnected.
+/// Consistent evidence: a plain answer, an answer after a failed attempt, an answer with an estimate, an answer with a cached prefix, and a
+/// client that disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
@@ -72,7 +72,7 @@ fn agreeing() -> Evidence {
         ledger: vec![
             scheduled("a-0", 1, "p0", 100, 48),
             ended("a-0", 1, Won),
-            // The count that applies is neither that of the failed first attempt nor that of the attempt which resumed.
+            // Attempt 1 failed and attempt 3 resumed the answer. The count of attempt 2 applies, because attempt 2 sent the first token.
             scheduled("b-0", 1, "p0", 100, 0),
             ended("b-0", 1, Failed),
             ended("b-0", 2, Won),
@@ -214,10 +214,10 @@ fn only_counts_of_killed_workers_are_unverified() {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // Each case has the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding, if workers were
-    // killed; and the number of answers that cannot be verified.
+    // Each case has three fields: the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding if
+    // workers were killed; and the number of answers that cannot be verified.
     let cases = [
-        // The first decode worker was killed before it recorded `won`; another one resumed.
+        // The first decode worker was killed before it recorded `won`; another decode worker resumed the answer.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)],

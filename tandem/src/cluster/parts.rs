@@ -23,8 +23,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// How long a prefill worker waits for a ticket. Before the decode worker can send one, it may have to wait for blocks that other requests
-/// release.
+/// How long a prefill worker waits for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);

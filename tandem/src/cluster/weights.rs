@@ -150,7 +150,7 @@ impl Loaded {
     }
 }
 
-/// Reads what a frontend needs of the model, downloading it first if necessary.
+/// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || match stored(&model)? {
         None => Ok(sim_served(served_model_name)),
@@ -182,7 +182,7 @@ fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
 
-/// Opens the model's file or directory, and reads from it what a frontend needs.
+/// Opens the model's file or directory, and loads its tokenizer, chat template and limits for a frontend.
 fn open(
     model: &StoredModel,
     revision: &str,

@@ -143,7 +143,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("the folder is writable");
-        // A file has the path of the directory, so no hash can be stored.
+        // The path of the store's directory is a file, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
         assert_eq!(
             digests.of(&file).expect("the file is readable"),

@@ -31,7 +31,8 @@ impl Pip {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// Returns the first command that answers `--version`. It runs in `folder`, which no other user may write to.
+    /// Returns the first command that answers `--version`; `None` if no command does. It runs in `folder`, which no other user may write
+    /// to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let new = |words: &[OsString]| {
             let mut command = Command::new(&words[0]);
@@ -120,7 +121,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     }
 }
 
-/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line.
 fn announced_bytes(line: &str) -> Option<u64> {
     let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {

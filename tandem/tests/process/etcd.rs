@@ -104,7 +104,7 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     assert!(!log.contains("hidden"), "{log}");
 }
 
-/// Waits until a function with state returns 1.
+/// Waits until `read_value` returns 1.
 fn wait_for_one(what: &str, read_value: impl FnMut() -> Option<f64>) {
     let read_value = std::cell::RefCell::new(read_value);
     until(what, || read_value.borrow_mut()(), |seen| *seen == Some(1.0));

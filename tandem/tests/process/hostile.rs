@@ -78,7 +78,7 @@ fn one_client_does_not_starve_another_client() {
         measured.live.extend(live.stop());
         assert!(attack.bodies.load(Ordering::Relaxed) >= BODIES, "the bodies were sent");
         drop(attack);
-        // The questions must have had the same answers as they get now, when nothing else runs.
+        // After the attack, the same questions must have the same answers as during the attack.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
             assert_eq!(
@@ -186,7 +186,7 @@ impl Attack {
     }
 }
 
-/// Repeats an action, each time on a new connection, one second after the last one has ended or was refused.
+/// Repeats an action, each time on a new connection. The next action starts one second after the last one has ended or failed.
 async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
     address: SocketAddr,
     mut act: impl FnMut(tokio::net::TcpStream) -> F,

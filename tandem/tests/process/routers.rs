@@ -111,7 +111,7 @@ fn killed_router_loses_no_answer() {
     });
     let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
     assert!(rebooked > 0.0, "running requests are booked with the other router");
-    // The frontend does not count a booking whose answer ended while it was being made.
+    // A router also counts a booking whose answer ends while the booking is being made, but the frontend does not.
     let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
     assert!(counted_by_router >= rebooked, "the router counted {counted_by_router} of {rebooked} bookings");
     cluster.assert_no_bookings();

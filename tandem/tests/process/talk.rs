@@ -29,7 +29,7 @@ impl Up {
     }
 }
 
-/// Returns the value of a series, such as `tandem_router_workers{state="joined"}`.
+/// Returns the value of a series, such as `tandem_router_workers{state="joined"}`; `None` if the process does not export it.
 pub fn metric(process: &Up, series: &str) -> Option<f64> {
     let page = process.get("/metrics");
     page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())

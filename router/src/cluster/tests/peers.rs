@@ -79,7 +79,8 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// A worker's report includes a booking of either router from now on. `of`: the router; `at`: its booking; `prefill`: the worker.
+    /// From now on a worker's report includes a booking. `of`: the router that made the booking; `at`: the booking's position at this
+    /// router; `prefill`: whether the worker is the booking's prefill worker.
     Included {
         of: usize,
         at: usize,

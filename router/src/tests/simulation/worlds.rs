@@ -23,7 +23,8 @@ fn world() -> World {
     }
 }
 
-/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long.
+/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long;
+/// `None` without the recording.
 fn conversations(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
     let mut prompts = trace(1_500, faster)?;
     prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
