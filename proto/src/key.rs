@@ -1,8 +1,8 @@
 //! The cluster key: one secret that all processes of a cluster share, and the subkeys that are derived from it.
 //!
 //! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so a value that one use reveals does not help to
-//! attack another. Without a key, hashes are made under [`HashKey::NONE`], calls carry no bearer token, nothing is signed and every signature
-//! is accepted. `docs/adr/019-cluster-key.md` has the reasons.
+//! attack another. Without a key, hashes are made under [`HashKey::NONE`], calls carry no bearer token, nothing is signed and every
+//! signature is accepted. `docs/adr/019-cluster-key.md` has the reasons.
 
 use ring::{
     hmac,

@@ -33,7 +33,8 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and become 0.
+/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and
+/// become 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {

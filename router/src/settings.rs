@@ -41,8 +41,8 @@ pub struct RouterSettings {
     /// The most bookings at one time, of this router and of each peer separately. Beyond this number this router refuses requests. 16,384:
     /// enough for the running requests of many frontends; each booking may have `hashes_max` hashes.
     pub bookings_max: usize,
-    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that computes
-    /// on all cores may delay them by several seconds.
+    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that
+    /// computes on all cores may delay them by several seconds.
     pub silence_max: Duration,
     /// How long a `Route` stream may take to send its prompt. 10 s: frontends send it immediately.
     pub prompt_wait: Duration,

@@ -1,8 +1,8 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
-//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance. Bookings
-//! on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
+//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance.
+//! Bookings on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
 
 use super::booking::{Booking, LoadByRole};
 use crate::{

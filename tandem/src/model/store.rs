@@ -43,7 +43,8 @@ pub struct StoreArgs {
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
-    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate step
+    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate
+    /// step
     #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
     pub offline: bool,
 }
@@ -127,8 +128,8 @@ impl Store {
         }
     }
 
-    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
-    /// file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once
+    /// for each file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
     ///
     /// # Errors
     /// One of its files cannot be read.

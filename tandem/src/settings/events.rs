@@ -24,8 +24,8 @@ fn without_passwords<S: Serializer>(servers: &[String], serializer: S) -> Result
 #[command(next_help_heading = "KV events over NATS")]
 #[serde(rename_all = "kebab-case")]
 pub struct NatsArgs {
-    /// host:port of the NATS servers, separated by commas. Workers publish KV events there once for all routers [default: each worker streams
-    /// its events to each router]
+    /// host:port of the NATS servers, separated by commas. Workers publish KV events there once for all routers [default: each worker
+    /// streams its events to each router]
     #[arg(long, env = "TANDEM_NATS", value_name = "ADDRESSES", value_delimiter = ',')]
     #[serde(serialize_with = "without_passwords")]
     pub nats: Vec<String>,

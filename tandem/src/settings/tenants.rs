@@ -21,15 +21,15 @@ pub struct TenantArgs {
     #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum)]
     pub cache_isolation: Option<CacheIsolation>,
 
-    /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account header
-    /// and `traceparent`, and request details [default: programs on this machine while --listen is a loopback address, for requests without
-    /// a forwarding header such as X-Forwarded-For; else none]
+    /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account
+    /// header and `traceparent`, and request details [default: programs on this machine while --listen is a loopback address, for requests
+    /// without a forwarding header such as X-Forwarded-For; else none]
     #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
     #[serde(serialize_with = "with_commas")]
     pub trusted_proxies: Vec<IpNet>,
 
-    /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted, because
-    /// the answers show which prompts are cached and where
+    /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted,
+    /// because the answers show which prompts are cached and where
     #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
     pub expose_details: ExposeDetails,
 }

@@ -1,7 +1,7 @@
 //! Faults of real processes under load: no answer is lost or changed, usage reconciles, and nothing leaks.
 //!
-//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures of
-//! docs/reliability.md come from the long forms, which need a machine that does nothing else:
+//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures
+//! of docs/reliability.md come from the long forms, which need a machine that does nothing else:
 //! `cargo test --release -p tandem --test chaos -- --ignored --nocapture`.
 
 mod churn;
