@@ -162,7 +162,7 @@ impl RouterService {
     }
 }
 
-/// The stream of this router's bookings to one peer.
+/// The state of a `Bookings` stream, on which this router sends its bookings to one peer.
 struct BookingSender {
     service: RouterService,
     router_instance_id: String,

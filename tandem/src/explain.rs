@@ -1,4 +1,4 @@
-//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that decide.
+//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that the router compares.
 
 use crate::{http, text_table::text_table};
 use anyhow::{Context, Result, bail, ensure};

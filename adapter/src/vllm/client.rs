@@ -142,7 +142,7 @@ impl Client {
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
-        let json = serde_json::to_vec(body).expect("a body is plain data");
+        let json = serde_json::to_vec(body).expect("a request body can be serialized");
         let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
         let status = answer.status();
         if status.is_success() {

@@ -1,4 +1,4 @@
-//! Chooses the workers of a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
+//! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
 //! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the prefill worker's cost plus the
 //! decode worker's cost, so each is chosen independently instead of comparing all pairs.

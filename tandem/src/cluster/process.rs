@@ -38,7 +38,7 @@ pub struct Process {
     /// The addresses and sizes in the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    /// Runs before the shutdown of `service`, so that no new client connects to a service that drains.
+    /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
     /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
@@ -271,13 +271,13 @@ pub(super) async fn description(own: Channel) -> WorkerInfo {
     }
 }
 
-/// The router's probe: it is ready when a request could be placed.
+/// The readiness probe of a router: succeeds if the router could place a request now.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
     view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
-/// The worker's probe: it is ready when it answers. Whether requests are routed to it is the router's decision.
+/// The readiness probe of a worker: succeeds if the worker answers. Whether requests are placed on the worker is the router's decision.
 async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }
