@@ -11,7 +11,7 @@ use tandem_tests::{
     services::{Services, worker_settings},
     wait_until,
 };
-use tandem_worker::Ledger;
+use tandem_worker::{Ledger, WorkerSettings};
 use tempfile::TempDir;
 
 /// Tokens in a block of the fake engine.
