@@ -26,7 +26,7 @@ pub(crate) trait Api: Send + Sync + 'static {
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
 
-    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives. The first token has none.
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
     /// The engine refused the request or failed.

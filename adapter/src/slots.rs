@@ -20,8 +20,8 @@ pub(crate) struct SlotLimits {
     pub waiting: usize,
 }
 
-/// The places in the engine. The next place is for the account with the fewest requests in the engine, among those with waiting requests.
-/// An account's requests are submitted in the order of their arrival.
+/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine gets the next place. An
+/// account's requests are submitted in the order of their arrival.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<State>,
@@ -33,7 +33,7 @@ struct State {
     running: usize,
     blocks: u64,
     waiting: usize,
-    /// Number of requests that were queued so far.
+    /// The number of requests that have been queued so far.
     arrivals: u64,
 }
 

@@ -34,7 +34,7 @@ struct Logprobs {
     content: Vec<Sampled>,
 }
 
-/// A sampled token. The alternatives include it.
+/// The logprob of a sampled token, and its alternatives, which include the token itself.
 #[derive(Deserialize)]
 struct Sampled {
     logprob: f32,
