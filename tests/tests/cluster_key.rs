@@ -116,7 +116,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     Ok(())
 }
 
-/// A process that has the key and sends addresses that are not those of workers.
+/// A process that has the key and sends wrong addresses.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -201,7 +201,7 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // A worker of the cluster, but not a prefill worker.
+        // This is a worker of the cluster, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

@@ -36,7 +36,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// Both limits are the same as in production (`tandem/cluster/parts`).
+/// This limit and the next one have the same values as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
@@ -112,7 +112,7 @@ impl SimulatedCluster {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number that means the clients' host in a fault.
+    /// Returns the number that a fault uses for the clients' host.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }

@@ -20,7 +20,7 @@ const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 /// A text that is in every prompt and must not appear on the page.
 const SECRET: &str = "wisteria";
-/// Limit on the time until the page shows the current numbers.
+/// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -118,7 +118,7 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // This polls, because workers report their totals every second, and the page is updated every two seconds.
+    // The page is polled, because workers report their totals only every second, and the page is updated only every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;

@@ -43,8 +43,8 @@ fn path_label(access: &DeviceAccess) -> &'static str {
     }
 }
 
-/// Sends prompts until the blocks of a prompt are transferred from device to device. Returns the number of prompts before that prompt. The
-/// prompts, numbered from `first`, differ from those of the tests.
+/// Sends prompts until the blocks of one prompt are transferred from device to device. Returns the number of prompts that were sent before
+/// that one. The prompts have the numbers from `first` on, which the tests do not use.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);

@@ -43,8 +43,8 @@ async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// Returns the ticket that would follow `ticket` if tickets came from a counter, mixed twice with the finaliser of SplitMix64, which is
-/// invertible.
+/// Returns the ticket that would follow `ticket` if each ticket were a counter that is mixed twice with the finaliser of SplitMix64. An
+/// attacker could compute this, because the finaliser is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -85,7 +85,7 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 async fn guessed_ticket_writes_nothing() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut attacker = TicketRelay::start(channel(&cluster.prefill.address).await).await;
-    // A client of the decode worker's gRPC may name its own prefill worker, and so reads tickets.
+    // A client of the decode worker's gRPC service may name any prefill worker. The attacker names itself, and so reads tickets.
     let mut seen = Vec::new();
     for number in 0..3 {
         let own = cluster.open(cluster.through(&attacker, prompt(100 + number, 40))).await;
