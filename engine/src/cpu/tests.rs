@@ -226,7 +226,7 @@ const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tie
 
 const CONTEXT: u32 = 96;
 
-/// Returns a complete model with random weights. If its layers have 4-bit weights and its head is tied, the embedding has 8-bit weights.
+/// Returns a complete model with random weights. If its layers have 4-bit weights, its embedding, and so a tied head, has 8-bit weights.
 pub(crate) fn file(sizes: Sizes, seed: u64) -> Writer {
     let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);

@@ -93,7 +93,7 @@ impl Clock {
     fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         // SAFETY: stream, events and memory are alive, and the memory has `bytes` bytes.
         unsafe {
-            // While the device fills the memory, the host enqueues the GEMM, so that the host's time is not measured.
+            // While the device fills the memory, the host enqueues the work, so that the host's time is not measured.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
             result::event::record(self.started, self.stream).map_err(failed)?;
             if !enqueue() {
