@@ -2,9 +2,9 @@
 //!
 //! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, after which the group's
 //! minimum is added in the same way. `dot`, the dot product of a group's weights and the row, is an exact integer, because the row is
-//! quantised to 8 bits with one step per group. For Q6_K it includes the two integer factors per group. For float weights the sum is `sum =
-//! fma(x, weight, sum)`, input by input. How many rows and outputs are computed together, and on which thread, affects only how often a
-//! tile is unpacked.
+//! quantised to 8 bits with one step per group. For Q6_K it includes the two integer factors per group. For float weights, the inputs are
+//! added one by one: `sum = fma(x, weight, sum)`. How many rows and outputs are computed together, and on which thread, affects only how
+//! often a tile is unpacked.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{
