@@ -159,7 +159,7 @@ fn replayed(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let mut plain = engine(&model, 1_024)?;
     let handle = EngineHandle::start(engine(&model, BATCH * 1_024)?, settings());
-    // The prompts have several lengths, one of them with several attention partitions.
+    // The prompts have different lengths. One of them is long enough for several attention partitions.
     let prompts: Vec<Vec<TokenId>> =
         (0..BATCH).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
     let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };

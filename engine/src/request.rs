@@ -163,7 +163,7 @@ pub enum Refusal {
     /// The account name is too long.
     #[error("the account name has {len} bytes, more than the limit of {ACCOUNT_BYTES_MAX}")]
     LongAccount { len: usize },
-    /// The engine does not support what the request needs.
+    /// The request needs a feature that the engine does not support.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),
     /// The engine's thread has ended: the device is lost, or the process shuts down.

@@ -111,7 +111,7 @@ impl SimClock {
     }
 }
 
-/// An answer ends at each token with a probability of about one in this many.
+/// An answer ends at each token with a probability of about 1 ÷ `END_ODDS`.
 const END_ODDS: u64 = 64;
 /// The logit of tokens that are never sampled. It is a finite number.
 const NO_CANDIDATE: f32 = -100.0;
@@ -324,7 +324,7 @@ mod tests {
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
         engine.step(&[chunk]).expect("the simulator does not fail");
         assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
-        // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
+        // A block has 16 tokens of 128 KiB each. It is transferred at 10 GB/s, simulated ten times as fast.
         assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }
 }

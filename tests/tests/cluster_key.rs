@@ -161,7 +161,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends it.
+    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends the stream.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {

@@ -22,7 +22,7 @@ pub enum TransferError {
     Ticket(#[from] TicketError),
 }
 
-/// The reason that a ticket cannot be used. Its sender has violated the protocol.
+/// The reason that a ticket cannot be used. The worker that sent the ticket has violated the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.
@@ -42,7 +42,7 @@ pub enum TicketError {
 /// The state of blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends the blocks and has sent all earlier ones, so the call took as long as a transfer.
+    /// The path sends the blocks and has sent all earlier blocks, so the call took as long as a transfer.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,

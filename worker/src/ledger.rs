@@ -204,7 +204,7 @@ pub struct ScheduledPrompt<'a> {
     pub request_id: &'a str,
     /// The attempt's number, from 1.
     pub attempt: u32,
-    /// The account of the request; empty: none.
+    /// The account of the request; empty if it has none.
     pub account: &'a str,
     /// Tokens of the prompt.
     pub prompt: u32,

@@ -106,8 +106,8 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Connects devices, each of which is one rank, for `all_reduce_sum`.
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError>;
 
-    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks, in the order of each rank's stream with
-    /// its other work.
+    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks. On each rank's stream, this is ordered
+    /// with the stream's other work.
     fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
 
     /// Recorded work (a CUDA graph).

@@ -76,7 +76,7 @@ impl<D: Device> Runner<D> {
         self
     }
 
-    /// Replaces the buffers that can grow with empty ones, so that steps reallocate them at other addresses.
+    /// Replaces the buffers that can grow with empty buffers, so that steps reallocate them at other addresses.
     #[cfg(test)]
     pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {

@@ -30,7 +30,7 @@ const COMPARED_PROMPTS_MAX: usize = 64;
 const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
-    /// Queues a prefill. `job` must be greater than all earlier ones.
+    /// Queues a prefill. `job` must be greater than all earlier jobs.
     ///
     /// # Errors
     ///
@@ -45,7 +45,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Queues a generation. `job` must be greater than all earlier ones.
+    /// Queues a generation. `job` must be greater than all earlier jobs.
     ///
     /// # Errors
     ///

@@ -301,7 +301,8 @@ mod tests {
             for (at, length) in lengths.iter().enumerate() {
                 step(&mut rates, *length, 0, if at == stalled { stall } else { 1.0 });
                 let rate = rates.prefill_tokens_per_second();
-                // The rate of steps of one length includes their fixed time: at 64 tokens that is more than half.
+                // If all steps have the same length, the rate includes the fixed time, which is more than half of the time of a step with
+                // 64 tokens.
                 prop_assert!(rate == 0.0 || (8_500.0..20_500.0).contains(&rate), "{} after {:?}", rate, &lengths[..=at]);
                 prop_assert!(rates.prefill_fixed_ms() < 4.2, "{:?}", rates);
             }

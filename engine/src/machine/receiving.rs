@@ -122,8 +122,8 @@ impl Machine {
         }
     }
 
-    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report: `why`, or that the ticket is
-    /// spent or unknown if it has no reservation.
+    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report: `why` or, if the ticket has no
+    /// reservation, that the ticket is spent or unknown.
     pub fn refuse(&mut self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         let Some(place) = self.place(ticket) else { return self.not_live(ticket) };
         let sequence = self.reserved.remove(place);

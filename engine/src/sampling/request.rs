@@ -1,4 +1,4 @@
-//! Sampling requests for devices that sample on their own, and what they return.
+//! Sampling requests for devices that sample on their own, and the tokens that these devices return.
 
 use super::{Sampler, TokenLogprobs, changes::Adjustment, uniform};
 use tandem_kv::TokenId;

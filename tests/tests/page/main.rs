@@ -52,7 +52,7 @@ async fn traffic(client: &Client) -> Result<()> {
     wait_until("all have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
 }
 
-/// Returns the numbers in every row or tile that `selector` finds, by worker.
+/// Returns the numbers in all rows or tiles that `selector` finds, by worker (empty in a tile) and field.
 async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
     let cells = browser
         .value(&format!(

@@ -79,7 +79,7 @@ async fn every_transfer_path_gives_the_text_of_local_prefill() {
         let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
         assert_eq!(transferred_bytes(&cluster.decode, path) - before, sent as f64, "{path}");
         assert_eq!(transferred_bytes(&cluster.prefill, path), transferred_bytes(&cluster.decode, path));
-        // Received blocks are cached like computed ones.
+        // Received blocks are cached like computed blocks.
         let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
         assert_eq!(again.cached_tokens(), Some(992), "{path}");
         cluster.idle().await;

@@ -121,7 +121,7 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         let indices: Vec<u32> = forged.clone().collect();
         write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
         drop(seen);
-        // The genuine blocks arrive after the forged ones were written in their place.
+        // The genuine blocks arrive after the forged blocks were written in their place.
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks must not be confirmed") };
         assert_eq!((failure.reason(), &failure.instance_id), (FailureReason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));

@@ -135,7 +135,8 @@ impl Simd for Avx512 {
         no_sums() -> __m512i = _mm512_setzero_si512();
         add_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);
 
-        /// Adds 128 to the weights, which makes them unsigned. [`Self::no_signed_sums`] subtracts what this adds to the sums.
+        /// Adds 128 to the weights, which makes them unsigned. [`Self::no_signed_sums`] subtracts the amount by which this increases the
+        /// sums.
         signed(bytes: __m512i) -> __m512i = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
         no_signed_sums(x_total: i32) -> __m512i = _mm512_set1_epi32(-128 * x_total);
         add_signed_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);

@@ -110,8 +110,8 @@ inline void wait(decltype(Fiber::READY) state, const char *operation) {
 /// operation.
 inline const Shown *exchange(const char *operation, Shown own) {
     Fiber &self = fiber();
-    // There are two buffers, because a lane may pass its next value before another lane has read this one. It cannot pass the value after
-    // the next before that.
+    // There are two buffers, because a lane may pass its next value before another lane has read this one. Two suffice, because the value
+    // after the next can be passed only when all lanes have passed their next value.
     auto &places = block()->shown[self.exchanges++ % 2];
     places[self.index.x] = own;
     wait(Fiber::AT_WARP, operation);

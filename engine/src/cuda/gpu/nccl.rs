@@ -409,8 +409,8 @@ pub(super) struct RankBuffer<'a> {
     pub address: u64,
 }
 
-/// Replaces every rank's `count` numbers with their sums over all ranks, in order with the other work of each rank's stream. All ranks are
-/// in this process (`Communicator::all`).
+/// Replaces every rank's `count` numbers with their sums over all ranks. On each rank's stream, this is ordered with the stream's other
+/// work. All ranks must be in this process (`Communicator::all`).
 pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
     let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
     let put = |buffer: &RankBuffer<'_>| {

@@ -144,7 +144,8 @@ struct Candidates {
     /// Narrows the set to the fewest of the heaviest candidates whose measures sum to `target` or more. No weight may be above 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
         const Candidates all = *this;
-        // Invariant: candidates of at least `low` sum to the target, those of at least `high` do not.
+        // Invariant: the measures of the candidates whose weight has bits of at least `low` sum to the target or more; with `high` instead
+        // of `low` they do not.
         u32 low = 1, high = __float_as_uint(1.0f) + 1;
         const auto from = [&](u32 least_bits, u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) >= least_bits ? measure(weight) : 0.0;
