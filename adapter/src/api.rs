@@ -58,7 +58,7 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
-    /// Set in the last chunk only.
+    /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }
 

@@ -44,7 +44,7 @@ pub struct BlocksStored {
     pub group: Option<u32>,
     /// The kind of attention of the group's layers; `None`: the engine does not name it.
     pub kind: Option<String>,
-    /// The session of the request that stored the blocks, if the request named one.
+    /// The session of the request that stored the blocks; `None` if the request named no session.
     pub session: Option<String>,
 }
 

@@ -82,7 +82,8 @@ pub struct Mirror {
     engine_blocks: HashMap<EngineHash, EngineBlock>,
     blocks: Blocks,
     assumed: Assumed,
-    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported.
+    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first
+    /// report.
     group: Option<u32>,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,

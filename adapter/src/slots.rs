@@ -121,7 +121,7 @@ impl State {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
-    /// Removes the next request from the queue, if there is a place for it.
+    /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
     fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
         let heads = self.accounts.iter().filter_map(|(name, account)| {
             let head = account.waiting.front()?;

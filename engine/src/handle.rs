@@ -148,7 +148,7 @@ impl EngineHandle {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
 
-    /// The send fails only if the engine's thread has ended, and then the job's events have ended, too.
+    /// Returns the KV memory for access from other threads; `None` if the engine does not allow this access.
     pub fn kv_memory(&self) -> Option<&Arc<dyn KvMemory>> {
         self.kv_memory.as_ref()
     }

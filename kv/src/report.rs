@@ -55,6 +55,6 @@ pub struct KvBatch {
     pub load: Load,
     /// Requests whose work is included in this load and was not included in the load of the previous batch.
     pub included_request_ids: Vec<String>,
-    /// The step that ended with this batch, if one did.
+    /// The step that ended with this batch; `None` if no step did.
     pub step: Option<StepStats>,
 }

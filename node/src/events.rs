@@ -205,7 +205,8 @@ impl Broker {
         batch
     }
 
-    /// Returns the batch of a message if it is signed with the cluster key for this instance. Without a key, every message is accepted.
+    /// Returns the batch of a message; `None` if the message is not signed with the cluster key for this instance. If the cluster has no
+    /// key, every message is accepted.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);
@@ -301,7 +302,7 @@ struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last error that was logged. The same error is not logged again.
+    /// The last error that was logged, which is not logged again; `None` if there was none since the last connection.
     reported: Mutex<Option<String>>,
 }
 

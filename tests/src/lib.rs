@@ -371,7 +371,7 @@ impl Answer {
         Ok(answer)
     }
 
-    /// Returns the usage if the answer is complete. `prompts` is the request's number of prompts.
+    /// Returns the usage; `None` if the answer is not complete or has no usage. `prompts` is the request's number of prompts.
     fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;

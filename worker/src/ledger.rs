@@ -64,7 +64,7 @@ pub enum LedgerLine {
         /// Tokens found in the prefix cache; absent: the worker's engine does not report them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cached: Option<u32>,
-        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is.
+        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         computed: Option<u32>,
         /// Tokens found in the prefix cache, by the tier that held them.

@@ -40,7 +40,7 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// The broker to which KV events are published in addition to the `Watch` streams.
+    /// The broker to which KV events are published in addition to the `Watch` streams; `None`: events are sent on `Watch` streams only.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,

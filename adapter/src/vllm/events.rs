@@ -11,7 +11,7 @@ use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
 pub struct Batch {
     /// The changes, in their order.
     pub events: Vec<EngineEvent>,
-    /// The engine's data-parallel rank, if the batch names it.
+    /// The engine's data-parallel rank; `None` if the batch does not name it.
     pub data_parallel_rank: Option<u32>,
 }
 

@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// The error, which is in an answer without any other field.
+    /// The error; an answer with an error has no other field. `None`: the request did not fail.
     error: Option<ErrorBody>,
 }
 

@@ -137,9 +137,10 @@ struct Follower {
     updates: mpsc::Sender<Update>,
     backoff: Backoff,
     position: Position,
-    /// The number of the last batch that was received on the current connection.
+    /// The number of the last batch that was received on the current connection; `None` before its first batch.
     live: Option<u64>,
-    /// The loss that the current replay has revealed; reset when a replayed batch clears the cache.
+    /// The loss that the current replay has revealed and that is not reported yet; `None` if there is none, and again when a replayed batch
+    /// clears the cache.
     missing: Option<Lost>,
     /// Whether the last replay succeeded.
     replays: bool,
@@ -190,7 +191,7 @@ impl Position {
     }
 }
 
-/// Returns the last event that clears the cache, and all events after it.
+/// Returns the last event that clears the cache, and all events after it; `None` if no event clears the cache.
 fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
     let cleared = events.iter().rposition(|event| *event == EngineEvent::Cleared)?;
     Some(events[cleared..].to_vec())

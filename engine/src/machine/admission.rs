@@ -344,7 +344,7 @@ struct AccountCandidates {
     next: Option<Candidate>,
     /// Samples and preempted sequences that were deferred.
     skipped: BTreeSet<Order>,
-    /// The new prompt that was tried last.
+    /// The new prompt that was tried last; `None` if no new prompt was tried in this round.
     new_after: Option<Due>,
     no_more_new: bool,
 }
@@ -381,7 +381,7 @@ impl AccountCandidates {
         };
     }
 
-    /// Returns how many sequences of the account precede the next candidate, and the candidate's job.
+    /// Returns how many sequences of the account precede the next candidate, and the candidate's job; `None` if there is no candidate.
     fn head(&self, shares: &Shares) -> Option<(usize, JobId)> {
         let job = self.next?.job();
         Some((shares.before_in_account(&self.account, job), job))

@@ -69,7 +69,7 @@ impl Shares {
         own + others.map(|(_, share)| share.total.min(own + 1)).sum::<usize>()
     }
 
-    /// Returns the job of the last sequence in the fair order.
+    /// Returns the job of the last sequence in the fair order; `None` if there are no sequences.
     pub fn last(&self) -> Option<JobId> {
         let last_of = |share: &Share| share.jobs.iter().map(|(job, count)| (*count, *job)).max();
         let accounts = self.0.values().filter_map(|share| Some((share.total, last_of(share)?.1)));

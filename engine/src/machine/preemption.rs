@@ -55,7 +55,8 @@ impl Machine {
         preempts
     }
 
-    /// Returns the index of the last running sequence in the fair order, except the sequences of the job `excluded`.
+    /// Returns the index of the running sequence that is last in the fair order; `None` if there is none. Sequences of the job `excluded`
+    /// do not count.
     fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {

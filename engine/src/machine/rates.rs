@@ -128,7 +128,7 @@ impl Regression {
         }
     }
 
-    /// Returns the seconds of a step of the mean length.
+    /// Returns the seconds of a step of the mean length; `None` before the first step was added.
     fn mean(&self) -> Option<f64> {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }

@@ -23,7 +23,8 @@ pub(super) struct Queued {
     pub sequence: Sequence,
     /// The number of leading blocks that were in the cache when it was last searched for them.
     pub cached_blocks: usize,
-    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks.
+    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks; `None` if no such
+    /// job was found when the sequence was queued.
     pub expected_prefix: Option<(JobId, usize)>,
     /// The sequence that will produce this sequence's next blocks. This sequence is deferred until then. `None` if it is not deferred for
     /// this reason.

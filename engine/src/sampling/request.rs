@@ -15,7 +15,7 @@ pub struct SampleRequest<'a> {
 pub struct SampledToken {
     /// The token's id.
     pub token: TokenId,
-    /// Logprobs of the token and the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) is set.
+    /// Logprobs of the token and the likeliest alternatives; `None` unless [`Sampling::logprobs`](super::Sampling::logprobs) is set.
     pub logprobs: Option<TokenLogprobs>,
 }
 

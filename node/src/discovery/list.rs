@@ -24,7 +24,7 @@ pub(super) struct Watched {
     path: PathBuf,
     /// The file's text at the last poll.
     text: String,
-    /// The last error that was logged. The same error is not logged again.
+    /// The last error that was logged, which is not logged again; `None` after a valid read.
     reported: Option<DiscoveryError>,
 }
 

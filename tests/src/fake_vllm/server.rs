@@ -147,7 +147,7 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Returns the publisher of the engine's KV events, if the engine publishes them.
+    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }

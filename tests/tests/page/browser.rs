@@ -185,7 +185,7 @@ impl Drop for Browser {
     }
 }
 
-/// Returns the error or warning that an event reports, if it reports one.
+/// Returns the error or warning that an event reports; `None` if it reports neither.
 fn console_error(event: &Value) -> Option<String> {
     let params = &event["params"];
     let bad = match event["method"].as_str()? {

@@ -15,7 +15,7 @@ pub(in crate::cpu) struct Avx2(());
 pub(in crate::cpu) struct Avx512(());
 
 impl Avx2 {
-    /// Returns a value if the processor and the operating system support this instruction set.
+    /// Returns a value if the processor and the operating system support this instruction set, otherwise `None`.
     pub fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has.then_some(Self(()))
@@ -23,7 +23,7 @@ impl Avx2 {
 }
 
 impl Avx512 {
-    /// Returns a value if the processor and the operating system support this instruction set.
+    /// Returns a value if the processor and the operating system support this instruction set, otherwise `None`.
     pub fn detect() -> Option<Self> {
         let has = Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
