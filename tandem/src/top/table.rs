@@ -138,7 +138,11 @@ impl Table {
             write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
         }
         let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
-        Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
+        let unpaired = now.workers.iter().filter_map(|worker| {
+            Some(format!("{}: {}", worker.info.as_ref()?.worker_id, worker.unpaired_reason.as_ref()?))
+        });
+        let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(unpaired).collect();
+        Self { title, rows: rows.chain(absent).collect(), notes }
     }
 
     /// Sorts the rows; equal ones are ordered by worker id.
@@ -180,7 +184,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .map(|column| match column {
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
-            Column::Health => Cell::Text(if worker.circuit_open { "circuit_open" } else { "healthy" }.to_owned()),
+            Column::Health => Cell::Text(health(worker).to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
             Column::Queue => Cell::Count(load.waiting_requests.into()),
@@ -194,6 +198,14 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Decode => rate(|steps| steps.generated_tokens),
         })
         .collect()
+}
+
+fn health(worker: &WorkerView) -> &'static str {
+    match worker {
+        WorkerView { circuit_open: true, .. } => "circuit_open",
+        WorkerView { unpaired_reason: Some(_), .. } => "unpaired",
+        _ => "healthy",
+    }
 }
 
 #[cfg(test)]
@@ -263,6 +275,15 @@ pub(super) mod tests {
         let starts: Vec<usize> =
             plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
         assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
+    }
+
+    #[test]
+    fn prefill_worker_that_is_not_used_has_a_note() {
+        let mut now = cluster(2);
+        now.workers[0].unpaired_reason = Some("it has another family".to_owned());
+        let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
+        assert_eq!(table.notes.last().map(String::as_str), Some("p0: it has another family"));
+        assert_eq!(table.rows[0][Column::Health as usize], Cell::Text("unpaired".to_owned()));
     }
 
     #[test]
