@@ -39,6 +39,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Returns how KV gets from a prefill worker's back end to a decode worker's.
     fn kv_exchange(&self) -> KvExchange<'_>;
+
+    /// Whether the prefix cache that [`Self::watch`] reports is assumed from the requests, because the engine does not report its own. This
+    /// never changes.
+    fn assumes_cache(&self) -> bool {
+        false
+    }
 }
 
 /// How a back end sends or receives the KV of prompts.

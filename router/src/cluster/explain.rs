@@ -20,6 +20,7 @@ pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainRe
         alone: costs.local.map(cost),
         transfer_family: member.info.transfer_family.clone(),
         unpaired_reason: members.unpaired_reason(member),
+        approximate_index: member.info.approximate_index,
     });
     let (placement, explanation) = match choice {
         Ok(choice) => {

@@ -150,6 +150,7 @@ impl State {
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
+        series.index_approximate.set(f64::from(u8::from(info.approximate_index)));
         let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);

@@ -15,6 +15,8 @@ pub(super) enum Column {
     Role,
     /// Whether it is routed to
     Health,
+    /// How the router knows what it has cached: from KV events, or approximately from what was routed to it
+    Index,
     /// Requests that the router has placed on the worker
     Requests,
     /// Running sequences
@@ -46,13 +48,13 @@ impl Column {
 
     pub(super) fn head(self) -> &'static str {
         const HEADS: &str =
-            "worker|role|health|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
+            "worker|role|health|index|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
         HEADS.split('|').nth(self as usize).expect("each column has a head")
     }
 
     /// Whether the column holds text.
     pub(super) fn is_text(self) -> bool {
-        matches!(self, Self::Worker | Self::Role | Self::Health)
+        matches!(self, Self::Worker | Self::Role | Self::Health | Self::Index)
     }
 
     /// The column `steps` to the right; after the last column follows the first.
@@ -185,6 +187,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
             Column::Health => Cell::Text(health(worker).to_owned()),
+            Column::Index => Cell::Text(if info.approximate_index { "approximate" } else { "events" }.to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
             Column::Queue => Cell::Count(load.waiting_requests.into()),
@@ -238,13 +241,17 @@ pub(super) mod tests {
             circuit_open,
             ..Default::default()
         };
+        let assumed = |mut worker: WorkerView| {
+            worker.info.as_mut().expect("it is set").approximate_index = true;
+            worker
+        };
         let found = CacheTotals { prompt_tokens: 20_000, cached_tokens: 17_500, ..Default::default() };
         let prefilling = StepTotals { prefilled_tokens: 125 + later * 300, ..Default::default() };
         let generating = StepTotals { generated_tokens: 7 + later * 50, ..Default::default() };
         WorkersReply {
             workers: vec![
                 worker(Role::Prefill, "p0", 4, false, found, prefilling),
-                worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating),
+                assumed(worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating)),
             ],
             bookings: 6,
             identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
@@ -267,8 +274,8 @@ pub(super) mod tests {
         let plain = table().plain();
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
-        let p0 = ["p0", "prefill", "healthy", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
-        let d0 = ["d0", "decode", "circuit_open", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
+        let p0 = ["p0", "prefill", "healthy", "events", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
+        let d0 = ["d0", "decode", "circuit_open", "approximate", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
         assert_eq!(lines[3..5], [p0, d0]);
         assert_eq!(lines[5][..3], ["h:7100", "?", "incompatible"]);
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));

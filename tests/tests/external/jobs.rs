@@ -209,6 +209,9 @@ async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
     let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes(&prompt)[..6]);
+    assert!(adapter.assumes_cache());
+    let with_events = external(FakeSettings::default(), |_| {}).await?;
+    assert!(!with_events.adapter.assumes_cache());
     Ok(())
 }
 

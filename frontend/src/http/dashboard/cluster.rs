@@ -100,6 +100,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "capacity_blocks": info.capacity_blocks,
         "health": health,
         "problem": problem,
+        "approximate_index": info.approximate_index,
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
         // This is no sum: each router's number includes the bookings of the other routers.
         "bookings": views.iter().map(|view| view.bookings).max(),
