@@ -15,8 +15,6 @@ pub(super) enum Column {
     Role,
     /// Whether it is routed to
     Health,
-    /// How the router knows what it has cached: from KV events, or approximately from what was routed to it
-    Index,
     /// Requests that the router has placed on the worker
     Requests,
     /// Running sequences
@@ -48,13 +46,13 @@ impl Column {
 
     pub(super) fn head(self) -> &'static str {
         const HEADS: &str =
-            "worker|role|health|index|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
+            "worker|role|health|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
         HEADS.split('|').nth(self as usize).expect("each column has a head")
     }
 
     /// Whether the column holds text.
     pub(super) fn is_text(self) -> bool {
-        matches!(self, Self::Worker | Self::Role | Self::Health | Self::Index)
+        matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
     /// The column `steps` to the right; after the last column follows the first.
@@ -140,10 +138,7 @@ impl Table {
             write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
         }
         let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
-        let unpaired = now.workers.iter().filter_map(|worker| {
-            Some(format!("{}: {}", worker.info.as_ref()?.worker_id, worker.unpaired_reason.as_ref()?))
-        });
-        let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(unpaired).collect();
+        let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(now.workers.iter().flat_map(notes)).collect();
         Self { title, rows: rows.chain(absent).collect(), notes }
     }
 
@@ -187,7 +182,6 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
             Column::Health => Cell::Text(health(worker).to_owned()),
-            Column::Index => Cell::Text(if info.approximate_index { "approximate" } else { "events" }.to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
             Column::Queue => Cell::Count(load.waiting_requests.into()),
@@ -201,6 +195,15 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Decode => rate(|steps| steps.generated_tokens),
         })
         .collect()
+}
+
+/// Returns what the operator should know about a member.
+fn notes(worker: &WorkerView) -> Vec<String> {
+    let Some(info) = &worker.info else { return Vec::new() };
+    let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
+    let approximate = info.approximate_index.then(|| assumed.to_owned());
+    let notes = worker.unpaired_reason.iter().cloned().chain(approximate);
+    notes.map(|note| format!("{}: {note}", info.worker_id)).collect()
 }
 
 fn health(worker: &WorkerView) -> &'static str {
@@ -241,17 +244,14 @@ pub(super) mod tests {
             circuit_open,
             ..Default::default()
         };
-        let assumed = |mut worker: WorkerView| {
-            worker.info.as_mut().expect("it is set").approximate_index = true;
-            worker
-        };
+
         let found = CacheTotals { prompt_tokens: 20_000, cached_tokens: 17_500, ..Default::default() };
         let prefilling = StepTotals { prefilled_tokens: 125 + later * 300, ..Default::default() };
         let generating = StepTotals { generated_tokens: 7 + later * 50, ..Default::default() };
         WorkersReply {
             workers: vec![
                 worker(Role::Prefill, "p0", 4, false, found, prefilling),
-                assumed(worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating)),
+                worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating),
             ],
             bookings: 6,
             identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
@@ -274,8 +274,8 @@ pub(super) mod tests {
         let plain = table().plain();
         let lines: Vec<Vec<&str>> = plain.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(plain.lines().next(), Some("blue serves m: 2 of 3 workers, 6 requests"));
-        let p0 = ["p0", "prefill", "healthy", "events", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
-        let d0 = ["d0", "decode", "circuit_open", "approximate", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
+        let p0 = ["p0", "prefill", "healthy", "3", "4", "1", "87.5%", "17.3k", "17.5k", "10", "20", "2", "300", "0"];
+        let d0 = ["d0", "decode", "circuit_open", "3", "9", "1", "-", "-", "-", "10", "20", "2", "0", "50"];
         assert_eq!(lines[3..5], [p0, d0]);
         assert_eq!(lines[5][..3], ["h:7100", "?", "incompatible"]);
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
@@ -285,11 +285,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn prefill_worker_that_is_not_used_has_a_note() {
+    fn unpaired_worker_and_approximate_index_have_notes() {
         let mut now = cluster(2);
+        now.workers[1].info.as_mut().expect("it is set").approximate_index = true;
         now.workers[0].unpaired_reason = Some("it has another family".to_owned());
         let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
-        assert_eq!(table.notes.last().map(String::as_str), Some("p0: it has another family"));
+        let found = &table.notes[table.notes.len() - 2..];
+        assert_eq!(found[0], "p0: it has another family");
+        assert!(found[1].starts_with("d0: the router assumes its cache"), "{found:?}");
         assert_eq!(table.rows[0][Column::Health as usize], Cell::Text("unpaired".to_owned()));
     }
 
