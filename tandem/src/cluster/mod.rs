@@ -51,7 +51,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     /// The workers: first prefill workers, then decode workers.
     pub workers: Vec<Worker>,
-    /// The address of the router's gRPC.
+    /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
     /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.
@@ -66,9 +66,9 @@ pub struct Worker {
     pub id: String,
     /// Prefill or decode.
     pub role: Role,
-    /// The address of its gRPC listener.
+    /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker, if it differs from `address`.
+    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
     /// The engine that the worker runs.
     pub engine: EngineHandle,
@@ -111,7 +111,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, config: &EngineConfig, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
-        // All users of this machine can connect to its sockets: a key keeps them out.
+        // All users of this machine can connect to the cluster's sockets. The key keeps them from calling its services.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
@@ -210,7 +210,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous one are still closing.
+        // A restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;

@@ -26,7 +26,7 @@ const RETRIES: usize = 3;
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// The files that a model in safetensors must have in addition to its weights, and those that it may have.
+/// The files that a safetensors model must have in addition to its weights, and the files that it may have.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
 const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
@@ -68,10 +68,10 @@ struct Listing {
 struct Listed {
     rfilename: String,
     size: Option<u64>,
-    /// Git's SHA-1 of the file.
+    /// Git's SHA-1 of the file; `None`: the hub does not list it.
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    /// Present for files in the large-file storage, which holds all weights.
+    /// The entry of a file in the large-file storage, which holds all weights; `None` for other files.
     lfs: Option<Lfs>,
 }
 
@@ -106,7 +106,7 @@ impl Commit<'_> {
 
     /// Returns the repository's only `.gguf` file; `None` if it has no such file but safetensors and their configuration.
     fn only_gguf(&self) -> Result<Option<String>, ModelError> {
-        // Names that are paths out of the folder (`../`) are skipped.
+        // Skips names that lead out of the folder (`../`).
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {

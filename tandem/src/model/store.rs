@@ -1,7 +1,7 @@
 //! The directory that holds downloaded models.
 //!
 //! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). Invariants:
-//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//! - A file `*.gguf` in such a folder is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
 //!   directory with `config.json` and safetensors.
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
@@ -43,20 +43,21 @@ pub struct StoreArgs {
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
-    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate step
+    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate
+    /// step
     #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
     pub offline: bool,
 }
 
 #[cfg(feature = "model")]
 impl StoreArgs {
-    /// The Hugging Face token from either setting.
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
 }
 
-/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -127,8 +128,8 @@ impl Store {
         }
     }
 
-    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
-    /// file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once
+    /// for each file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
     ///
     /// # Errors
     /// One of its files cannot be read.
@@ -191,7 +192,7 @@ impl Store {
     }
 }
 
-/// The model of `source` in `folder`, if it is stored there.
+/// Returns the model of `source` if `folder` has it.
 fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
     let mut files = complete_under(folder)?;
     files.retain(|file| is_meant(source, folder, file));
@@ -202,7 +203,7 @@ fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelE
     }
 }
 
-/// A package as pip takes it: `PACKAGE[==VERSION]`.
+/// Returns the package in pip's syntax: `PACKAGE[==VERSION]`.
 fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
 }
@@ -233,7 +234,7 @@ fn lock(folder: &Path) -> Result<File, ModelError> {
     Ok(file)
 }
 
-/// The only `.gguf` file of a directory, else the directory itself if it holds safetensors.
+/// Returns the only `.gguf` file of a directory, or else the directory itself if it holds safetensors.
 fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
     let mut files: Vec<PathBuf> = entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect();
     match files.len() {
@@ -267,7 +268,7 @@ fn check(path: &Path) -> Result<(), ModelError> {
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
 }
 
-/// All `.gguf` files and all directories with safetensors below `dir`, ordered by path, without those of unfinished downloads.
+/// Returns all `.gguf` files and all directories with safetensors below `dir`, ordered by path. Unfinished downloads are left out.
 fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let mut files = Vec::new();
     let mut folders = vec![dir.to_owned()];
