@@ -51,6 +51,8 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
+    /// The name or path from which the model was loaded.
+    pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }
 
