@@ -246,7 +246,8 @@ fn prefill_worker_without_a_decode_worker_of_its_family_is_not_used_and_the_view
     join(&mut scenario, worker_info::Role::Decode, "d2", "nixl/2");
     assert_eq!((unpaired(&scenario).len(), scenario.state.unavailable_reason()), (1, None));
     let explained = scenario.state.explain(&request);
-    let used: Vec<_> = explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
+    let used: Vec<_> =
+        explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
     assert!(used.iter().all(|worker| worker.transfer_family == "nixl/2" && worker.unpaired_reason.is_none()), "{used:?}");
     assert_eq!((used.len(), explained.workers[2].unpaired_reason.is_some()), (2, true));
     let (booking, placement) = scenario.place(&request);
