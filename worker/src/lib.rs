@@ -106,6 +106,7 @@ impl Worker {
             cluster: settings.cluster.clone(),
             key_fingerprint: network.key().fingerprint().to_owned(),
             transfer_family: backend.kv_exchange().family().to_owned(),
+            approximate_index: backend.assumes_cache(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
