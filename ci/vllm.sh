@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${CARGO_TARGET_DIR:-$PWD/target}/ci-vllm"
 case "$folder" in /*) ;; *) folder="$PWD/$folder" ;; esac
 tandem="${CARGO_TARGET_DIR:-target}/release/tandem"
-# Every process that this script starts ends after this time.
+# The time after which this script ends every process that it has started.
 limit_seconds=3600
 
 fail() {
@@ -92,7 +92,7 @@ setup() {
     unless_done model "$TANDEM_MODEL $(stat -c '%s %Y' "$TANDEM_MODEL") $(sha256sum ci/vllm/model_folder.py)" make_model "$TANDEM_MODEL"
 }
 
-# Requests that the Python program end its engines, then kills the processes that are left.
+# Sends SIGTERM to the Python program, which then ends its engines, and kills the processes that remain.
 end_engines() {
     local file
     if [ -n "${program:-}" ] && kill -TERM "$program" 2>/dev/null; then

@@ -39,7 +39,7 @@ load=$!
 trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    # Takes the first container. The whole output of docker-compose is read, otherwise docker-compose would end with SIGPIPE.
+    # Reads the service's containers. The whole output is read, because docker-compose would otherwise end with SIGPIPE.
     mapfile -t containers < <("${compose[@]}" ps -q "$service")
     victim=${containers[0]:?no container of $service runs}
     # The process is killed from outside, like a crash: Docker does not restart containers that it kills itself.

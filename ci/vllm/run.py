@@ -19,7 +19,7 @@ from engines import EngineFailed, Engines
 
 @dataclass(frozen=True)
 class Stage:
-    """The input of a scenario: the engines by name, Tandem's binary, and a folder of its own for logs."""
+    """The input of a scenario: the engines by name, Tandem's binary, and the scenario's own folder for logs."""
 
     engines: Engines
     tandem: Path

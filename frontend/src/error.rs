@@ -48,7 +48,7 @@ pub(crate) enum ApiError {
     ModelNotFound { model: String },
     #[error("The model has no chat template; use /v1/completions.")]
     NoChatTemplate,
-    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
+    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
     Template(#[source] minijinja::Error),
     #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,
@@ -208,7 +208,7 @@ struct Parts<'a> {
     kind: &'static str,
     param: Option<&'a str>,
     code: Option<&'static str>,
-    /// The number of seconds after which the client may retry.
+    /// The number of seconds after which the client may retry; `None`: the response has no header `retry-after`.
     retry_after: Option<u16>,
 }
 

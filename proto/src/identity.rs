@@ -28,10 +28,10 @@ impl Difference {
 
 impl Identity {
     /// Checks whether a process of this identity belongs to a cluster of identity `cluster`. Fields that are empty on either side are not
-    /// compared, except the cluster key: a process with a key and one without differ.
+    /// compared, except the cluster key: a process with a key differs from a process without a key.
     ///
     /// # Errors
-    /// The first difference.
+    /// The identities differ. The error is the first difference.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -74,6 +74,16 @@ impl Identity {
     }
 }
 
+impl WorkerInfo {
+    /// The `transfer_family` of workers that never exchange KV.
+    pub const NO_TRANSFER_FAMILY: &'static str = "none";
+
+    /// Returns the worker's transfer family; `None` if it never exchanges KV.
+    pub fn family(&self) -> Option<&str> {
+        (self.transfer_family != Self::NO_TRANSFER_FAMILY).then_some(&*self.transfer_family)
+    }
+}
+
 impl From<&WorkerInfo> for Identity {
     fn from(info: &WorkerInfo) -> Self {
         Self {
@@ -101,7 +111,7 @@ fn shown(text: &str) -> String {
 }
 
 /// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Within one generation, older processes may
-/// ignore what newer ones have added.
+/// ignore what newer processes have added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {
@@ -175,7 +185,7 @@ mod tests {
             let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
             assert!(difference.contains(text) && difference.contains("--cluster-key-file"), "{difference}");
         }
-        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key is not filled");
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key's fingerprint is not copied");
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the listed workers: longer than connecting to an unreachable host takes to fail.
+/// How long a router that has just started waits for the listed workers. A connection to an unreachable host fails sooner.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other
@@ -81,7 +81,7 @@ pub async fn run(
         cluster: cluster.clone(),
         network: network.clone(),
         address: address.to_owned(),
-        endpoint: channel::endpoint(address).expect("lists are checked when they are read"),
+        endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
     let watch_worker = |address: &str| {

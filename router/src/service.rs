@@ -162,7 +162,7 @@ impl RouterService {
     }
 }
 
-/// The stream of this router's bookings to one peer.
+/// The state of a `Bookings` stream, on which this router sends its bookings to one peer.
 struct BookingSender {
     service: RouterService,
     router_instance_id: String,
@@ -327,7 +327,10 @@ fn describe(span: &Span, placement: &Placement) {
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(
-            NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker | NoEligibleWorker::AllFailed,
+            NoEligibleWorker::NoDecodeWorker
+            | NoEligibleWorker::NoPrefillWorker
+            | NoEligibleWorker::NoCommonFamily
+            | NoEligibleWorker::AllFailed,
         )
         | PlacementError::TooManyBookings
         | PlacementError::TooManyAttempts => FailureReason::AtCapacity,

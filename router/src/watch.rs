@@ -54,7 +54,7 @@ impl Remote {
         Ok(self.network.connect(&self.endpoint).await?)
     }
 
-    /// Waits for an answer for at most `silence_max`.
+    /// Waits for an answer of the process, for at most `silence_max`.
     pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
         let silence_max = self.cluster.settings.silence_max;
         timeout(silence_max, answer).await.map_err(|_| Lost::Silent(silence_max))
@@ -66,10 +66,11 @@ pub(crate) trait Watch {
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
 
-    /// Reports why the connection was lost. `is_new`: this reason was not the last one reported since the connection worked.
+    /// Reports why the connection was lost. `is_new`: this reason differs from the last one reported since the connection worked, or none
+    /// was reported.
     fn on_lost(&self, lost: &Lost, reason: String, is_new: bool);
 
-    /// Connects again and again, and never returns. Cancel-safe: dropping the future removes what was known of the process.
+    /// Connects again and again, and never returns. Cancel-safe: dropping the future closes the connection and removes the process's state.
     async fn run(self) -> Infallible
     where
         Self: Sized,

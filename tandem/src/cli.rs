@@ -187,6 +187,6 @@ pub struct Serve<R: Args + Serialize> {
 impl<R: Args + Serialize> Serve<R> {
     /// Returns the role's settings as a file for `--config`. Secrets are left out.
     pub fn to_toml(&self) -> String {
-        toml::to_string(&self.role).expect("settings are plain values")
+        toml::to_string(&self.role).expect("settings can be serialized")
     }
 }

@@ -31,11 +31,11 @@ mod tests {
 
     #[test]
     fn secret_is_read_from_its_file_without_the_final_newline() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("secret");
         let read = |content: &[u8]| {
-            fs::write(&path, content).expect("ours");
-            secret_file(path.to_str().expect("text")).map(|secret| secret.expose().to_owned())
+            fs::write(&path, content).expect("the folder is writable");
+            secret_file(path.to_str().expect("the path is UTF-8")).map(|secret| secret.expose().to_owned())
         };
         assert_eq!(read(b"hidden\n"), Ok("hidden".to_owned()));
         assert_eq!(read(b" two words \r\n"), Ok(" two words ".to_owned()));

@@ -47,8 +47,10 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
         served = start => served?,
         () = signals.next() => return Ok(()),
     };
-    let end =
-        format!("\nCtrl-C lets running requests finish (for {} s at most); a second one stops immediately.\n", grace.as_secs());
+    let end = format!(
+        "\nCtrl-C lets running requests finish (for {} s at most); a second Ctrl-C stops immediately.\n",
+        grace.as_secs()
+    );
     print(&(served.introduction() + &end));
     tokio::select! {
         error = served.failed() => return Err(error.into()),

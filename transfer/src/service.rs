@@ -91,8 +91,11 @@ impl Transfer for TransferService {
                 "the stream's first message must name the communicator, and must arrive within 5 seconds",
             ));
         };
-        let unknown =
-            || Status::not_found("no ticket of a live reservation names this communicator, or it has a control stream already");
+        let unknown = || {
+            Status::not_found(
+                "no ticket of a live reservation names this communicator, or the communicator has a control stream already",
+            )
+        };
         let connection = self.nccl.as_ref().ok_or_else(unknown)?.claim(&communicator).await.ok_or_else(unknown)?;
         let replies = stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, Connection)| {
             let _permit = &permit;

@@ -7,6 +7,7 @@ use std::{
 };
 use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, KvHandle, Prefill, Refusal};
 use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
+use tandem_proto::v1::WorkerInfo;
 use tokio::sync::broadcast;
 
 /// The back end of a worker. Jobs have token ids as input and output, never text. `docs/adr/022-worker-back-end.md` describes how an external
@@ -38,6 +39,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Returns how this back end exchanges KV with the back ends of other workers.
     fn kv_exchange(&self) -> KvExchange<'_>;
+
+    /// Whether the prefix cache that [`Self::watch`] reports is assumed from the requests, because the engine does not report its own. This
+    /// never changes.
+    fn assumes_cache(&self) -> bool {
+        false
+    }
 }
 
 /// How a back end sends or receives the KV of prompts.
@@ -57,7 +64,7 @@ pub enum KvExchange<'a> {
 
 impl KvExchange<'_> {
     /// The `transfer_family` of workers that never exchange KV.
-    pub const NO_FAMILY: &'static str = "none";
+    pub const NO_FAMILY: &'static str = WorkerInfo::NO_TRANSFER_FAMILY;
 
     /// Returns the `transfer_family` that the worker reports; empty for [`KvExchange::Transfers`].
     pub fn family(&self) -> &str {

@@ -51,6 +51,8 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
+    /// The name or path from which the model was loaded.
+    pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }
 
@@ -140,7 +142,7 @@ impl Client {
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
-        let json = serde_json::to_vec(body).expect("a body is plain data");
+        let json = serde_json::to_vec(body).expect("a request body can be serialized");
         let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
         let status = answer.status();
         if status.is_success() {

@@ -2,7 +2,7 @@
 
 use super::{
     InvalidEndpoint, Subscription, SubscriptionSettings, Update,
-    client::{Client, ClientSettings, EventSource},
+    client::{Client, ClientSettings, EventSource, Model},
     metrics::{self, EngineConstants},
 };
 use crate::{
@@ -140,6 +140,41 @@ struct Follower {
     hung: watch::Sender<bool>,
 }
 
+/// What a server says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerDescription {
+    /// The id of the model that it serves.
+    pub model: String,
+    /// The name or path from which the server loaded the model.
+    pub root: Option<String>,
+    /// The maximum length of a sequence, in tokens.
+    pub context_length: u32,
+    /// The data-parallel ranks, each with the tokens that fit into its KV memory; at least one.
+    pub ranks: Vec<(u32, u64)>,
+}
+
+/// Waits until the server answers, and returns what it says of itself.
+///
+/// # Errors
+/// The settings are invalid, or the server is none that can be used.
+pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
+    let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let client = Client::new(ClientSettings {
+        http,
+        rank: settings.rank,
+        hash_key: settings.hash_key,
+        handle_valid: settings.kv_lease / 2,
+    });
+    let (model, _, metrics) = describe(&client, &settings.url).await?;
+    let mut ranks = metrics::ranks(&metrics);
+    ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
+    if ranks.is_empty() {
+        return Err(ConnectError::NoCacheConfig { rank: settings.rank.unwrap_or(0) });
+    }
+    let context_length = model.max_model_len.unwrap_or(u32::MAX);
+    Ok(ServerDescription { model: model.id, root: model.root, context_length, ranks })
+}
+
 /// Waits until the server answers, and connects to it.
 ///
 /// # Errors
@@ -155,7 +190,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (model, version, constants) = describe(&client, rank).await?;
+    let (model, version, metrics) = describe(&client, url).await?;
+    let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let context_length = model.max_model_len.unwrap_or(u32::MAX);
     let client = Arc::new(client.with_context_length(context_length));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
@@ -225,8 +261,8 @@ impl Connected {
     }
 }
 
-/// Waits until the server answers; returns its model, its version, and the constants of its KV cache.
-async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, String, EngineConstants), ConnectError> {
+/// Waits until the server answers; returns its model, its version and its metrics.
+async fn describe(client: &Client, url: &str) -> Result<(Model, String, String), ConnectError> {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
         let described =
@@ -234,8 +270,7 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
         let error = match described.await {
             Ok((models, version, metrics)) => {
                 let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
-                let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-                return Ok((model, version, constants));
+                return Ok((model, version, metrics));
             }
             Err(EngineFailure::Denied { status: 401 | 403, message }) => {
                 let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
@@ -244,7 +279,7 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
             Err(error) => error_chain(&error),
         };
         if backoff.is_new_error(&error) {
-            tracing::info!(%error, "the engine does not answer yet; retrying");
+            tracing::info!(engine = %url, %error, "the engine does not answer yet; retrying");
         }
         sleep(backoff.next_delay()).await;
     }

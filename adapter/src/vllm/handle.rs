@@ -71,13 +71,13 @@ mod tests {
     }
 
     #[test]
-    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
-        let bytes = to_bytes(Some(recorded())).expect("they are complete");
-        assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
+    fn complete_kv_transfer_params_round_trip_and_incomplete_params_are_refused() {
+        let bytes = to_bytes(Some(recorded())).expect("the recorded parameters are complete");
+        assert_eq!(from_bytes(&bytes).expect("the recorded parameters are complete"), recorded());
         for (field, _) in FIELDS {
             let mut params = recorded();
-            params.as_object_mut().expect("an object").remove(field);
-            let error = to_bytes(Some(params.clone())).expect_err("a field is missing").to_string();
+            params.as_object_mut().expect("the recorded parameters are an object").remove(field);
+            let error = to_bytes(Some(params.clone())).expect_err("parameters without a required field are refused").to_string();
             assert!(error.contains(field), "{error}");
             assert!(from_bytes(params.to_string().as_bytes()).is_err());
         }

@@ -127,7 +127,7 @@ impl Subscription {
 
     /// Returns the next update. Cancel-safe.
     pub async fn next(&mut self) -> Update {
-        self.updates.recv().await.expect("the task runs as long as its subscription exists")
+        self.updates.recv().await.expect("the task runs while its subscription exists")
     }
 }
 

@@ -46,7 +46,7 @@ pub enum CudaError {
     TensorParallel { ranks: usize, heads: usize, kv_heads: usize, ffn: usize, possible: Vec<usize> },
     /// The GPUs differ, but the kernels are compiled for one kind of GPU.
     #[error(
-        "--tp needs GPUs of one kind, and number {device} is {found} while the first is {first}; choose others with --device or CUDA_VISIBLE_DEVICES"
+        "--tp needs equal GPUs, but GPU {device} is {found} and the first GPU is {first}; choose other GPUs with --device or CUDA_VISIBLE_DEVICES"
     )]
     Unlike { device: u32, found: String, first: String },
     /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.

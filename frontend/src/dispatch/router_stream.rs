@@ -90,8 +90,8 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking after the router has read all messages. Only dropping the stream could lose the last message, which reports the
-    /// cached tokens.
+    /// Ends the booking after the router has read all messages. If the stream were dropped at once, its last message could be lost, which
+    /// reports the cached tokens.
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

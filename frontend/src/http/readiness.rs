@@ -31,7 +31,7 @@ pub(super) enum NotReady {
 }
 
 impl App {
-    /// Checks routers until one of the same cluster could place a request.
+    /// Checks the routers until one of them belongs to this frontend's cluster and could place a request.
     ///
     /// # Errors
     /// This process drains, or no router can place a request.

@@ -1,5 +1,8 @@
 //! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
 //!
+//! An attempt has *won* if the ledger has the outcome `won` for it: its decode worker recorded that it sent the prompt's first token to the
+//! frontend. The last attempt that won is the prompt's *winning attempt*, whose token counts apply to the prompt.
+//!
 //! This module is pure: evidence is its input, findings are its output. `docs/adr/007-ledger.md` has the rules.
 
 mod evidence;
@@ -63,7 +66,7 @@ pub enum Finding {
 }
 
 /// The bounds of a sum. Three things can be uncertain: whether the frontend finished the answers of clients that disconnected, which
-/// attempt won if a worker was killed, and what a killed frontend had counted.
+/// attempt is the winning one if a worker was killed, and how much a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
     /// The lower bound, from certain values only.
@@ -108,17 +111,19 @@ impl Range {
 struct Attempt {
     /// Worker, prompt tokens and cached tokens of each `scheduled` line. More than one line is a finding.
     counted: Vec<(String, u32, u32)>,
+    /// Whether the outcome `won` is recorded.
     won: bool,
     /// Whether an outcome is recorded. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
-/// The attempt whose count applies to a prompt.
+/// The winning attempt of a prompt, whose token counts apply to the prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The count of the attempt that won. If a killed worker leaves the winner uncertain: the counts of all attempts that may have won.
+    /// The counts of the winning attempt. If it is uncertain which attempt won, because a worker was killed: the counts of all attempts
+    /// that may have won.
     counts: Vec<Count<'a>>,
-    /// Whether one of these counts is lost, because the worker that recorded it was killed.
+    /// Whether one of these counts is lost, because the worker that had recorded it was killed.
     unknown: bool,
 }
 
@@ -150,7 +155,7 @@ pub struct Checked {
     pub attempts: usize,
     /// Workers whose metrics were read.
     pub workers: usize,
-    /// Answers whose usage cannot be compared with a count, because every count of theirs was lost with a killed worker.
+    /// Answers whose usage cannot be compared with the ledgers, because the counts of a prompt were lost with a killed worker.
     pub unverified: usize,
 }
 
@@ -239,8 +244,9 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// Returns the last attempt that won, or `None` if no attempt has won. If several attempts won, the frontend had abandoned the earlier ones
-/// while their first token was in flight. If workers were `lost`, later attempts without an outcome may have won, too.
+/// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have
+/// won: the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have
+/// won, too, so their counts are included.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -256,7 +262,7 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
     (winner.unknown || !winner.counts.is_empty()).then_some(winner)
 }
 
-/// The winners of a request's prompts.
+/// The winning attempts of each request's prompts, by the request's id.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
 /// The name of a metric, and text that the labels of the summed series contain.
@@ -334,7 +340,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // An answer marks an estimate as such, so the estimate may differ from the count.
+        // The answer states that its number is an estimate, so the number may differ from the workers' count.
         if usage.source == Source::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }

@@ -57,8 +57,8 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// Consistent evidence: a plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that
-/// disconnected.
+/// Consistent evidence: a plain answer, an answer after a failed attempt, an answer with an estimate, an answer with a cached prefix, and a
+/// client that disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
@@ -72,7 +72,7 @@ fn agreeing() -> Evidence {
         ledger: vec![
             scheduled("a-0", 1, "p0", 100, 48),
             ended("a-0", 1, Won),
-            // The count that applies is neither that of the failed first attempt nor that of the attempt which resumed.
+            // Attempt 1 failed and attempt 3 resumed the answer. The count of attempt 2 applies, because attempt 2 sent the first token.
             scheduled("b-0", 1, "p0", 100, 0),
             ended("b-0", 1, Failed),
             ended("b-0", 2, Won),
@@ -108,7 +108,7 @@ fn consistent_evidence_has_no_findings() {
 fn every_contradiction_is_found() {
     type Change = Box<dyn Fn(&mut Evidence)>;
     let reported = |at: usize, change: fn(&mut ReportedUsage)| -> Change {
-        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("an answer")))
+        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("the client record has usage")))
     };
     let counted =
         |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
@@ -186,17 +186,17 @@ fn only_uncertain_sums_may_differ() {
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
     let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
-    assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
+    assert_eq!(findings(not_finished), [], "the frontend may not have finished an answer whose client disconnected");
     assert_ne!(
         findings(|evidence| evidence.metrics = finished_less.clone()),
         [],
-        "but the answer counts when its client has received it"
+        "an answer that its client has received must be finished"
     );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
     assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
     let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
-    assert_ne!(findings(counted_more), [], "but the remaining counters may not exceed the sum");
+    assert_ne!(findings(counted_more), [], "the remaining counters must not exceed the sum");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
@@ -214,10 +214,10 @@ fn only_counts_of_killed_workers_are_unverified() {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // Each case has the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding, if workers were
-    // killed; and the number of answers that cannot be verified.
+    // Each case has three fields: the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding if
+    // workers were killed; and the number of answers that cannot be verified.
     let cases = [
-        // The first decode worker was killed before it recorded `won`; another one resumed.
+        // The first decode worker was killed before it recorded `won`; another decode worker resumed the answer.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)],
@@ -257,22 +257,26 @@ fn only_counts_of_killed_workers_are_unverified() {
 
 #[test]
 fn errors_in_files_name_file_and_line() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, text).expect("it can be written");
+        std::fs::write(&path, text).expect("the folder is writable");
         vec![path]
     };
     let client = file("client", "{\"request_id\":\"a\",\"usage\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
-    let ledger = file("ledger", &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("plain values") + "\n"));
+    let ledger = file(
+        "ledger",
+        &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("the ledger line can be serialized") + "\n"),
+    );
     let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all lines are valid");
     assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, usage: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
-    assert_eq!(read(&client, &cut, &[]).expect("a killed process leaves half a line").ledger, []);
-    assert!(read(&cut, &ledger, &[]).is_err(), "half a line of a client is invalid");
-    let bad = read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
+    assert_eq!(read(&client, &cut, &[]).expect("an incomplete last ledger line is ignored").ledger, []);
+    assert!(read(&cut, &ledger, &[]).is_err(), "an incomplete line of a client is invalid");
+    let bad =
+        read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a line whose usage is a number is refused").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
 }

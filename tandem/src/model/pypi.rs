@@ -20,8 +20,8 @@ const POLL: Duration = Duration::from_millis(200);
 pub struct Pip(Vec<Vec<OsString>>);
 
 impl Pip {
-    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py` there.
-    /// pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
+    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py`
+    /// there. pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
     pub fn of_this_machine() -> Self {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
@@ -31,7 +31,8 @@ impl Pip {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// Returns the first command that answers `--version`. It runs in `folder`, which no other user may write to.
+    /// Returns the first command that answers `--version`; `None` if no command does. It runs in `folder`, which no other user may write
+    /// to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let new = |words: &[OsString]| {
             let mut command = Command::new(&words[0]);
@@ -120,7 +121,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     }
 }
 
-/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line.
 fn announced_bytes(line: &str) -> Option<u64> {
     let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {

@@ -37,9 +37,9 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
-    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address refuses
-    /// all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address checks
-    /// `Host` only if names are set here
+    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address
+    /// refuses all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address
+    /// checks `Host` only if names are set here
     #[arg(long, env = "TANDEM_ALLOWED_HOSTS", value_name = "NAMES", value_delimiter = ',')]
     #[serde(serialize_with = "with_commas")]
     pub allowed_hosts: Vec<String>,

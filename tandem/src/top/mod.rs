@@ -90,7 +90,7 @@ impl Router {
     }
 }
 
-/// Shows the view until the user quits; without a terminal, or with `--once`, returns one table to print.
+/// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table to print.
 ///
 /// # Errors
 /// The cluster key cannot be read, the router does not answer, or the terminal cannot be used.

@@ -41,19 +41,19 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 
     type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
 
     async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 }
 
 /// Serves a worker of a future version until the runtime is dropped.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
-    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port is free");
     let address = listener.local_addr().expect("the listener is bound");
     let server =
         channel::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
@@ -63,7 +63,8 @@ fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
 
 #[test]
 fn incompatible_worker_receives_no_requests() {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     let incompatible = [
@@ -137,7 +138,7 @@ fn incompatible_frontend_refuses_requests() {
 fn error_at_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let taken = taken.local_addr().expect("the listener is bound").to_string();
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
@@ -150,7 +151,7 @@ fn error_at_start_advises_the_operator() {
         let free = free.filter(|flag| args[0] != "frontend" || *flag == "--listen").flat_map(|flag| [flag, "127.0.0.1:0"]);
         let args: Vec<&str> = args.iter().copied().chain(free).collect();
         let output = tandem(&args).output().expect("the binary runs");
-        let errors = String::from_utf8(output.stderr).expect("text");
+        let errors = String::from_utf8(output.stderr).expect("the output is UTF-8");
         let last = errors.lines().last().unwrap_or_default();
         assert_eq!(output.status.code(), Some(1), "{args:?}: {errors}");
         assert!(last.starts_with("tandem: ") && last.contains(expected), "{args:?}: {errors}");
