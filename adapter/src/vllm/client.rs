@@ -51,7 +51,7 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
-    /// The name or path from which the model was loaded.
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }

@@ -140,23 +140,23 @@ struct Follower {
     hung: watch::Sender<bool>,
 }
 
-/// What a server says of itself.
+/// The properties that a server reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerDescription {
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
-    /// The name or path from which the server loaded the model.
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
-    /// The data-parallel ranks, each with the tokens that fit into its KV memory; at least one.
+    /// The data-parallel ranks, at least one, each with the number of tokens that fit into its KV memory.
     pub ranks: Vec<(u32, u64)>,
 }
 
-/// Waits until the server answers, and returns what it says of itself.
+/// Waits until the server answers, and returns the properties that it reports.
 ///
 /// # Errors
-/// The settings are invalid, or the server is none that can be used.
+/// The settings are invalid, or the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
     let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {
