@@ -26,7 +26,7 @@ pub(crate) trait Api: Send + Sync + 'static {
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
 
-    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives. The first token has none.
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
     /// The engine refused the request or failed.
@@ -59,7 +59,7 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
-    /// Set in the last chunk only.
+    /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }
 

@@ -35,7 +35,7 @@ pub(super) struct Client {
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
-    /// How long the engine is certain to hold a prompt's KV for another engine.
+    /// The time for which the engine is certain to hold a prompt's KV for another engine.
     handle_valid: Duration,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
-    /// The name or path from which the model was loaded.
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }

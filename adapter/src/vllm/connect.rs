@@ -31,7 +31,7 @@ const FAILED_CHECKS_MAX: u32 = 3;
 /// The shortest time between two reports of the load.
 const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long the event socket may take to connect, and each batch of a replay to arrive.
+/// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest time without events before the adapter looks for lost events.
@@ -45,7 +45,7 @@ const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
-    /// The server's `--api-key`.
+    /// The server's `--api-key`; `None` if it has none.
     pub key: Option<String>,
     /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
     pub ca: Option<Vec<u8>>,
@@ -70,19 +70,19 @@ pub struct VllmSettings {
 /// Where an engine publishes KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvents {
-    /// At the addresses that the server reports. If it reports none, the cached blocks are assumed from the requests that were routed to
-    /// it.
+    /// At the addresses that the server reports. If the server reports no address, the cached blocks are assumed from the requests that
+    /// were routed to it.
     Discover,
     /// At these addresses.
     At {
         /// `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
-        /// The address for replays, if there is one.
+        /// The address for replays; `None`: the engine offers no replays.
         replay: Option<String>,
         /// The topic of the events.
         topic: String,
     },
-    /// Nowhere. The cached blocks are assumed from the requests that were routed to the server.
+    /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
     None,
 }
 
@@ -98,7 +98,7 @@ pub enum ConnectError {
     /// The server does not report its KV cache.
     #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
-        /// The rank.
+        /// The data-parallel rank that the metrics lack.
         rank: u32,
     },
     /// The server serves no model.
@@ -127,7 +127,7 @@ pub enum EngineEnded {
 pub struct Connected {
     /// The back end of a worker.
     pub adapter: Adapter,
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
     follower: Follower,
 }
@@ -140,23 +140,23 @@ struct Follower {
     hung: watch::Sender<bool>,
 }
 
-/// What a server says of itself.
+/// The properties that a server reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerDescription {
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
-    /// The name or path from which the server loaded the model.
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
-    /// The data-parallel ranks, each with the tokens that fit into its KV memory; at least one.
+    /// The data-parallel ranks, at least one, each with the number of tokens that fit into its KV memory.
     pub ranks: Vec<(u32, u64)>,
 }
 
-/// Waits until the server answers, and returns what it says of itself.
+/// Waits until the server answers, and returns the properties that it reports.
 ///
 /// # Errors
-/// The settings are invalid, or the server is none that can be used.
+/// The settings are invalid, or the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
     let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {

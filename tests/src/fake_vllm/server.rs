@@ -46,11 +46,11 @@ pub struct FakeSettings {
     pub lease: Duration,
     /// The network from which the engine pulls the KV of other engines.
     pub fabric: Fabric,
-    /// The id of its model.
+    /// The id of the engine's model.
     pub model: String,
-    /// The directory from which it says to have loaded its model.
+    /// The directory from which the engine reports to have loaded its model; `None`: it reports none.
     pub root: Option<PathBuf>,
-    /// The port at which it listens; 0: a free one.
+    /// The port at which the server listens; 0 stands for any free port.
     pub port: u16,
 }
 
@@ -137,7 +137,7 @@ impl FakeVllm {
         format!("http://{}", self.address)
     }
 
-    /// Returns its port.
+    /// Returns the server's port.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
@@ -162,7 +162,7 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Returns the publisher of the engine's KV events, if the engine publishes them.
+    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }
@@ -260,7 +260,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let transfer = &body["kv_transfer_params"];
     let pulled = if transfer["do_remote_prefill"] == true {
         let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
-        // Like vLLM, the fake checks neither that the KV belongs to this prompt nor that the lease is still valid.
+        // Like vLLM, the fake server checks neither that the KV belongs to this prompt nor that the lease is still valid.
         match engine.settings.fabric.lock().remove(&key) {
             Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
             _ if body["stream"] == true => {
