@@ -1,7 +1,7 @@
 //! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
+    api::{Api, Call, Chunk, EngineFailure, Finish},
     books::Work,
     shared::{Shared, Tiers},
     slots::{QueuedRequest, Slot},
@@ -262,12 +262,7 @@ impl Answer<'_> {
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
         };
-        let (reason, usage) = self.run(&call, &sampling, (sample, first, silent), handle).await?;
-        if first && self.counts_prompt {
-            let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
-            self.task.send(Event::Scheduled { cached }).await?;
-        }
-        let reason = reason.ok_or(Ended::Dropped)?;
+        let reason = self.run(&call, &sampling, (sample, first, silent), handle).await?.ok_or(Ended::Dropped)?;
         self.task.send(Event::Finished { sample, reason }).await
     }
 
@@ -278,7 +273,7 @@ impl Answer<'_> {
         sampling: &Sampling,
         (sample, first, silent): (u32, bool, bool),
         handle: Option<KvHandle>,
-    ) -> Result<(Option<FinishReason>, Usage), Ended> {
+    ) -> Result<Option<FinishReason>, Ended> {
         let Self { task, work, .. } = self;
         // An engine also pulls KV after the lease on it has ended, so the adapter checks the time. The lease is twice the time for which
         // the handle is valid.
@@ -293,6 +288,7 @@ impl Answer<'_> {
         };
         let mut chunks = task.api.generate(call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
         let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
+        let mut counted = None;
         loop {
             let chunk = tokio::select! {
                 biased;
@@ -304,15 +300,19 @@ impl Answer<'_> {
                 }
             };
             let lost = || EngineFailure::Protocol("the answer ended without usage".to_owned());
-            let Chunk { tokens, finish: ended, usage } =
+            let Chunk { tokens, finish: ended, counted: now, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
+            if counted.is_none() && now.is_some() {
+                counted = now;
+                self.count(first, now).await?;
+            }
             if !has_begun && !tokens.is_empty() {
                 if lease_ends.is_some_and(|end| Instant::now() > end) {
                     tracing::warn!("the KV of a prompt was pulled after its lease had ended; it is not used");
                     return Err(Ended::Event(Event::PullFailed));
                 }
                 has_begun = true;
-                self.begin(first, pulls, call).await?;
+                self.begin(first, pulls, call, counted).await?;
             }
             work.generated(tokens.len());
             for (token, logprobs) in tokens {
@@ -330,18 +330,30 @@ impl Answer<'_> {
                 (Some(Finish::Aborted), _) if aborted => None,
                 _ => return Err(EngineFailure::Protocol("the answer has no reason for its end".to_owned()).into()),
             };
-            return Ok((reason, usage));
+            if counted.is_none() {
+                self.count(first, usage.cached_tokens).await?;
+            }
+            return Ok(reason);
         }
     }
 
+    /// Reports the engine's number of cached tokens, if this answer reports that of the first sample.
+    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), Ended> {
+        if !(first && self.counts_prompt) {
+            return Ok(());
+        }
+        self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
+    }
+
     /// Handles the first token of a sample. That of the first sample starts the other samples and is reported as [`Event::Started`].
-    async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
+    async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
         if !first {
             return Ok(());
         }
         self.begun.cancel();
         let took = self.submitted.elapsed();
-        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(self.tiers.known()) };
+        let known = counted.map_or(self.tiers.known(), |tokens| tokens as usize);
+        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(known) };
         self.work.begun(computed, took);
         if !self.reports_prompt {
             return Ok(());

@@ -4,10 +4,13 @@ mod adapter;
 mod api;
 mod books;
 mod event;
+mod failure;
 mod http;
 mod job;
+pub mod llama_cpp;
 mod mirror;
 mod salt;
+mod server;
 mod shared;
 mod slots;
 pub mod vllm;
@@ -17,3 +20,4 @@ pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys,
 pub use http::ClientError;
 pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
 pub use salt::cache_salt;
+pub use server::{ConnectError, Connected, EngineEnded, ServerDescription};

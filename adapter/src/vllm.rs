@@ -9,6 +9,7 @@ mod request;
 mod response;
 mod subscription;
 
-pub use connect::{ConnectError, Connected, EngineEnded, KvEvents, VllmSettings, connect};
+pub use crate::server::{ConnectError, Connected, EngineEnded, ServerDescription};
+pub use connect::{KvEvents, VllmSettings, connect, inspect};
 pub use events::{Batch, MalformedBatch, decode};
 pub use subscription::{InvalidEndpoint, Lost, Subscription, SubscriptionSettings, Update};

@@ -28,6 +28,21 @@ impl EngineConstants {
             started: started(metrics).unwrap_or(0.0),
         })
     }
+
+    /// Returns the number of blocks without the first, which the engine never uses.
+    pub fn usable_blocks(&self) -> u64 {
+        u64::from(self.blocks.saturating_sub(1))
+    }
+}
+
+/// Returns the data-parallel ranks of the server, in order, each with the tokens that fit into its KV memory.
+pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
+    let named = samples(metrics, "vllm:cache_config_info");
+    let mut ranks: Vec<u32> = named.filter_map(|(labels, _)| label(labels, "engine").unwrap_or("0").parse().ok()).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    let constants = ranks.into_iter().filter_map(|rank| Some((rank, EngineConstants::parse(metrics, rank)?)));
+    constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
 /// Returns when the server started, in seconds since 1970.
@@ -80,6 +95,8 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
         let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
+        assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 199 * 32)]);
+        assert_eq!(ranks(""), []);
         assert_eq!(EngineConstants::parse("", 0), None);
     }
 }

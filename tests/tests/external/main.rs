@@ -1,7 +1,8 @@
-//! External engines as back ends of workers: the adapter against a fake vLLM server, over real sockets.
+//! External engines as back ends of workers: the adapter against fake vLLM and llama.cpp servers, over real sockets.
 
 mod exchange;
 mod jobs;
+mod llama_cpp;
 
 use anyhow::{Context, Result};
 use std::time::Duration;
