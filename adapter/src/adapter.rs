@@ -37,7 +37,9 @@ impl Backend for Adapter {
             KvSource::Remote => false,
         };
         if !supported {
-            return Err(Refusal::Unsupported("this worker's engine does not receive KV from other workers".into()));
+            return Err(Refusal::Unsupported(
+                "this worker's engine cannot receive KV from the worker that prefills the prompt".into(),
+            ));
         }
         Ok(Box::new(job::generate(&self.shared, &self.api, generate)?))
     }

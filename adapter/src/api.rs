@@ -98,7 +98,7 @@ pub(crate) enum EngineFailure {
     #[error("the engine refuses the request: {0}")]
     Invalid(String),
     /// The engine refuses the adapter, not the request: for example, the key is wrong.
-    #[error("the engine refuses the adapter (HTTP {status}): {message}")]
+    #[error("the engine does not accept calls from this worker (HTTP {status}): {message}; check its address, key and version")]
     Denied { status: u16, message: String },
     /// The engine failed while it served the request.
     #[error("the engine failed: {0}")]

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn load_includes_a_request_from_its_queueing_to_its_end() {
+    async fn load_includes_a_queued_or_running_request_until_it_ends() {
         let books = Arc::new(Books::default());
         let counts = || {
             let (load, tokens) = books.load();

@@ -281,7 +281,7 @@ impl Answer<'_> {
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
             if pulls && !has_begun && failure.refusal().is_none() {
-                tracing::warn!(error = %error_chain(&failure), "the engine did not pull the KV of a prompt");
+                tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
                 return Ended::Event(Event::PullFailed);
             }
             failure.into()
@@ -299,7 +299,7 @@ impl Answer<'_> {
                     continue;
                 }
             };
-            let lost = || EngineFailure::Protocol("the answer ended without usage".to_owned());
+            let lost = || EngineFailure::Protocol("the stream ended before the message with the usage".to_owned());
             let Chunk { tokens, finish: ended, counted: now, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
             if counted.is_none() && now.is_some() {
@@ -308,7 +308,7 @@ impl Answer<'_> {
             }
             if !has_begun && !tokens.is_empty() {
                 if lease_ends.is_some_and(|end| Instant::now() > end) {
-                    tracing::warn!("the KV of a prompt was pulled after its lease had ended; it is not used");
+                    tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
                     return Err(Ended::Event(Event::PullFailed));
                 }
                 has_begun = true;
@@ -328,7 +328,7 @@ impl Answer<'_> {
                 (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
                 (Some(Finish::Length), _) => Some(FinishReason::Length),
                 (Some(Finish::Aborted), _) if aborted => None,
-                _ => return Err(EngineFailure::Protocol("the answer has no reason for its end".to_owned()).into()),
+                _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
             };
             if counted.is_none() {
                 self.count(first, usage.cached_tokens).await?;

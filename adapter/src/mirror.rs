@@ -47,7 +47,9 @@ pub struct MirrorSettings {
 
 /// The engine's block size is not a multiple of the cluster's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the engine's blocks of {engine_block_size} tokens are not a multiple of the cluster's blocks of {block_size} tokens")]
+#[error(
+    "the engine's block size of {engine_block_size} tokens is not a multiple of the cluster's, {block_size} tokens; change one of the two"
+)]
 pub struct WrongBlockSize {
     /// Tokens in a block of the engine.
     pub engine_block_size: u32,

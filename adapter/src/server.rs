@@ -35,16 +35,16 @@ pub enum ConnectError {
     #[error("{0}")]
     Denied(String),
     /// The server does not report its KV cache.
-    #[error("the engine's /metrics have no cache_config_info of rank {rank}; it must be vLLM 0.30 or later, with that rank")]
+    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
         /// The rank.
         rank: u32,
     },
     /// The server does not report its slots.
-    #[error("the engine's /props have no total_slots with an n_ctx; it must be llama.cpp's server with one model")]
+    #[error("the engine's /props has no total_slots and n_ctx; use llama.cpp's server with one model")]
     NoSlots,
     /// The server serves no model.
-    #[error("the engine serves no model")]
+    #[error("the engine serves no model; start it with one")]
     NoModel,
     /// The engine's block size is not a multiple of the cluster's.
     #[error(transparent)]
@@ -58,7 +58,7 @@ pub enum ConnectError {
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
     /// The server does not answer.
-    #[error("the engine does not answer any more")]
+    #[error("the engine no longer answers")]
     Gone,
     /// Another process answers at the server's address.
     #[error("the engine was restarted")]
@@ -147,12 +147,13 @@ where
         let error = match describe().await {
             Ok(described) => return Ok(described),
             Err(EngineFailure::Denied { status: 401 | 403, message }) => {
-                return Err(ConnectError::Denied(format!("the engine refuses the adapter ({message}); check --engine-key-file")));
+                let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
+                return Err(ConnectError::Denied(reason));
             }
             Err(error) => error_chain(&error),
         };
         if backoff.is_new_error(&error) {
-            tracing::info!(engine = %url, %error, "waiting for the engine");
+            tracing::info!(engine = %url, %error, "the engine does not answer yet; retrying");
         }
         sleep(backoff.next_delay()).await;
     }
@@ -178,12 +179,12 @@ async fn check_health(server: &impl Server, instance: &Instance, hung: &watch::S
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
                 if !hung.send_replace(true) {
-                    tracing::warn!("the engine does not answer; its requests are given up");
+                    tracing::warn!("the engine does not answer its health check in time; its requests are aborted");
                 }
             }
             Err(error) => {
                 failed += 1;
-                tracing::debug!(%error, failed, "the engine's health check failed");
+                tracing::debug!(error = %error_chain(&error), failed, "the engine's health check failed");
                 if failed >= FAILED_CHECKS_MAX {
                     return EngineEnded::Gone;
                 }

@@ -56,7 +56,7 @@ pub(crate) enum Invalid {
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
-    #[error("the prefill worker must have an instance and an address")]
+    #[error("prefill must have an instance_id and an address")]
     NoPrefillWorker,
     #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
     PromptLogprobsElsewhere,

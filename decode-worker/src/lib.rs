@@ -58,7 +58,7 @@ pub enum DecodeWorkerError {
     #[error(transparent)]
     Worker(#[from] WorkerError),
     /// The address of the socket cannot be read.
-    #[error("the decode worker's socket has no address")]
+    #[error("the address of the decode worker's socket cannot be read")]
     Socket(#[from] std::io::Error),
     /// The worker listens on all addresses, and no address is advertised.
     #[error(

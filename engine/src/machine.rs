@@ -374,7 +374,7 @@ impl Machine {
     pub fn audit(&mut self) {
         let checked = self.cache.check_next(AUDITED_BLOCKS);
         if let Err(violation) = checked.and_then(|()| self.check_sequences()) {
-            tracing::error!(%violation, "the engine's state violates an invariant: please report this with the log");
+            tracing::error!(%violation, "the engine's state violates an invariant, which is a bug; please report it with this log");
             self.invariant_violations += 1;
         }
     }

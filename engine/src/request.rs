@@ -152,21 +152,21 @@ pub enum Refusal {
     #[error("the worker's queue is full")]
     Full,
     /// The request is longer than the model's context.
-    #[error("the prompt and its new tokens need {needed} positions, the context has {context_length}")]
+    #[error("the prompt and its new tokens need {needed} positions, but the model's context has {context_length}")]
     BeyondContext { needed: u32, context_length: u32 },
     /// The request needs more blocks than the whole KV cache has.
-    #[error("the request needs {needed_blocks} KV blocks, the worker has {capacity_blocks}")]
+    #[error("the request needs {needed_blocks} KV blocks, but the worker has only {capacity_blocks}")]
     BeyondCapacity { needed_blocks: u32, capacity_blocks: u32 },
     /// The prompt has no tokens, or the request no samples.
     #[error("the prompt is empty")]
     Empty,
     /// The account name is too long.
-    #[error("account name too long: {len} bytes, limit {ACCOUNT_BYTES_MAX}")]
+    #[error("the account name has {len} bytes, more than the limit of {ACCOUNT_BYTES_MAX}")]
     LongAccount { len: usize },
     /// The engine does not support what the request needs.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),
     /// The engine's thread has ended: the device is lost, or the process shuts down.
-    #[error("the engine is shut down")]
+    #[error("the engine has shut down")]
     Gone,
 }

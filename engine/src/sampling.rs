@@ -358,7 +358,7 @@ mod tests {
             let exact = libm::exp(f64::from(x));
             assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
         }
-        assert_eq!(exp(0.0), 1.0, "the weight of the likeliest token");
+        assert_eq!(exp(0.0), 1.0, "the likeliest token has weight 1");
     }
 
     #[test]
@@ -425,7 +425,7 @@ mod tests {
     fn non_finite_logits_still_give_a_token() {
         let logits = [5.0f32, 1.0, -1.0];
         let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
-        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by it is infinite");
+        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by the penalty is infinite");
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
         assert_eq!(sampled(no_token, &logits, 1), [0]);
         assert_eq!(sampled(Sampling::default(), &[f32::NAN; 3], 1), [0]);
@@ -448,7 +448,7 @@ mod tests {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("they were requested");
+        let logprobs = logprobs.expect("the request asked for logprobs");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
     }

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn copied_blocks_give_equal_logits_and_incomplete_ones_do_not() {
+    fn copied_blocks_give_equal_logits_and_incomplete_blocks_do_not() {
         let tokens: Vec<TokenId> = (0..40).collect();
         let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
         let mut source = engine();

@@ -106,6 +106,6 @@ pub enum DeviceTransferError {
     #[error("the other worker's KV memory cannot be reached: {0}")]
     Unreachable(String),
     /// The device or the communicator failed.
-    #[error("a transfer from device to device failed")]
+    #[error("the transfer from device to device failed")]
     Failed(#[source] Box<dyn Error + Send + Sync>),
 }

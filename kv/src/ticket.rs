@@ -9,7 +9,7 @@ pub struct Ticket([u8; Ticket::BYTES]);
 
 /// The bytes are not a ticket, because there are not [`Ticket::BYTES`] of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a ticket has {} bytes; the sender must pass on the one that it was given", Ticket::BYTES)]
+#[error("a ticket must have {} bytes; the sender must pass on the received ticket unchanged", Ticket::BYTES)]
 pub struct InvalidTicket;
 
 impl Ticket {

@@ -82,12 +82,12 @@ mod tests {
         let (finished, result) = tokio::sync::oneshot::channel();
         shutdown.spawn(async move {
             tokio::time::sleep(Duration::from_secs(2)).await;
-            finished.send(()).expect("the test waits for it");
+            finished.send(()).expect("the work keeps the receiver");
         });
         shutdown.spawn(std::future::pending());
         let started = tokio::time::Instant::now();
         shutdown.run(Duration::from_secs(5)).await;
         assert_eq!(started.elapsed(), Duration::from_secs(5));
-        result.await.expect("work shorter than the grace period finishes");
+        result.await.expect("work shorter than the grace period is not cancelled");
     }
 }

@@ -80,7 +80,7 @@ pub fn cpu_settings() -> Option<UpSettings> {
         return None;
     };
     let mut settings = sim_settings();
-    settings.model.model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    settings.model.model = Some(model.parse().expect("TANDEM_MODEL must be the path of a model"));
     settings.model.engine = EngineKind::Cpu;
     Some(settings)
 }
@@ -178,7 +178,7 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     let busy = || format!("the engine does not become idle: {:?}", engine.load());
     tokio::time::timeout(TIMEOUT, idle).await.with_context(busy)?;
     let load = engine.load();
-    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
+    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "the engine lost blocks: {load:?}");
     Ok(())
 }
 

@@ -33,7 +33,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
             let prompt_tokens = first.usage("/prompt_tokens");
             assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
             let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
-            assert!(first.cached_tokens() <= shared, "{name}: {} of a fresh prompt", first.cached_tokens());
+            assert!(first.cached_tokens() <= shared, "{name}: {} tokens of a new prompt were cached", first.cached_tokens());
             assert_eq!(second.cached_tokens(), reusable(prompt_tokens), "{name}");
             assert_eq!(first.text(0), second.text(0), "{name}: the cache never changes the answer");
             for answer in [&first, &second] {
@@ -57,7 +57,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
 
 /// Asserts that only the last frame has usage, without choices; all frames before it have `usage: null`.
 fn assert_stream_shape(answer: &Answer) {
-    let (last, before) = answer.frames.split_last().expect("there are frames");
+    let (last, before) = answer.frames.split_last().expect("the answer has frames");
     assert_eq!(last["choices"], json!([]));
     assert!(before.iter().all(|frame| frame.as_object().is_some_and(|frame| frame.get("usage") == Some(&json!(null)))));
     assert!(before.iter().rev().find_map(|frame| frame["choices"][0]["finish_reason"].as_str()).is_some());
@@ -175,7 +175,7 @@ async fn different_cache_salts_share_no_blocks_and_a_continued_chat_is_cached() 
     let request =
         |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
     let first = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
-    let turns = messages.as_array_mut().expect("the messages are a list");
+    let turns = messages.as_array_mut().expect("messages is a list");
     turns.push(json!({ "role": "assistant", "content": first.text(0) }));
     turns.push(json!({ "role": "user", "content": "And then?" }));
     cluster.settle_events().await?;

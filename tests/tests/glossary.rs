@@ -54,7 +54,7 @@ fn words(text: &str) -> Vec<String> {
             if !previous.is_alphabetic() || (letter.is_uppercase() && previous.is_lowercase()) {
                 words.push(String::new());
             }
-            words.last_mut().expect("a word has begun").extend(letter.to_lowercase());
+            words.last_mut().expect("the list has a word").extend(letter.to_lowercase());
         } else if !matches!(letter, ' ' | '_') {
             words.push(String::new());
         }

@@ -62,19 +62,19 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn backoff_of_a_peer_doubles_with_each_failure_and_ends_with_a_success() {
         let backoff = PeerBackoff::new(MIN);
-        assert!(!backoff.is_open("p"), "it has not failed");
+        assert!(!backoff.is_open("p"), "the peer has not failed");
         for seconds in [1, 2, 4, 8, 16, 32, 64, 128, 150, 150] {
             backoff.fail("p");
             assert!(backoff.is_open("p") && !backoff.is_open("another"));
             tokio::time::advance(Duration::from_secs(seconds) * 99 / 100).await;
-            assert!(backoff.is_open("p"), "at least {seconds} s");
+            assert!(backoff.is_open("p"), "the backoff lasts at least {seconds} s");
             tokio::time::advance(Duration::from_secs(seconds) * 102 / 100).await;
-            assert!(!backoff.is_open("p"), "at most twice {seconds} s");
+            assert!(!backoff.is_open("p"), "the backoff lasts at most twice {seconds} s");
         }
         backoff.succeed("p");
         backoff.fail("p");
         tokio::time::advance(MIN * 2).await;
-        assert!(!backoff.is_open("p"), "it begins again");
+        assert!(!backoff.is_open("p"), "the backoff begins again with the shortest pause");
     }
 
     #[tokio::test(start_paused = true)]

@@ -15,6 +15,7 @@ use std::{
     sync::{Arc, Weak},
 };
 use tandem_kv::{BlockId, KvMemory, PeerMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::task::spawn_blocking;
 
@@ -66,7 +67,12 @@ impl IpcReceiver {
                 Some(opened)
             }
             Err(error) => {
-                tracing::debug!(%error, peer, "the peer's KV memory cannot be opened");
+                let error = error_chain(&error);
+                tracing::debug!(
+                    error,
+                    peer,
+                    "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path"
+                );
                 self.0.backoff.fail(peer);
                 None
             }
@@ -84,7 +90,10 @@ impl IpcReceiver {
         let write = destination.begin_write(ticket, block_indices).await?;
         let copying = move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(write.blocks().iter().copied()).collect();
-            let copied = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
+            let copied = source.copy(&blocks).inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
+            });
             // If the reservation has ended, this closes the peer's memory before the engine learns that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)

@@ -15,7 +15,7 @@ pub enum TransferError {
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The receiver is unreachable, or closed the connection or the communicator before all blocks were written.
-    #[error("the receiver closed the connection")]
+    #[error("the receiver is unreachable or closed the connection")]
     Closed(#[source] Option<Box<dyn Error + Send + Sync>>),
     /// The ticket cannot be used.
     #[error(transparent)]
@@ -35,7 +35,7 @@ pub enum TicketError {
     #[error("the ticket's address is not of the form host:port")]
     Address(#[from] InvalidAddress),
     /// The prefill worker does not support the path.
-    #[error("the ticket names a transfer path that was not offered")]
+    #[error("the ticket names a transfer path that the prefill worker did not offer")]
     NotOffered,
 }
 

@@ -8,6 +8,7 @@ use crate::{
 };
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{self, TransferCapabilities, TransferPath},
@@ -52,7 +53,11 @@ impl SendPaths {
         let memory = memory.filter(|_| mode == TransferMode::Auto);
         let handle = |memory: &dyn KvMemory| {
             let handle = memory.ipc_handle();
-            handle.inspect_err(|error| tracing::info!(%error, "CUDA IPC is not offered")).unwrap_or_default()
+            let handle = handle.inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::info!(error, "this worker does not offer CUDA IPC, because its KV memory cannot be exported");
+            });
+            handle.unwrap_or_default()
         };
         let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
         let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());

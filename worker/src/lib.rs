@@ -52,7 +52,7 @@ pub struct WorkerSettings {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The socket cannot be served.
-    #[error("the worker cannot serve its socket")]
+    #[error("the worker's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
     /// The back end has ended.
     #[error("the worker's engine has ended; the log has the reason")]

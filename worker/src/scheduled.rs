@@ -50,7 +50,7 @@ impl CountedJob {
     }
 
     fn job(&mut self) -> &mut dyn Job {
-        &mut **self.job.as_mut().expect("only drop takes the job")
+        &mut **self.job.as_mut().expect("only Drop takes the job")
     }
 }
 

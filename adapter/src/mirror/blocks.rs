@@ -54,7 +54,7 @@ impl Blocks {
 
     /// Counts one holder of the block less in the tier, which must hold it.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
-        let block = self.held.get_mut(&hash).expect("a block that is released is held");
+        let block = self.held.get_mut(&hash).expect("a released block was held");
         *block.count(tier) -= 1;
         if block.device > 0 || block.host > 0 {
             return;

@@ -135,7 +135,7 @@ impl Client {
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
-        let json = serde_json::to_vec(body).expect("a body is plain data");
+        let json = serde_json::to_vec(body).expect("a request body can be serialized");
         let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
         let status = answer.status();
         if status.is_success() {
@@ -218,7 +218,7 @@ impl Api for Client {
             .read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT)
             .await;
         if let Err(error) = answer {
-            tracing::debug!(%error, "a request to abort did not reach the engine");
+            tracing::debug!(%error, "a call to abort a request did not reach the engine");
         }
     }
 }

@@ -201,7 +201,7 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
                     ignored = kinds.len();
-                    tracing::warn!(?kinds, "the engine has layers without full attention; their blocks are not routable");
+                    tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
                 }
             }),
             Update::Lost(reason) => {

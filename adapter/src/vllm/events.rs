@@ -19,7 +19,7 @@ pub struct Batch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MalformedBatch {
     /// The payload is longer than any batch.
-    #[error("a batch of {0} bytes is too long")]
+    #[error("a batch has {0} bytes, more than the limit of {PAYLOAD_MAX}")]
     TooLong(usize),
     /// The payload is not msgpack.
     #[error("a batch is not msgpack")]

@@ -83,7 +83,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 
     #[test]
     fn engine_constants_are_parsed_for_each_rank() {
-        let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
+        let first = EngineConstants::parse(METRICS, 0).expect("the page has the metrics of rank 0");
         let expected = EngineConstants {
             block_size: 32,
             blocks: 256,
@@ -92,7 +92,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
             started: 1_795_385_119.19,
         };
         assert_eq!(first, expected);
-        let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
+        let second = EngineConstants::parse(METRICS, 1).expect("the page has the metrics of rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
         assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 199 * 32)]);

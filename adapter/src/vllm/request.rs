@@ -122,7 +122,7 @@ mod tests {
             kv_transfer_params: None,
         };
         assert_eq!(
-            serde_json::to_value(body).expect("plain data"),
+            serde_json::to_value(body).expect("the request body can be serialized"),
             json!({
                 "token_ids": [1, 2], "cache_salt": "s", "stream": true, "stream_options": { "include_usage": true },
                 "sampling_params": {

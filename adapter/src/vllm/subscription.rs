@@ -62,10 +62,10 @@ pub enum Update {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
     /// The engine no longer has its first batches.
-    #[error("the engine's first {0} batches of KV events are not available")]
+    #[error("the engine no longer has its first {0} batches of KV events")]
     History(u64),
     /// Batches from `next` up to before `got` were neither received nor replayed.
-    #[error("batches {next} to {got} (excluded) of KV events were lost")]
+    #[error("the batches of KV events from {next} up to, but not including, {got} were lost")]
     Gap {
         /// The first batch that was lost.
         next: u64,
@@ -73,13 +73,13 @@ pub enum Lost {
         got: u64,
     },
     /// The connection was lost, and no replay is available for the batches that were published meanwhile.
-    #[error("the connection to the KV events was lost, and a replay is not available")]
+    #[error("the connection for KV events was lost, and the engine does not replay what it sent meanwhile")]
     Disconnected,
     /// A batch cannot be decoded.
     #[error("a batch of KV events cannot be decoded")]
     Malformed(#[source] MalformedBatch),
     /// A batch is from another data-parallel rank.
-    #[error("a batch of KV events is from data-parallel rank {0}")]
+    #[error("a batch of KV events is from data-parallel rank {0}, which is not this worker's")]
     OtherRank(u32),
 }
 
@@ -126,7 +126,7 @@ impl Subscription {
 
     /// Returns the next update. Cancel-safe.
     pub async fn next(&mut self) -> Update {
-        self.updates.recv().await.expect("the task runs as long as its subscription exists")
+        self.updates.recv().await.expect("the task runs while its subscription exists")
     }
 }
 
@@ -228,7 +228,7 @@ impl Follower {
                 Err(Stop::Unsubscribed) => return,
                 Err(Stop::Failed(error)) => {
                     if self.backoff.is_new_error(&error.to_string()) {
-                        tracing::warn!(endpoint = self.settings.endpoint, %error, "no KV events from the engine; retrying");
+                        tracing::warn!(endpoint = self.settings.endpoint, %error, "cannot receive KV events from the engine; retrying");
                     }
                     sleep(self.backoff.next_delay()).await;
                 }

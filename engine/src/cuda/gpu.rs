@@ -365,7 +365,7 @@ impl Device for Gpu {
             if began.elapsed() > limit {
                 tracing::info!(
                     left = gemms.len() - i,
-                    "time limit reached; the remaining GEMMs will be timed at their first use"
+                    "the time limit for timing GEMMs is reached; the remaining GEMMs will be timed at their first use"
                 );
                 break;
             }

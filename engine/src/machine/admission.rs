@@ -62,7 +62,7 @@ impl Machine {
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
-            KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine takes no KV handles".into())),
+            KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine cannot pull KV with a KV handle".into())),
         };
         let prompt = Prompt {
             sampler: Sampler::new(generate.sampling, &generate.prompt),

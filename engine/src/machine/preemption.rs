@@ -23,7 +23,7 @@ impl Machine {
             } else if self.preempt_paused() {
                 index = 0;
             } else if !self.revoke_youngest() && !self.preempt_youngest_forking() {
-                let last = self.last_in_fair_order(None).expect("the sequence that grows runs");
+                let last = self.last_in_fair_order(None).expect("a growing sequence is a running sequence");
                 self.preempt(last);
                 index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
             }

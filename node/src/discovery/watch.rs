@@ -134,7 +134,7 @@ impl Watcher {
             Ok(record) => Some(record.address),
             Err(error) => {
                 if !matches!(self.registered.get(&*key), Some(None)) {
-                    tracing::warn!(%key, "ignoring a key of etcd: {}", error_chain(&error));
+                    tracing::warn!(%key, "ignoring a registration in etcd: {}", error_chain(&error));
                 }
                 None
             }
@@ -221,11 +221,11 @@ mod tests {
         }
         watcher.publish();
         let members = watcher.members.borrow().clone();
-        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} are used", members.len());
+        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} members are used", members.len());
     }
 
     #[test]
-    fn valid_record_is_kept_among_too_many_invalid_ones() {
+    fn valid_record_is_kept_among_too_many_invalid_records() {
         let mut watcher = watcher();
         for number in 0..KEYS_MAX + 100 {
             put(&mut watcher, &format!("0.{number}"), "nonsense");

@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// The number of blocks in the events that are applied before the lock is released. Applying them takes about a millisecond.
+/// A slice of events ends when it names this many blocks. Applying a slice takes about a millisecond, during which the state is locked.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -139,7 +139,7 @@ fn slice_len(events: &[KvEvent]) -> usize {
     last.map_or(events.len(), |last| last + 1)
 }
 
-/// Membership of workers.
+/// Methods for the membership of workers.
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
@@ -169,7 +169,7 @@ impl State {
         self.show_workers();
     }
 
-    /// Returns two numbers of workers: those whose caches the index knows, and all that are listed.
+    /// Returns the number of workers whose caches the index holds, and the number of all listed workers.
     fn synced_of_known(&self) -> (usize, usize) {
         (self.members.len(), self.members.len() + self.unavailable.len())
     }
@@ -184,7 +184,7 @@ impl State {
     }
 }
 
-/// Reports about the router and the cluster.
+/// Methods that report on the router and the cluster.
 impl State {
     /// Returns the identity on which all processes must agree: the operator's settings, with empty fields taken from the members.
     pub(crate) fn identity(&self) -> Identity {
@@ -215,7 +215,7 @@ impl State {
         }
     }
 
-    /// Returns all that the router knows of the cluster.
+    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {
@@ -243,7 +243,7 @@ impl State {
     }
 }
 
-/// Bookings of this router.
+/// Methods for the bookings of this router.
 impl State {
     /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
@@ -405,7 +405,7 @@ impl State {
     }
 }
 
-/// Bookings of peers.
+/// Methods for the bookings of peers.
 impl State {
     /// Adds a peer router that has connected.
     pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {

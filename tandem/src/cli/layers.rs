@@ -50,7 +50,7 @@ fn serves(subcommand: &clap::Command) -> bool {
     subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
-/// Returns the path given by `--config`.
+/// Returns the path given by `--config`; `None` if the flag is not set.
 fn config(role: &ArgMatches) -> Option<PathBuf> {
     role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
 }

@@ -66,9 +66,9 @@ pub struct Worker {
     pub id: String,
     /// Prefill or decode.
     pub role: Role,
-    /// The address of its gRPC listener.
+    /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker, if it differs from `address`.
+    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
     /// The engine that the worker runs.
     pub engine: EngineHandle,
@@ -210,7 +210,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous one are still closing.
+        // A restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;

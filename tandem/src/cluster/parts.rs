@@ -23,8 +23,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// How long a prefill worker waits for a ticket. Before the decode worker can send one, it may have to wait for blocks that other requests
-/// release.
+/// How long a prefill worker waits for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
@@ -104,7 +103,7 @@ impl Parts {
 
     /// Resolves with the first part that ends. Cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
-        self.ends.recv().await.expect("this value holds a sender")
+        self.ends.recv().await.expect("`self` keeps a sender")
     }
 
     /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a runtime.
@@ -215,7 +214,7 @@ impl Parts {
             audit_result: args.audit_result,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
-            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
             cache_isolation: tenants.isolation(),
             trusted_proxies: tenants.trusted_proxies,
             expose_details: tenants.expose_details,

@@ -35,7 +35,7 @@ pub struct Process {
     /// The addresses and sizes in the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    /// Runs before the shutdown of `service`, so that no new client connects to a service that drains.
+    /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
     /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
@@ -201,7 +201,8 @@ impl Process {
                 if draining {
                     return Err("draining".to_owned());
                 }
-                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("the process does not answer its own probe".to_owned()))
+                let unanswered = |_| Err("this process's gRPC port does not answer the readiness check".to_owned());
+                timeout(PROBE_WAIT, answer).await.unwrap_or_else(unanswered)
             }
         };
         let run = admin::run(admin, self.parts.metrics.clone(), ready, self.admin.clone());
@@ -247,13 +248,13 @@ async fn description(own: Channel) -> WorkerInfo {
     }
 }
 
-/// The router's probe: it is ready when a request could be placed.
+/// The readiness probe of a router: succeeds if the router could place a request now.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
     view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
-/// The worker's probe: it is ready when it answers. Whether requests are routed to it is the router's decision.
+/// The readiness probe of a worker: succeeds if the worker answers. Whether requests are placed on the worker is the router's decision.
 async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }

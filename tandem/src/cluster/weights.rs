@@ -115,7 +115,7 @@ impl EngineConfig {
     }
 
     fn cpu(&self) -> CpuSettings {
-        let capacity_blocks = self.capacity_blocks().expect("the CPU has a default");
+        let capacity_blocks = self.capacity_blocks().expect("the CPU engine has a default capacity");
         CpuSettings { block_size: self.block_size, capacity_blocks, threads: self.worker.threads as usize, isa: Isa::detect() }
     }
 
@@ -124,7 +124,7 @@ impl EngineConfig {
         let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         SimSettings {
             block_size: self.block_size,
-            capacity_blocks: self.capacity_blocks().expect("the simulator has a default"),
+            capacity_blocks: self.capacity_blocks().expect("the simulator has a default capacity"),
             prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
             prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
             decode_step: milliseconds(sim.sim_decode_step_ms),
@@ -150,7 +150,7 @@ impl Loaded {
     }
 }
 
-/// Reads what a frontend needs of the model, downloading it first if necessary.
+/// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || match stored(&model)? {
         None => Ok(sim_served(served_model_name)),
@@ -163,7 +163,7 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
 async fn on_blocking_thread<T: Send + 'static>(
     load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
-    tokio::task::spawn_blocking(load).await.expect("loading returns its errors")
+    tokio::task::spawn_blocking(load).await.expect("the loading task does not panic")
 }
 
 /// Returns the model in the store and its revision; `None` if the simulator runs without a model.
@@ -182,7 +182,7 @@ fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
 
-/// Opens the model's file or directory, and reads from it what a frontend needs.
+/// Opens the model's file or directory, and loads its tokenizer, chat template and limits for a frontend.
 fn open(
     model: &StoredModel,
     revision: &str,

@@ -68,10 +68,10 @@ struct Listing {
 struct Listed {
     rfilename: String,
     size: Option<u64>,
-    /// Git's SHA-1 of the file.
+    /// Git's SHA-1 of the file; `None`: the hub does not list it.
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    /// Present for files in the large-file storage, which holds all weights.
+    /// The entry of a file in the large-file storage, which holds all weights; `None` for other files.
     lfs: Option<Lfs>,
 }
 

@@ -1,7 +1,7 @@
 //! The directory that holds downloaded models.
 //!
 //! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). Invariants:
-//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//! - A file `*.gguf` in such a folder is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
 //!   directory with `config.json` and safetensors.
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
@@ -43,20 +43,21 @@ pub struct StoreArgs {
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
-    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate step
+    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate
+    /// step
     #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
     pub offline: bool,
 }
 
 #[cfg(feature = "model")]
 impl StoreArgs {
-    /// The Hugging Face token from either setting.
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
 }
 
-/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -127,8 +128,8 @@ impl Store {
         }
     }
 
-    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
-    /// file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once
+    /// for each file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
     ///
     /// # Errors
     /// One of its files cannot be read.

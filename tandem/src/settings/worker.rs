@@ -10,8 +10,8 @@ use std::path::PathBuf;
 #[command(next_help_heading = "Workers")]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerArgs {
-    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim; with --engine
-    /// cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
+    /// KV memory of each worker, in tokens [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim;
+    /// with --engine cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
     #[arg(long, env = "TANDEM_KV_CAPACITY_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_capacity_tokens: Option<u32>,
 

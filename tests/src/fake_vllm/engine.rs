@@ -143,9 +143,9 @@ mod tests {
         let mut cache = Cache::new(4, 3);
         let prompt: Vec<u32> = (0..12).collect();
         assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 8, "the last token is computed");
+        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 8, "the last block is computed again for its last token");
         assert_eq!(cache.store(&prompt, "other", true, true).cached_tokens, 0);
         assert_eq!(cache.len(), 3);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0, "it was dropped");
+        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0, "the oldest prompt was dropped");
     }
 }

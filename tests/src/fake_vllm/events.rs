@@ -231,7 +231,7 @@ impl State {
                 self.settings.topic = topic;
                 let _ = reply.send(());
             }
-            Command::Reopen { .. } => unreachable!("the caller reopens"),
+            Command::Reopen { .. } => unreachable!("the caller handles Reopen"),
         }
     }
 
@@ -296,7 +296,7 @@ pub fn encode(time: f64, events: &[EngineEvent], data_parallel_rank: u32) -> Vec
     let events = events.iter().map(event).collect();
     let mut bytes = Vec::new();
     let batch = Value::Array(vec![time.into(), Value::Array(events), data_parallel_rank.into()]);
-    rmpv::encode::write_value(&mut bytes, &batch).expect("a vector can be written");
+    rmpv::encode::write_value(&mut bytes, &batch).expect("writing to a vector does not fail");
     bytes
 }
 

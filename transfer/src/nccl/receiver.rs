@@ -14,6 +14,7 @@ use crate::{
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::{CommunicatorEnd, KvCommunicator, KvMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, TransferPath};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, oneshot},
@@ -150,7 +151,8 @@ impl ReceivePath for NcclReceiver {
                 Decision::Prepares(Box::new(joining))
             }
             Err(error) => {
-                tracing::warn!(%error, peer, "no NCCL communicator; KV continues over TCP");
+                let error = error_chain(&error);
+                tracing::warn!(error, peer, "cannot create an NCCL communicator; this peer's KV continues over TCP");
                 Decision::Unavailable
             }
         }
@@ -189,7 +191,10 @@ impl Joining {
         };
         match communicator {
             Ok(communicator) => connection.communicator = Some(communicator),
-            Err(error) => return tracing::warn!(%error, peer, "NCCL communicator not joined; KV continues over TCP"),
+            Err(error) => {
+                let error = error_chain(&error);
+                return tracing::warn!(error, peer, "cannot join the NCCL communicator; this peer's KV continues over TCP");
+            }
         }
         let id = connection.communicator_id.clone();
         if joined.send(connection).is_err() {
@@ -226,7 +231,10 @@ impl Connection {
         let received = run_to_end(&lifetime.shutdown, receiving).await?;
         match &received {
             Ok(_) => backoff.succeed(&self.peer),
-            Err(error) => tracing::warn!(%error, peer = self.peer, "NCCL communicator failed"),
+            Err(error) => {
+                let error = error_chain(error);
+                tracing::warn!(error, peer = self.peer, "cannot receive KV blocks over the NCCL communicator");
+            }
         }
         received.ok()
     }

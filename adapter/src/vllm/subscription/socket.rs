@@ -9,7 +9,7 @@ use zeromq::{DealerSocket, Endpoint, Host, Socket, SocketEvent, SocketRecv, Sock
 
 /// An endpoint to which no client can connect.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not an endpoint of KV events: it has the form tcp://HOST:PORT or ipc://PATH")]
+#[error("{0:?} is not an endpoint of KV events; write tcp://HOST:PORT or ipc://PATH")]
 pub struct InvalidEndpoint(pub String);
 
 /// Why a connection or a replay failed.
@@ -21,7 +21,7 @@ pub(super) enum SocketError {
     TimedOut,
     #[error("the engine has closed the connection")]
     Closed,
-    #[error("the engine sends other messages than numbered batches")]
+    #[error("the engine sent a message that is not a numbered batch")]
     Protocol,
 }
 

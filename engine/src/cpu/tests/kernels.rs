@@ -117,7 +117,7 @@ proptest! {
             rotate(isa, out, row_len, &angles, &rope, 0.3);
             attend(isa, &layout, &kv, Place { start: before, ..place }, 0..kv_heads, out, &mut Scratch::default());
         });
-        prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "what lies beyond the positions has no part");
+        prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "values beyond the positions do not count");
         // Each head of each token is computed separately.
         let group_len = group * head_dim;
         let alone: Vec<u32> = (0..new * kv_heads).flat_map(|piece| same(group_len, |isa, out| {

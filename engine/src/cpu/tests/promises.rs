@@ -92,7 +92,7 @@ fn decode_on_copied_blocks_gives_logits_with_the_same_bits() {
         decode.write_block(*to, &payload).unwrap();
         let mut again = vec![0; payload.len()];
         decode.read_block(*to, &mut again).unwrap();
-        assert!(again == payload, "a block that was written reads as it was");
+        assert!(again == payload, "a block is read as it was written");
     }
     let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
     let logits = decode.step(&[last]).unwrap().into_logits();
@@ -123,7 +123,12 @@ fn packed_weights_are_at_most_5_percent_larger_than_the_file() {
     let sizes = Sizes { vocab: 128, heads: 4, kv_heads: 2, head_dim: 32, width: 128, ..QUANTISED };
     let file = file(sizes, 1).finish();
     let model = CpuModel::load(&Gguf::from_bytes(file.clone()).unwrap()).unwrap();
-    assert!(model.weight_bytes() < file.len() * 105 / 100, "{} bytes for a file of {}", model.weight_bytes(), file.len());
+    assert!(
+        model.weight_bytes() < file.len() * 105 / 100,
+        "the weights take {} bytes, the file has {}",
+        model.weight_bytes(),
+        file.len()
+    );
 }
 
 #[test]

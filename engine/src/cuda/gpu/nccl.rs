@@ -86,9 +86,9 @@ pub(in crate::cuda) struct Nccl {
 /// Why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
-    #[error("{what}, result {code}")]
+    #[error("{what}, NCCL result {code}")]
     Refused { code: c_int, what: String },
-    #[error("not done after {0:?}")]
+    #[error("the operation did not end within {0:?}")]
     Late(Duration),
     #[error("the communicator was aborted after an earlier failure")]
     Broken,
@@ -238,7 +238,7 @@ impl Communicator {
         limit: Duration,
     ) -> Result<Self, CudaError> {
         let mut communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
-        Ok(communicators.pop().expect("one context is one rank"))
+        Ok(communicators.pop().expect("one context makes one communicator"))
     }
 
     /// Creates a communicator whose ranks are GPUs of this process. Its calls block until the work has been enqueued, which no other
@@ -286,7 +286,7 @@ impl Communicator {
         });
         drop(locked);
         for (communicator, one) in communicators.iter_mut().zip(&handles) {
-            *communicator.handle.get_mut().expect("not shared yet") = handle(one);
+            *communicator.handle.get_mut().expect("the communicator is not shared yet") = handle(one);
             if connected.is_err() {
                 communicator.abort_now();
             }

@@ -65,7 +65,7 @@ impl Clock {
         let _locked = driver_lock();
         // SAFETY: the size is not 0; the memory is freed once, in `drop`.
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
-            tracing::debug!(bytes, "a GEMM is not timed: no memory for its output");
+            tracing::debug!(bytes, "a GEMM is not timed, because the GPU has no free memory for its output");
             return Ok(None);
         };
         let event = || result::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);

@@ -47,7 +47,7 @@ fn any_number_of_ranks_gives_the_cpu_engines_logits() {
 
 /// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
 #[test]
-fn two_ranks_sample_the_same_tokens_as_one() {
+fn two_ranks_sample_the_same_tokens_as_one_rank() {
     let file = golden("llama-f16");
     let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
     let blocks = [scattered(0, 2), scattered(1, 2)];
@@ -144,8 +144,8 @@ fn each_rank_allocates_its_shard_only_and_frees_it_on_drop() {
 }
 
 #[test]
-fn uneven_tensor_parallelism_is_refused_naming_possible_degrees() {
-    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
+fn uneven_tensor_parallelism_is_refused_with_the_possible_degrees() {
+    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("the step is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, ranks, expected) in [
         (fine, 3, "--tp 3 does not fit the model, which has 4 query heads, 2 key heads and 96 feed-forward columns"),

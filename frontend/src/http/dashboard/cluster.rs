@@ -85,7 +85,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
     let (health, problem) = if views.iter().any(|view| view.circuit_open) {
         ("circuit_open", Some("requests failed on this worker; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partial", Some(format!("known to {} of {routers} routers", views.len())))
+        ("partial", Some(format!("only {} of {routers} routers know this worker", views.len())))
     } else {
         ("healthy", None)
     };
@@ -199,7 +199,11 @@ mod tests {
         let found = workers(&replies(&views, &Identity::default()));
         let health: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
         assert_eq!(health, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
-        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "a missing report is not 0");
+        assert_eq!(
+            (&found[0]["cache"], &found[0]["placements"]),
+            (&Value::Null, &Value::Null),
+            "a missing report is not shown as 0"
+        );
         assert_eq!(found[0]["problem"], "known to 1 of 2 routers");
     }
 

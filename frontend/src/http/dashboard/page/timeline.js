@@ -2,7 +2,7 @@
 
 import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
 
-// The stages from the request's arrival on.
+// Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   const place = record.prefill_worker ?? record.decode_worker;
   // The prompt's last token is computed in the first step of the answer.
@@ -17,7 +17,7 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
     ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
   ].filter(([, , from, to]) => from !== null && to !== null);
-  // Without a first token, only the time of the end is known.
+  // Without a first token, only the time at which the request ended is known.
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
 }
 
