@@ -97,7 +97,8 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     assert_eq!(client.answer(Endpoint::Completions.path(), &request).await?.status, 200);
     let mut cached = BTreeSet::new();
     for worker in &cluster.inner().workers {
-        let (snapshot, _) = worker.engine.watch().await.expect("the engine thread runs");
+        let engine = worker.engine.as_ref().expect("the engine runs in this process");
+        let (snapshot, _) = engine.watch().await.expect("the engine thread runs");
         cached.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
     }
     let tokens: Vec<u32> = text.bytes().map(u32::from).collect();

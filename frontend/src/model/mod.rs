@@ -6,7 +6,7 @@ pub use error::ServedModelError;
 
 use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::TokenId;
-use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
+use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile, sim};
 
 /// Names of control tokens that end an answer in the supported model families, in addition to those that a model's files name.
 const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
@@ -57,14 +57,27 @@ impl ServedModel {
     /// # Errors
     /// A file is missing or malformed, or the tokenizer or chat template is not supported.
     pub fn from_directory(id: impl Into<String>, revision: &str, directory: &HfDirectory) -> Result<Self, ServedModelError> {
-        let files = directory.tokenizer()?;
+        Self::from_tokenizer(id, revision, directory.tokenizer()?, directory.config()?.context_length)
+    }
+
+    /// Loads what Hugging Face's libraries save of a model besides its weights, served under the name `id`. `context_length` is the maximum
+    /// length of a sequence.
+    ///
+    /// # Errors
+    /// The tokenizer or chat template is not supported.
+    pub fn from_tokenizer(
+        id: impl Into<String>,
+        revision: &str,
+        files: HfTokenizer,
+        context_length: u32,
+    ) -> Result<Self, ServedModelError> {
         let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
         let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
         let eos = tokenizer.special_id(&files.eos);
         Ok(Self {
             id: id.into(),
             revision: revision.to_owned(),
-            context_length: directory.config()?.context_length,
+            context_length,
             template: template.transpose()?,
             stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
             bos,

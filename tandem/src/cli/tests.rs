@@ -196,6 +196,17 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["router", "--peers", "h"], "write host:port"),
         (&["decode-worker", "--worker-id", "a b"], "letters"),
         (&["decode-worker", "--cluster", "a.b"], "letters"),
+        (&["decode-worker", "--engine", "vllm"], "--engine vllm needs --engine-url"),
+        (&["up", "--engine", "vllm"], "--engine vllm needs --engine-url"),
+        (&["up", "--engine-url", "http://e:1"], "--engine-url needs --engine vllm"),
+        (&["up", "--prefill-engine-url", "http://e:1"], "--prefill-engine-url needs --engine-url"),
+        (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
+        (&["frontend", "--engine", "vllm"], "--engine vllm needs --model"),
+        (
+            &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
+            "--kv-capacity-tokens has no effect with --engine vllm",
+        ),
+        (&["up", "--engine-events", "e:1"], "write discover, none, tcp://host:port or ipc://path"),
     ] {
         let error = command(args).expect_err("the arguments are invalid");
         assert!(error.contains(expected), "{args:?}: {error}");
@@ -225,6 +236,21 @@ fn one_config_file_serves_all_roles_and_printed_settings_can_be_read_back() {
     let config = file("wrokers = 1");
     let path = config.path().to_str().expect("the path is UTF-8");
     assert!(router(&["--config", path]).is_err_and(|error| error.contains("unknown key `wrokers`")));
+}
+
+#[test]
+fn several_servers_are_listed_with_commas_or_one_flag_each() {
+    let lists = ["--engine-url http://e:1,http://f:2", "--engine-url http://e:1 --engine-url http://f:2"];
+    for list in lists {
+        let args: Vec<&str> = "--engine vllm".split(' ').chain(list.split(' ')).collect();
+        let settings = up(&args, "engine-key-file = \"/dev/null\"").map_err(|error| assert!(error.contains("empty"), "{error}"));
+        assert!(settings.is_err(), "the file with the key is empty");
+        let settings = up(&args, "").expect("valid");
+        assert_eq!(settings.worker.external.engine_url, ["http://e:1", "http://f:2"], "{list}");
+        let printed = toml_of(&settings);
+        assert!(printed.contains("engine-url = \"http://e:1,http://f:2\""), "{printed}");
+        assert_eq!(up(&[], &printed).expect("printed settings are valid"), settings);
+    }
 }
 
 #[test]

@@ -30,8 +30,22 @@ pub enum StartError {
     OneDevice,
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
+    #[error(
+        "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
+    )]
     NoPrefillWorker,
+    #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
+    EngineCa { path: PathBuf, source: io::Error },
+    #[error("the engine at {url} cannot be used")]
+    ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error(
+        "the engines serve different models ({0} and {1}); run a cluster for each model, or set --served-model-name if both are the same model"
+    )]
+    SeveralModels(String, String),
+    #[error(
+        "the engine at {url} does not say where its model comes from; set --model to the model, for its tokenizer and chat template"
+    )]
+    UnknownModel { url: String },
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("the model {} cannot be served", .path.display())]

@@ -3,7 +3,7 @@
 
 use super::StartError;
 use crate::{
-    model::{Store, StoredModel},
+    model::{Source, Store, StoreArgs, StoredModel},
     settings::{CommonArgs, EngineKind, ModelArgs, WorkerArgs},
 };
 use std::{error::Error, path::Path, sync::Arc, time::Duration};
@@ -14,7 +14,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
-use tandem_model::{Gguf, HfDirectory, ModelFile};
+use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
 use tandem_proto::ClusterKey;
 
 /// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. The events cover more than a
@@ -52,12 +52,12 @@ impl EngineConfig {
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
             EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
-            EngineKind::Sim | EngineKind::Cpu if self.worker.tp > 1 => Err(StartError::OneDevice),
-            EngineKind::Sim | EngineKind::Cpu => Ok(()),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm if self.worker.tp > 1 => Err(StartError::OneDevice),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm => Ok(()),
         }
     }
 
-    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds.
+    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds. Not for external engines.
     pub(super) async fn load(self) -> Result<Loaded, StartError> {
         on_blocking_thread(move || {
             let Some((stored, revision)) = stored(&self.model)? else {
@@ -68,6 +68,7 @@ impl EngineConfig {
                 EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
+                EngineKind::Vllm => unreachable!("the caller starts no engine"),
             };
             Ok(Loaded { served, device })
         })
@@ -152,9 +153,31 @@ impl Loaded {
 
 /// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
+    if model.engine == EngineKind::Vllm {
+        return load_tokenizer(model.store, model.model.unwrap_or_default(), served_model_name).await;
+    }
     on_blocking_thread(move || match stored(&model)? {
         None => Ok(sim_served(served_model_name)),
         Some((stored, revision)) => Ok(open(&stored, &revision, served_model_name, model.engine)?.1),
+    })
+    .await
+}
+
+/// Reads the tokenizer and the chat template of a model that external engines compute, downloading them first if necessary. The model has
+/// no revision: engines do not report that of their weights.
+pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
+    on_blocking_thread(move || {
+        let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
+        // vLLM has the repository's name as its default, too.
+        let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
+        let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));
+        if path.is_dir() {
+            let files = HfTokenizer::read(&path).map_err(|error| unservable(error.into()))?;
+            let context_length = files.context_length.unwrap_or(u32::MAX);
+            return ServedModel::from_tokenizer(id, "", files, context_length).map_err(|error| unservable(error.into()));
+        }
+        let file = Gguf::open(&path).map_err(|error| unservable(error.into()))?;
+        ServedModel::from_gguf(id, "", &file).map_err(|error| unservable(error.into()))
     })
     .await
 }

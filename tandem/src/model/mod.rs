@@ -94,6 +94,15 @@ impl ModelError {
     }
 }
 
+/// The files of a model that are needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Contents {
+    /// All of them.
+    All,
+    /// Those of the tokenizer and the chat template: an engine in another process has the weights. A GGUF file has everything.
+    Tokenizer,
+}
+
 /// A complete download, and its path within the source's folder.
 #[cfg(feature = "model")]
 struct Download {
