@@ -9,7 +9,6 @@ mod request;
 mod response;
 mod subscription;
 
-pub use crate::server::{ConnectError, Connected, EngineEnded, ServerDescription};
 pub use connect::{KvEvents, VllmSettings, connect, inspect};
 pub use events::{Batch, MalformedBatch, decode};
 pub use subscription::{InvalidEndpoint, Lost, Subscription, SubscriptionSettings, Update};

@@ -7,8 +7,8 @@ mod llama_cpp;
 use anyhow::{Context, Result};
 use std::time::Duration;
 use tandem_adapter::{
-    Adapter,
-    vllm::{EngineEnded, KvEvents, VllmSettings, connect},
+    Adapter, EngineEnded,
+    vllm::{KvEvents, VllmSettings, connect},
 };
 use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampling};
 use tandem_kv::{HashKey, Namespace, TokenId};
