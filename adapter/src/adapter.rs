@@ -59,4 +59,8 @@ impl Backend for Adapter {
     fn kv_exchange(&self) -> KvExchange<'_> {
         self.family.as_deref().map_or(KvExchange::None, |family| KvExchange::Handles { family })
     }
+
+    fn assumes_cache(&self) -> bool {
+        self.shared.approximate
+    }
 }

@@ -34,7 +34,7 @@ pub(crate) trait Api: Send + Sync + 'static {
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
 
-    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives. The first token has none.
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
     /// The engine refused the request or failed.
@@ -68,7 +68,7 @@ pub(crate) struct Chunk {
     pub finish: Option<Finish>,
     /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
     pub counted: Option<u32>,
-    /// Set in the last chunk only.
+    /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }
 

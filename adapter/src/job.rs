@@ -24,10 +24,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The most events that wait for a slow reader. At this number, the engine's answer is not read.
+/// The most events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
-/// The worker's handle of a job. Dropping it ends the job's requests in the engine.
+/// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
 pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
@@ -42,7 +42,7 @@ impl Job for AdapterJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
-        // An error means that the job has ended, which its events report.
+        // The send fails only if the job has ended, which the job's events report.
         self.handle.take().map(|sender| sender.send(handle));
     }
 
@@ -193,7 +193,7 @@ impl Task {
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
-            // The engine does not use its prefix cache for this request.
+            // The engine does not use its prefix cache for a request of prompt logprobs.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -234,10 +234,11 @@ struct Answer<'a> {
     /// Cancelled when the first sample has its first token. Then the other samples are submitted, and find the prompt in the engine's
     /// cache.
     begun: CancellationToken,
-    /// Whether the first sample reports [`Event::Started`]. If prompt logprobs were requested, it was reported before.
+    /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
+    /// before.
     reports_prompt: bool,
-    /// Whether the first sample reports how many tokens were cached; the other samples also find the blocks that the first one has stored.
-    /// Not if prompt logprobs were requested, or if the KV comes from another worker.
+    /// Whether the first sample reports how many tokens were cached. False if prompt logprobs were requested or the KV comes from another
+    /// worker. The counts of the other samples are not reported, because they include the blocks that the first sample has stored.
     counts_prompt: bool,
 }
 
@@ -251,7 +252,7 @@ impl Answer<'_> {
         sampling.seed = sampling.seed.wrapping_add(sample.into());
         sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
-        // The engine generates at least one token. With a limit of 0, this token is not reported.
+        // The engine generates at least one token. If the limit is 0, that token is not reported.
         let silent = sampling.max_tokens == Some(0);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
         if silent && !(first && (self.reports_prompt || handle.is_some())) {
@@ -345,7 +346,8 @@ impl Answer<'_> {
         self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
     }
 
-    /// Handles the first token of a sample. That of the first sample starts the other samples and is reported as [`Event::Started`].
+    /// Handles the first token of a sample. When the first sample has its first token, the other samples are started and [`Event::Started`]
+    /// is reported.
     async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
         if !first {
             return Ok(());

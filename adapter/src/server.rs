@@ -37,7 +37,7 @@ pub enum ConnectError {
     /// The server does not report its KV cache.
     #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
-        /// The rank.
+        /// The data-parallel rank that the metrics lack.
         rank: u32,
     },
     /// The server does not report its slots.
@@ -105,7 +105,7 @@ pub(crate) struct Engine {
 pub struct Connected {
     /// The back end of a worker.
     pub adapter: Adapter,
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
     follower: BoxFuture<'static, EngineEnded>,
 }

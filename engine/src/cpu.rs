@@ -1,8 +1,8 @@
 //! The CPU back end for models of the Llama and Qwen families.
 //!
-//! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not
-//! on where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order, which the file of
-//! its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
+//! The result for a token depends, bit for bit, only on the tokens up to it, their positions and their KV. It does not depend on the chunks
+//! of a step, on where chunks begin, on the processor, or on the number of threads. Every floating-point sum has a fixed order, which the
+//! file of its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;
@@ -56,7 +56,7 @@ pub enum CpuError {
     Threads { count: usize, source: std::io::Error },
 }
 
-/// The KV memory of one engine, and the threads and instruction set of its steps.
+/// The settings of one engine: its KV memory, and the threads and the instruction set of its steps.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuSettings {
     /// The number of tokens in a block.

@@ -15,7 +15,7 @@ use tandem_engine::{
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
-/// Two of the reference's logits that differ by less than this may change their order when activations have 8 bits.
+/// A difference of two logits of the reference. If it is smaller, 8-bit activations may change the order of the two.
 const CLEAR_MARGIN: f32 = 1.0;
 const BLOCK_SIZE: usize = 16;
 const SEQUENCE_BLOCKS: usize = 128;
@@ -43,7 +43,7 @@ fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
 #[derive(Deserialize)]
 struct TeacherForced {
     tokens: Vec<TokenId>,
-    /// Entry `i` is about `tokens[i + 1]`.
+    /// Entry `i` is the logprob of `tokens[i + 1]`.
     logprobs: Vec<f64>,
     top1: Vec<usize>,
 }

@@ -34,7 +34,7 @@ struct TensorInfo {
 pub struct HfTokenizer {
     /// Contents of `tokenizer.json`, for the crate `tokenizers`.
     pub json: Vec<u8>,
-    /// Jinja source of the chat template.
+    /// Jinja source of the chat template; `None` if the directory has no template.
     pub chat_template: Option<String>,
     /// Text of the token that starts a sequence; may be empty.
     pub bos: String,
@@ -97,7 +97,7 @@ impl HfDirectory {
         Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
-    /// Returns the content of the tokenizer's file, and what other files say about special tokens and the chat template.
+    /// Returns the content of `tokenizer.json`, and the special tokens and the chat template from the directory's other files.
     ///
     /// # Errors
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.

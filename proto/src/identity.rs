@@ -74,6 +74,16 @@ impl Identity {
     }
 }
 
+impl WorkerInfo {
+    /// The `transfer_family` of workers that never exchange KV.
+    pub const NO_TRANSFER_FAMILY: &'static str = "none";
+
+    /// Returns the worker's transfer family; `None` if it never exchanges KV.
+    pub fn family(&self) -> Option<&str> {
+        (self.transfer_family != Self::NO_TRANSFER_FAMILY).then_some(&*self.transfer_family)
+    }
+}
+
 impl From<&WorkerInfo> for Identity {
     fn from(info: &WorkerInfo) -> Self {
         Self {

@@ -327,7 +327,10 @@ fn describe(span: &Span, placement: &Placement) {
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(
-            NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker | NoEligibleWorker::AllFailed,
+            NoEligibleWorker::NoDecodeWorker
+            | NoEligibleWorker::NoPrefillWorker
+            | NoEligibleWorker::NoCommonFamily
+            | NoEligibleWorker::AllFailed,
         )
         | PlacementError::TooManyBookings
         | PlacementError::TooManyAttempts => FailureReason::AtCapacity,

@@ -27,7 +27,7 @@ use tokio::time::Instant;
 /// A cluster in this process, on its own ports and with a ledger.
 pub struct TestCluster(Cluster, TempDir);
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Names of files in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
@@ -58,12 +58,12 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// Returns [`sim_settings`] for a cluster that computes prompts at this place.
+/// Returns [`sim_settings`] for a cluster whose router places prefills as `prefill` says.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// Returns the settings, changed so that prompts are computed at this place.
+/// Returns the settings, changed so that the router places prefills as `prefill` says.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings
@@ -86,22 +86,22 @@ pub fn cpu_settings() -> Option<UpSettings> {
 }
 
 impl TestCluster {
-    /// The cluster itself.
+    /// Returns the cluster, for access to its workers and services.
     pub fn inner(&self) -> &Cluster {
         &self.0
     }
 
-    /// The address of the OpenAI API.
+    /// Returns the address of the OpenAI API.
     pub fn frontend(&self) -> SocketAddr {
         self.0.frontend
     }
 
-    /// The model id that clients send as `model`.
+    /// Returns the model id that clients send as `model`.
     pub fn model_id(&self) -> String {
         self.0.model_id.clone()
     }
 
-    /// The router's view of the cluster.
+    /// Returns the router's view of the cluster.
     pub async fn view(&self) -> Result<WorkersReply> {
         let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
@@ -217,7 +217,7 @@ pub struct Answer {
     pub arrivals: Vec<Instant>,
 }
 
-/// One of the two endpoints, so that one test covers both.
+/// One of the two endpoints that generate text. A test that takes this as its parameter runs for both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/chat/completions`
@@ -277,7 +277,7 @@ impl Client {
         Ok((response, entry))
     }
 
-    /// Sends a request and disconnects when the frontend has admitted it, without reading its answer.
+    /// Sends a request and disconnects when the frontend has admitted it, without reading the answer.
     pub async fn send_and_disconnect(&self, path: &str, body: &Value) -> Result<()> {
         let body = serde_json::to_vec(body)?;
         let address = self.base.trim_start_matches("http://");
@@ -374,7 +374,7 @@ impl Answer {
         Ok(answer)
     }
 
-    /// Returns the usage if the answer is complete. `prompts` is the request's number of prompts.
+    /// Returns the usage; `None` if the answer is not complete or has no usage. `prompts` is the request's number of prompts.
     fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
@@ -396,7 +396,7 @@ impl Answer {
         usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
     }
 
-    /// `usage.prompt_tokens_details.cached_tokens`
+    /// Returns `usage.prompt_tokens_details.cached_tokens`.
     pub fn cached_tokens(&self) -> u64 {
         self.usage("/prompt_tokens_details/cached_tokens")
     }

@@ -117,7 +117,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     Ok(())
 }
 
-/// A process that has the key and sends addresses that are not those of workers.
+/// A process that has the key and sends wrong addresses.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -164,7 +164,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends it.
+    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends the stream.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {
@@ -204,7 +204,7 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // A worker of the cluster, but not a prefill worker.
+        // This is a worker of the cluster, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

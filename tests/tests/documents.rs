@@ -28,7 +28,7 @@ const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
 /// wait for bytes that are in flight through a socket.
 fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
-    /// Yields per simulated millisecond: more than the longest chain of messages within it.
+    /// Number of yields to other tasks per simulated millisecond: more than the longest chain of messages within a millisecond.
     const YIELDS: usize = 40;
     let clock = async {
         tokio::time::pause();
@@ -158,8 +158,8 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// At most 0.876 of all tokens can be cached, because the first question about each document must compute it. `--nocapture` shows the
-/// figures.
+/// At most 0.876 of all tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows the
+/// measured shares.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {

@@ -9,7 +9,7 @@ use tandem_adapter::{
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Setup {
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// Returns a batch whose only event contains this number.
+/// Returns a batch with one event, which contains this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]

@@ -86,7 +86,7 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// Returns the text of a line comment without its slashes.
+/// Returns the text of a line comment without its slashes; `None` if the line is no comment.
 fn comment(line: &str) -> Option<&str> {
     let text = line.trim_start().strip_prefix("//")?;
     Some(text.trim_start_matches(['/', '!']).trim())

@@ -1,6 +1,7 @@
 //! The receiving half of the CUDA IPC path: copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! A peer's memory is open only while a prompt's blocks are copied: a mapping keeps GPU memory allocated after its process has ended.
+//! A peer's memory is open only while a prompt's blocks are copied, because a mapping would keep the peer's GPU memory allocated even after
+//! the peer's process has ended.
 
 use crate::{
     Destination, Lifetime, Refused,
@@ -19,7 +20,7 @@ use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::task::spawn_blocking;
 
-/// The memories of peers that a worker can open. Cheap to clone.
+/// Opens the memories of a worker's peers and copies blocks from them. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct IpcReceiver(Arc<Inner>);
 
@@ -137,7 +138,8 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // Later tickets request the handles of running workers again.
+            // Entries of workers that have ended are not removed individually, so all entries are dropped here. Later tickets request the
+            // handles of running workers again.
             peers.clear();
         }
         peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });

@@ -114,7 +114,7 @@ impl Watcher {
             }
         }
         drop(snapshot);
-        // The content of the next heartbeat: the newest state, without events and request ids, which are sent once.
+        // The content of the next heartbeat: the newest load and event id. Events and request ids are not repeated in a heartbeat.
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
         let mut sent = self.send(&newest, above).await?;
         loop {

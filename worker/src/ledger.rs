@@ -64,12 +64,12 @@ pub enum LedgerLine {
         /// Tokens found in the prefix cache; absent: the worker's engine does not report them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cached: Option<u32>,
-        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is.
+        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         computed: Option<u32>,
-        /// Tokens found, by cache tier.
+        /// Tokens found in the prefix cache, by the tier that held them.
         by_tier: BTreeMap<String, u32>,
-        /// The time, in seconds since 1970.
+        /// The time of this record, in seconds since 1970; absent in lines of older workers.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<u64>,
         /// The served model's id.
@@ -98,7 +98,7 @@ pub struct Ledger(Option<Arc<Writer>>);
 
 #[derive(Debug)]
 struct Writer {
-    /// The queue to the thread; `None` only while the ledger is dropped.
+    /// The queue to the thread; `None` only while the ledger is being dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -109,9 +109,9 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Opens the ledger in this file, which is appended to. Only the owner can read a new file, because the ledger records the requests of each
-    /// account; an existing file keeps its permissions, with a warning if other users may access it. An incomplete last line, left by a process
-    /// that was killed, is ended first.
+    /// Opens the ledger in this file and appends to it. Only the owner can read a new file, because the ledger records the requests of each
+    /// account; an existing file keeps its permissions, with a warning if other users may access it. If the last line is incomplete because
+    /// its process was killed, a line break is added first.
     ///
     /// # Errors
     /// The file cannot be opened, or another process has it open as its ledger.
@@ -153,7 +153,7 @@ impl Ledger {
     }
 }
 
-/// Waits until the queued lines are written to the file.
+/// Dropping the last handle of a ledger waits until the queued lines are written to the file.
 impl Drop for Writer {
     fn drop(&mut self) {
         self.lines = None;
@@ -163,7 +163,7 @@ impl Drop for Writer {
     }
 }
 
-/// Writes lines until all senders are dropped. All queued lines are flushed before it waits for more.
+/// Writes lines until all senders are dropped. Flushes all queued lines before it waits for more.
 fn write(queued: &Receiver<Queued>, to: impl Write) {
     let mut to = BufWriter::new(to);
     let mut reported = false;
@@ -204,7 +204,7 @@ pub struct ScheduledPrompt<'a> {
     pub request_id: &'a str,
     /// The attempt's number, from 1.
     pub attempt: u32,
-    /// The account of the request; empty: none.
+    /// The account of the request; empty if it has none.
     pub account: &'a str,
     /// Tokens of the prompt.
     pub prompt: u32,

@@ -40,7 +40,7 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// The broker to which KV events are published in addition to the `Watch` streams.
+    /// The broker to which KV events are published in addition to the `Watch` streams; `None`: events are sent on `Watch` streams only.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
@@ -106,6 +106,7 @@ impl Worker {
             cluster: settings.cluster.clone(),
             key_fingerprint: network.key().fingerprint().to_owned(),
             transfer_family: backend.kv_exchange().family().to_owned(),
+            approximate_index: backend.assumes_cache(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
@@ -113,7 +114,7 @@ impl Worker {
         Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
     }
 
-    /// Returns the report of a prompt's cached tokens. `None` reports nothing, which differs from 0.
+    /// Returns the report of a prompt's cached tokens. If `cached` is `None`, the report has no count, which differs from a count of 0.
     pub fn scheduled(&self, cached: Option<CachedTokens>) -> Scheduled {
         let reported = cached.filter(|_| !self.settings.withhold_cached_tokens);
         Scheduled {

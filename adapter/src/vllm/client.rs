@@ -37,7 +37,7 @@ pub(super) struct Client {
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
-    /// How long the engine is certain to hold a prompt's KV for another engine.
+    /// The time for which the engine is certain to hold a prompt's KV for another engine.
     handle_valid: Duration,
 }
 

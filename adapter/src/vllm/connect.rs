@@ -17,7 +17,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
 
-/// How long the event socket may take to connect, and each batch of a replay to arrive.
+/// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest time without events before the adapter looks for lost events.
@@ -31,7 +31,7 @@ const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
-    /// The server's `--api-key`.
+    /// The server's `--api-key`; `None` if it has none.
     pub key: Option<String>,
     /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
     pub ca: Option<Vec<u8>>,
@@ -56,19 +56,19 @@ pub struct VllmSettings {
 /// Where an engine publishes KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvents {
-    /// At the addresses that the server reports. If it reports none, the cached blocks are assumed from the requests that were routed to
-    /// it.
+    /// At the addresses that the server reports. If the server reports no address, the cached blocks are assumed from the requests that
+    /// were routed to it.
     Discover,
     /// At these addresses.
     At {
         /// `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
-        /// The address for replays, if there is one.
+        /// The address for replays; `None`: the engine offers no replays.
         replay: Option<String>,
         /// The topic of the events.
         topic: String,
     },
-    /// Nowhere. The cached blocks are assumed from the requests that were routed to the server.
+    /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
     None,
 }
 

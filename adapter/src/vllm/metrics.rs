@@ -15,7 +15,7 @@ pub(super) struct EngineConstants {
 }
 
 impl EngineConstants {
-    /// Reads the constants of one data-parallel rank.
+    /// Reads the constants of one data-parallel rank; `None` if the metrics lack them.
     pub fn parse(metrics: &str, rank: u32) -> Option<Self> {
         let labels = samples(metrics, "vllm:cache_config_info")
             .map(|(labels, _)| labels)
@@ -45,7 +45,7 @@ pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
-/// Returns when the server started, in seconds since 1970.
+/// Returns when the server started, in seconds since 1970; `None` if the metrics do not report it.
 pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
@@ -61,7 +61,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// Returns the value of a label, which must have no escaped characters.
+/// Returns the value of a label; `None` if there is no such label. The value must have no escaped characters.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)

@@ -33,7 +33,7 @@ pub enum CudaError {
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
     #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart the process")]
     Gemm { source: Source },
-    /// NCCL or its peer failed. The communicator cannot be used any more; the GPU can.
+    /// NCCL failed, or the other rank did. The communicator cannot be used any more, but the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
     Nccl { doing: &'static str, source: Source },
     /// The model has a shape that the kernels do not support.
@@ -44,7 +44,7 @@ pub enum CudaError {
         "--tp {ranks} does not fit the model, which has {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns; it must divide the heads, and the columns into multiples of 8: use one of {possible:?}"
     )]
     TensorParallel { ranks: usize, heads: usize, kv_heads: usize, ffn: usize, possible: Vec<usize> },
-    /// The GPUs differ, but the kernels are compiled for one kind.
+    /// The GPUs differ, but the kernels are compiled for one kind of GPU.
     #[error(
         "--tp needs equal GPUs, but GPU {device} is {found} and the first GPU is {first}; choose other GPUs with --device or CUDA_VISIBLE_DEVICES"
     )]
@@ -71,7 +71,7 @@ pub enum CudaError {
     /// A chunk of a step cannot be computed.
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// A step is larger than the engine's limits. `sequences` are those that advance by one token.
+    /// A step is larger than the engine's limits. `sequences` counts the sequences that advance by one token.
     #[error(
         "a step has {tokens} tokens and {sequences} sequences that advance by one token; this engine's limits are {tokens_max} and {sequences_max}"
     )]

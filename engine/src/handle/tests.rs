@@ -64,7 +64,7 @@ async fn dropped_job_releases_its_blocks() {
 async fn submission_dropped_before_it_resolves_releases_its_blocks() {
     let engine = start();
     let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
-    // Submits the job, and drops the future when the engine has answered.
+    // Polls `submitting` once, which submits the job. The future is dropped when the engine has answered.
     std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
     engine.wait_for_load(|load| load.in_use_blocks > 0).await;
     drop(submitting);
@@ -97,7 +97,7 @@ async fn job_is_paused_while_its_events_are_not_read() {
     let mut unread = engine.generate(two()).await.expect("the job fits in the cache");
     let mut read = engine.generate(generate(200)).await.expect("the job fits in the cache");
     while read.next().await.is_some() {}
-    // Steps run for half an hour.
+    // Steps run for half an hour of simulated time.
     tokio::time::sleep(Duration::from_secs(1_800)).await;
     assert!((BUFFERED_MAX..BUFFERED_MAX + 3).contains(&unread.events.len()), "{} events are buffered", unread.events.len());
     let mut received = Vec::new();

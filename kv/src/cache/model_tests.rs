@@ -67,7 +67,7 @@ struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
-    /// Leading blocks that were found, or for which a commit was tried.
+    /// The number of leading blocks that were found in the cache or that a commit was tried for.
     committed: usize,
 }
 
@@ -207,7 +207,7 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The views of several routers. The first has received all events, the others started from a snapshot.
+    /// The views of several routers. The first router has received all events, the others started from a snapshot.
     replicas: Vec<Replica>,
 }
 

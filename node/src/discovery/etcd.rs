@@ -46,7 +46,7 @@ pub struct EtcdSettings {
 pub struct EtcdTls {
     /// The CA certificate for verifying etcd.
     pub ca: PathBuf,
-    /// The client certificate and its key.
+    /// The client certificate and its key; `None`: the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
@@ -133,7 +133,7 @@ impl Connector {
     }
 }
 
-/// Applies [`CALL_WAIT`] to a call.
+/// Waits for the reply of a call for at most [`CALL_WAIT`].
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, EtcdError> {
     Ok(tokio::time::timeout(CALL_WAIT, answer).await.map_err(|_| EtcdError::Silent)??)
 }

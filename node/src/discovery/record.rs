@@ -38,7 +38,7 @@ impl Role {
 pub struct MemberRecord {
     /// The role of the process.
     pub role: Role,
-    /// `host:port` at which other processes reach the process, with gRPC, or with HTTP if it is a frontend.
+    /// `host:port` at which other processes reach this process: over HTTP if it is a frontend, otherwise over gRPC.
     pub address: String,
     /// The instance's id, which is new at every start.
     #[serde(default)]

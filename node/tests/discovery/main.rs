@@ -171,7 +171,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
     watcher.expect_members(&["ours:1"]).await;
-    // Neither a signed record under another key nor one whose address was changed is accepted.
+    // A signed record under another etcd key is not accepted, and neither is a record whose address was changed after it was signed.
     let mut client = admin(&server).await;
     let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("etcd answers");
     let signed = read.kvs().first().expect("the key exists").value_str().expect("the value is UTF-8").to_owned();

@@ -11,7 +11,7 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// The text after which the clients' data is held back.
+    /// The text of the server after which the clients' data is held back; `None`: data is not held back.
     hold_after: Option<Arc<[u8]>>,
     /// Whether the clients' data is held back now.
     held: bool,

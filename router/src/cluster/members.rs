@@ -4,7 +4,10 @@
 //! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance.
 //! Bookings on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
 
-use super::booking::{Booking, LoadByRole};
+use super::{
+    booking::{Booking, LoadByRole},
+    texts,
+};
 use crate::{
     breaker::Breaker,
     index::{PrefixIndex, WorkerSlot},
@@ -15,7 +18,10 @@ use crate::{
     subscription::{EventSource, ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 use tandem_kv::{Change, InstanceId, KvEvent, Load, SequenceHash, Snapshot};
 use tandem_proto::{
     Difference,
@@ -47,6 +53,8 @@ pub(super) struct Member {
     /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
     pub(super) role: Role,
+    /// As in [`Candidate`].
+    family: Option<Arc<str>>,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
@@ -136,6 +144,7 @@ impl Members {
         }
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
+            family: info.family().map(Arc::from),
             info,
             instance_id,
             role,
@@ -260,6 +269,16 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
+    /// Returns why the member receives no placements although it is one: it prefills, and no decode worker has its transfer family.
+    pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
+        let decode_workers = || self.values().filter(|other| other.role == Role::Decode);
+        let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
+        if member.role == Role::Decode || is_paired() {
+            return None;
+        }
+        Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
+    }
+
     /// Returns each member as a candidate for a placement, in the order of the members. Members in `excluded` and members whose circuit
     /// breakers are open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
     pub(super) fn candidates(
@@ -341,6 +360,7 @@ impl Member {
         let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences;
         Candidate {
             role: self.role,
+            family: self.family.clone(),
             excluded: false,
             tokens_max: capacity.min(context),
             overlap_blocks,

@@ -22,7 +22,7 @@ use crate::{
     breaker::is_fault,
     metrics::RouterMetrics,
     replication::PeerUpdate,
-    route::{NoEligibleWorker, Role},
+    route::{NoEligibleWorker, Role, paired_families},
     settings::{PrefillPlace, RouterSettings},
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
@@ -150,6 +150,7 @@ impl State {
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
+        series.index_approximate.set(f64::from(u8::from(info.approximate_index)));
         let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);
@@ -204,6 +205,7 @@ impl State {
     /// Returns why no request can be placed at present; `None` if requests can be placed.
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
         let has = |role| self.members.values().any(|member| member.role == role);
+        let has_pair = || !paired_families(self.members.values().map(|member| (member.role, member.info.family()))).is_empty();
         if self.unavailable.is_starting() {
             let (synced, known) = self.synced_of_known();
             return Some(texts::starting(synced, known));
@@ -211,6 +213,7 @@ impl State {
         match self.settings.prefill {
             _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
             PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker.to_string()),
+            PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily.to_string()),
             PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
         }
     }
@@ -226,6 +229,7 @@ impl State {
             load: Some(member.stats.fill((&member.load).into())),
             placements: Some(member.placements),
             circuit_open: !member.breaker.admits(now),
+            unpaired_reason: self.members.unpaired_reason(member),
         });
         let (synced, known) = self.synced_of_known();
         v1::WorkersReply {

@@ -1,6 +1,7 @@
 //! The input of a placement: the query, and the state of each worker.
 
 use crate::{rates::Measurement, settings::PrefillPlace};
+use std::sync::Arc;
 
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,8 @@ impl PlacementQuery {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     pub role: Role,
+    /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
+    pub family: Option<Arc<str>>,
     /// Whether the request must not be placed on the worker.
     pub excluded: bool,
     /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.

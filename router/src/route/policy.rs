@@ -7,7 +7,7 @@ use crate::{
 };
 
 /// Identifies one placement of one router. It breaks ties, and determines the ranks in policies that estimate no time.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct PlacementSeed {
     pub seed: u64,
     /// The number of placements that this router made before this one.

@@ -1,5 +1,7 @@
 //! Tables of placements: a query, the candidates, and the workers that must be chosen.
 
+mod family;
+
 use super::*;
 use crate::{rates::Measurement, settings::PolicyKind};
 
@@ -13,6 +15,7 @@ fn measured(value: f64) -> Option<Measurement> {
 fn worker(role: Role) -> Candidate {
     Candidate {
         role,
+        family: Some("".into()),
         excluded: false,
         tokens_max: 100_000,
         overlap_blocks: 0,

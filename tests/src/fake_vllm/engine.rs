@@ -31,7 +31,7 @@ impl Cache {
     }
 
     /// Finds the leading blocks of a prompt with this salt, stores its other blocks, and drops the oldest blocks beyond the capacity. If
-    /// `report_hits`, the events include the found blocks. Without `lookup` no block is found.
+    /// `report_hits` is true, the events include the found blocks. If `lookup` is false, no block is found.
     pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
         let hashes = hashes(tokens, salt, self.block_size);
         // The last token is always computed.

@@ -108,7 +108,7 @@ impl Publisher {
         self.command(Command::Forget).await
     }
 
-    /// Sets whether the publisher answers requests for a replay.
+    /// Sets whether the publisher answers requests for a replay from now on.
     pub async fn answer_replays(&self, answers: bool) -> Result<()> {
         self.command(|reply| Command::Replay(answers, reply)).await
     }
@@ -190,7 +190,7 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // An error only means that one subscriber has disconnected. The first byte of a subscription is 1.
+                // An error only means that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
                 received = sockets.publish.recv() => {
                     if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
@@ -300,7 +300,7 @@ pub fn encode(time: f64, events: &[EngineEvent], data_parallel_rank: u32) -> Vec
     bytes
 }
 
-/// Fields with a default value are left out if they have it; the others are nil.
+/// Encodes an event as vLLM does: an absent field is left out if vLLM's definition has a default value for it, and is nil otherwise.
 fn event(event: &EngineEvent) -> Value {
     let map = |fields: Vec<(&str, Option<Value>)>| {
         Value::Map(fields.into_iter().filter_map(|(name, value)| Some((name.into(), value?))).collect())

@@ -162,7 +162,7 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Returns the publisher of the engine's KV events, if the engine publishes them.
+    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }
@@ -260,7 +260,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let transfer = &body["kv_transfer_params"];
     let pulled = if transfer["do_remote_prefill"] == true {
         let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
-        // Like vLLM, the fake checks neither that the KV belongs to this prompt nor that the lease is still valid.
+        // Like vLLM, the fake server checks neither that the KV belongs to this prompt nor that the lease is still valid.
         match engine.settings.fabric.lock().remove(&key) {
             Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
             _ if body["stream"] == true => {

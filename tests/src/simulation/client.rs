@@ -41,7 +41,7 @@ pub(super) enum End {
     Complete,
 }
 
-/// Failures that the simulated faults can explain, and which are therefore allowed.
+/// The kinds of failure that the simulated faults can explain, and that are therefore allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
     /// Errors that allow a retry.
@@ -87,7 +87,7 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
         }
         anyhow::Ok(())
     };
-    // If the connection fails, the exchange fails, too.
+    // The result of the connection is not needed: if the connection fails, the exchange fails, too.
     join(exchange, connection).await.0
 }
 

@@ -40,10 +40,10 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-/// The longest time that a request may take after all faults have ended: a last attempt's wait for its first token, and the tokens after
-/// it, on the slowest engine.
+/// The longest time that a request may take after all faults have ended. It covers the last attempt on the slowest engine: the wait for the
+/// first token, and the tokens after it.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// How long after the last request everything must be released and every process must know the state of the others.
+/// Time limit, from the end of the last request, until all resources are released and every process knows the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// Interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);

@@ -1,6 +1,6 @@
 //! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or interrupted.
 //!
-//! It affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
+//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
 //! connection broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
@@ -37,7 +37,8 @@ pub(super) struct Link {
     pub(super) open: bool,
     /// The shortest delay of a chunk. A random time of up to half this delay is added for each chunk.
     pub(super) delay: Duration,
-    /// The pause between two chunks. It does not depend on their size, which varies between runs because HTTP headers contain the date.
+    /// The pause between two chunks. It does not depend on the sizes of the chunks, which vary between runs because HTTP headers contain
+    /// the date.
     pub(super) pause: Duration,
 }
 
@@ -60,8 +61,8 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and the tasks that wait until it opens. The tasks wake in the order in which they began to wait, which a `watch` does not
-/// guarantee.
+/// A link and the tasks that wait until it opens. The tasks are woken in the order in which they began to wait, which a `watch` channel
+/// would not guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
@@ -77,7 +78,8 @@ struct Open {
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// The host that dialled, or the host that was dialled, is down: the other host detects that when the network delivers a packet.
+    /// One host is down: the one that was dialled if `dialled`, otherwise the one that dialled. The remaining host detects this when the
+    /// network delivers a packet.
     HostDown { dialled: bool },
 }
 

@@ -209,6 +209,9 @@ async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_event
     let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes(&prompt)[..6]);
+    assert!(adapter.assumes_cache());
+    let with_events = external(FakeSettings::default(), |_| {}).await?;
+    assert!(!with_events.adapter.assumes_cache());
     Ok(())
 }
 

@@ -20,7 +20,7 @@ const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 /// A text that is in every prompt and must not appear on the page.
 const SECRET: &str = "wisteria";
-/// Limit on the time until the page shows the current numbers.
+/// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -52,7 +52,7 @@ async fn traffic(client: &Client) -> Result<()> {
     wait_until("all requests have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
 }
 
-/// Returns the numbers in every row or tile that `selector` finds, by worker.
+/// Returns the numbers in all rows or tiles that `selector` finds, by worker (empty in a tile) and field.
 async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
     let cells = browser
         .value(&format!(
@@ -118,7 +118,7 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // This polls, because workers report their totals every second, and the page is updated every two seconds.
+    // The page is polled, because workers report their totals only every second, and the page is updated only every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;

@@ -20,7 +20,7 @@ pub struct DeviceAccess {
     pub ipc: bool,
     /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While this gate is closed, no copy and no batch arrives.
+    /// While this gate is closed, no copy ends and no batch is received.
     pub copy_gate: Gate,
     /// The number of peers' memories that are open.
     pub open_memories: watch::Sender<usize>,
@@ -76,7 +76,7 @@ impl DeviceMemory {
         Self { access, blocks, number }
     }
 
-    /// Copies the peers' writes into the engine. Called before the engine reads its blocks.
+    /// Copies the peers' writes into the engine. Must be called before the engine reads its blocks.
     pub fn apply_peer_writes(&self, engine: &mut SimEngine) {
         let written = std::mem::take(&mut self.blocks.lock().expect("no test panics with the lock").peer_writes);
         for (block, bytes) in written {
@@ -101,7 +101,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Reads a block as its peers see it, including their writes.
+    /// Reads a block as the device's peers see it, including their writes.
     pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
         into.copy_from_slice(&Self::read(&self.blocks, block));
     }
@@ -159,7 +159,7 @@ impl KvMemory for DeviceMemory {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // Unbounded: like NCCL with free buffers, the sender does not wait for the receiver.
+            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

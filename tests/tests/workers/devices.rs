@@ -43,8 +43,8 @@ fn path_label(access: &DeviceAccess) -> &'static str {
     }
 }
 
-/// Sends prompts until the blocks of a prompt are transferred from device to device. Returns the number of prompts before that prompt. The
-/// prompts, numbered from `first`, differ from those of the tests.
+/// Sends prompts until the blocks of one prompt are transferred from device to device. Returns the number of prompts that were sent before
+/// that one. The prompts have the numbers from `first` on, which the tests do not use.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);
@@ -79,7 +79,7 @@ async fn every_transfer_path_gives_the_text_of_local_prefill() {
         let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
         assert_eq!(transferred_bytes(&cluster.decode, path) - before, sent as f64, "{path}");
         assert_eq!(transferred_bytes(&cluster.prefill, path), transferred_bytes(&cluster.decode, path));
-        // Received blocks are cached like computed ones.
+        // Received blocks are cached like computed blocks.
         let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
         assert_eq!(again.cached_tokens(), Some(992), "{path}");
         cluster.idle().await;

@@ -32,12 +32,12 @@ use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// A worker's settings that tests change.
+/// The settings of a worker that tests change.
 #[derive(Clone)]
 pub struct Setup {
     /// The worker's number within its role.
@@ -48,7 +48,7 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
-    /// The access that peers have to its device's memory; `None`: they have none.
+    /// How peers can access the memory of this worker's device; `None`: they cannot access it.
     pub access: Option<DeviceAccess>,
     pub transfer_mode: TransferMode,
 }
@@ -99,7 +99,7 @@ impl Setup {
     }
 }
 
-/// A gate that tests close to stop threads, such as an engine's before its next step.
+/// A gate that a test closes to make threads wait, such as an engine's thread before its next step.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
@@ -195,7 +195,7 @@ pub struct Worker {
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// Whether `run` returned without an error.
+    /// Receives whether `run` returned without an error.
     pub ended: oneshot::Receiver<bool>,
     runtime: Option<tokio::runtime::Runtime>,
 }
@@ -251,7 +251,7 @@ impl Worker {
     /// Makes the worker hang, like a process that received SIGSTOP, until the returned value is dropped.
     pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
         let (hang, ended) = std::sync::mpsc::channel();
-        // Blocks the only thread of its runtime.
+        // The task blocks the only thread of the worker's runtime.
         self.runtime.as_ref().expect("the worker runs").spawn(async move { ended.recv() });
         hang
     }

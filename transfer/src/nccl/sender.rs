@@ -17,7 +17,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Blocks that one transfer sends together.
+/// Blocks that one call of `send` sends together.
 struct Batch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
@@ -57,7 +57,7 @@ impl SendPath for NcclPath {
     }
 
     async fn finish(self: Box<Self>) -> Result<(), TransferError> {
-        // `send` returns when a batch is written.
+        // Each call of `send` has waited until its batch was written, so nothing is left to wait for.
         Ok(())
     }
 }
@@ -88,16 +88,16 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns a path over this communicator, if it is open.
+    /// Returns a path over this communicator; `None` if the communicator is not open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
         Some(NcclPath { ticket, batches: peer.batches.clone()? })
     }
 
-    /// Joins a communicator and sends its batches, in a new task. Called only for a communicator that was named by a ticket under which
-    /// blocks were written at `address`: joining connects to an address within the id, and occupies a thread until the other end has
-    /// joined, too.
+    /// Joins a communicator and sends its batches, in a new task. Must be called only for a communicator that was named by a ticket under
+    /// which blocks were written at `address`: joining connects to an address that the communicator's id contains, and occupies a thread
+    /// until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
         let permit = Arc::clone(&self.0.joins).try_acquire_owned();
         let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {
@@ -110,7 +110,7 @@ impl NcclSender {
         let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
         self.0.lifetime.shutdown.spawn(async move {
             let joining = spawn_blocking(move || {
-                // The thread may run longer than the task that waits for it.
+                // The permit is held by the thread, which may run longer than the task that waits for it.
                 let _permit = permit;
                 memory.join(&id, CommunicatorEnd::Sender)
             });
@@ -132,7 +132,7 @@ impl NcclSender {
         });
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
+    /// Adds an entry for a peer. Returns `None` if the peer has an entry, or if there are too many peers.
     fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {

@@ -112,7 +112,7 @@ impl KvMemory for Device {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(id.to_vec()).or_insert_with(|| {
-            // The sender does not wait for the receiver; NCCL does not either while its buffers have capacity.
+            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

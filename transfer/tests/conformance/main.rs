@@ -169,7 +169,7 @@ async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
 
 async fn several_blocks_are_being_written_at_a_time(rig: Rig) {
     if rig.path == TransferPath::Nccl {
-        // A communicator moves one batch at a time.
+        // This test does not apply: a communicator moves one batch at a time.
         return;
     }
     rig.memory.issue(TICKET, 0..8);
@@ -219,7 +219,7 @@ async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig)
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path has begun writes, too: their permits are discarded.
+    // The preparation of the path has begun writes, too. The permits of those writes are discarded.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
         ended = &mut waiting => panic!("the transfer ended before the disconnection: {ended:?}"),
@@ -268,7 +268,8 @@ conformance!(host, simulated, ipc, nccl; {
     written_blocks_are_correct_in_a_thousand_interleavings,
 });
 
-/// The test does not apply to the other paths: announcing blocks never waits for the receiver, and a communicator's `send` always does.
+/// The test does not apply to CUDA IPC, where announcing blocks never waits for the receiver, nor to NCCL, where a communicator's `send`
+/// always waits.
 #[tokio::test]
 async fn sender_waits_while_the_receiver_does_not_write_on_host_and_simulated_paths() {
     sender_waits_while_the_receiver_does_not_write(host().await).await;

@@ -21,9 +21,9 @@ use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;
 pub const BLOCK_BYTES: usize = 256 << 10;
-/// A time in which an operation ends unless it is blocked.
+/// The time for which a test waits before it concludes that an operation is blocked.
 pub const PENDING: Duration = Duration::from_millis(300);
-/// A time in which every operation ends on the slowest machine.
+/// The time limit of every operation that must end, sufficient on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
 /// The prefill worker's instance.
 const PEER: &str = "prefill-0";
@@ -81,7 +81,7 @@ impl Memory {
         written.collect()
     }
 
-    /// Makes later writes wait for [`Memory::release`].
+    /// Makes every later write wait for a call of [`Memory::release`].
     pub fn hold(&self) {
         self.0.allowed.forget_permits(usize::MAX);
     }

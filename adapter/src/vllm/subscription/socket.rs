@@ -25,7 +25,7 @@ pub(super) enum SocketError {
     Protocol,
 }
 
-/// The number that ends a replay.
+/// The batch number with which the engine marks the end of a replay.
 const END: u64 = u64::MAX;
 
 /// Checks that a client can connect to an endpoint. vLLM's own settings may have the host `*`, to which only a server can bind.

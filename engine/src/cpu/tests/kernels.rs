@@ -20,7 +20,7 @@ fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| number(random)).collect()
 }
 
-/// Returns the bits of a kernel's result, which must be equal for all instruction sets.
+/// Returns the bits of a kernel's result. Fails if they are not equal for all instruction sets.
 fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     let mut results = Isa::available().into_iter().map(|isa| {
         let mut out = vec![0.0; len];
@@ -34,7 +34,7 @@ fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     result
 }
 
-/// Every weight format that has a kernel, and how many numbers share a scale.
+/// Every weight format that has a kernel, with the number of weights that share a scale.
 const KINDS: [(u32, usize); 8] = [
     (kind::Q4_0, 32),
     (kind::Q4_1, 32),

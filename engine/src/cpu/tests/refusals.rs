@@ -90,7 +90,7 @@ fn invalid_steps_are_refused_and_change_no_kv() {
         (chunk(&good, 0, &blocks[..1]), "blocks"),
         (chunk(&good[..4], 0, &beyond_memory), "blocks"),
     ] {
-        // A valid chunk before the invalid one is not computed either.
+        // A valid chunk that precedes the invalid chunk is not computed either.
         let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
         assert!(error.to_string().contains(what), "{error} does not say {what}");
         assert!(engine.kv == kv, "a refused step has written");

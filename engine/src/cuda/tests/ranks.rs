@@ -93,7 +93,7 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
         let wrong = error(&last(&mut engines[i], &to), &expected);
         assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
     }
-    // A round trip through an engine with another number of ranks changes no bit.
+    // Blocks that are copied to an engine with another number of ranks and back are equal bit for bit.
     let mut alone = engine(&file, 1);
     run(&mut alone, &tokens[..20], &from, &[20]);
     let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();
@@ -104,7 +104,8 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     assert_eq!(last(&mut alone, &to), last(&mut alone, &from));
 }
 
-/// The rank is lost in the first all-reduce or in a later one; the step has no output, a sampled token, or logits.
+/// Tests all combinations: the rank is lost in the first all-reduce or in a later one, and the step returns no output, a sampled token, or
+/// logits.
 #[test]
 fn lost_rank_fails_the_step_without_a_hang() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Chunk, Logits, Prefill, StepOutput};
 
-/// A device that samples on its own. It fails at every read and write of a block if `broken`, and at every step if `lost`.
+/// A device that samples on its own. If `broken` is true, every read and write of a block fails; if `lost` is true, every step fails.
 struct Device {
     sim: SimEngine,
     broken: bool,
@@ -87,7 +87,7 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// When the engine has ended, the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
+/// The engine must end so that the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });

@@ -25,7 +25,8 @@ fn reported_chunks_cover_the_uncached_prompt_tokens() {
     world.run();
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     world.act();
-    // The clock of a world does not advance in a step, so the step that allocates the blocks begins a millisecond before the allocation.
+    // The clock of a world advances only between steps, so each step of 1 ms seems to begin 1 ms too early. The first step would begin
+    // before the allocation of its blocks, so it is reported with 0.
     assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
     world.machine.cancel(0);
     world.machine.generate(1, generate(prompt("cut", 150), 4), world.now).expect("the job fits in the cache");

@@ -61,7 +61,8 @@ proptest! {
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// So a sequence that is admitted because fewer sequences than a batch precede it becomes part of the batch.
+    /// The predicted place must not be too early, so that a sequence becomes part of the batch if it is admitted because fewer sequences
+    /// than a batch precede it.
     #[test]
     fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
@@ -122,7 +123,7 @@ proptest! {
         shared.sort_by_key(|place| (costs[*place], *place));
         for pair in shared.windows(2) {
             let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("every sequence has a due time");
-            // Of two neighbours in that order, the first may be due later only if it arrived later.
+            // Of two neighbours in the order `shared`, the first may be due later only if it arrived later.
             prop_assert!(place(pair[0]) < place(pair[1]) || pair[1] < pair[0], "costs {costs:?}, due {dues:?}");
         }
     }

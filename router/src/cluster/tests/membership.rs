@@ -153,3 +153,18 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     impatient.state.update_unavailable(UnavailableWorkers::stop_expecting);
     assert_eq!(impatient.state.unavailable_reason(), None);
 }
+
+#[test]
+fn approximate_index_is_marked_in_metrics_view_and_explanation() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Auto), 0, 1);
+    let assumed = WorkerInfo { approximate_index: true, ..info(worker_info::Role::Decode, "d1") };
+    scenario.join(assumed).expect("it agrees");
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let view = scenario.state.view().workers.into_iter().map(|view| view.info.is_some_and(|info| info.approximate_index));
+    let explained = scenario.state.explain(&request).workers.into_iter().map(|worker| worker.approximate_index);
+    assert_eq!((view.collect::<Vec<_>>(), explained.collect::<Vec<_>>()), (vec![false, true], vec![false, true]));
+    let metrics = scenario.recorder.render();
+    for line in ["{worker=\"d0\"} 0", "{worker=\"d1\"} 1"] {
+        assert!(metrics.contains(&format!("tandem_router_index_approximate{line}")), "{metrics}");
+    }
+}

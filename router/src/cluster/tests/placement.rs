@@ -220,3 +220,38 @@ fn explanation_matches_the_placement_and_adds_no_booking() {
     let reply = scenario.state.explain(&request);
     assert!(reply.placement.is_none() && reply.explanation.contains("no decode worker"), "{}", reply.explanation);
 }
+
+#[test]
+fn prefill_worker_without_a_decode_worker_of_its_family_is_not_used_and_the_view_says_why() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 0, 1);
+    let join = |scenario: &mut Scenario, role, name: &str, family: &str| {
+        let info = WorkerInfo { transfer_family: family.to_owned(), ..info(role, name) };
+        scenario.join(info).expect("families need not agree");
+    };
+    let unpaired = |scenario: &Scenario| -> Vec<String> {
+        let reasons = scenario.state.view().workers.into_iter().filter_map(|view| view.unpaired_reason);
+        reasons.collect()
+    };
+    join(&mut scenario, worker_info::Role::Prefill, "p0", "nixl/2");
+    join(&mut scenario, worker_info::Role::Prefill, "p1", WorkerInfo::NO_TRANSFER_FAMILY);
+    join(&mut scenario, worker_info::Role::Decode, "d1", WorkerInfo::NO_TRANSFER_FAMILY);
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let refused = scenario.state.place(&request, &Excluded::default(), 1).map(drop);
+    assert_eq!(refused, Err(PlacementError::NoEligibleWorker(NoEligibleWorker::NoCommonFamily)));
+    assert_eq!(scenario.state.unavailable_reason(), Some(NoEligibleWorker::NoCommonFamily.to_string()));
+    let reasons = unpaired(&scenario);
+    assert!(reasons[0].contains("family nixl/2,") && reasons[0].contains("Tandem's own transfers"), "{reasons:?}");
+    assert!(reasons[1].contains("no transfer family,"), "{reasons:?}");
+
+    join(&mut scenario, worker_info::Role::Decode, "d2", "nixl/2");
+    assert_eq!((unpaired(&scenario).len(), scenario.state.unavailable_reason()), (1, None));
+    let explained = scenario.state.explain(&request);
+    let used: Vec<_> =
+        explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
+    assert!(used.iter().all(|worker| worker.transfer_family == "nixl/2" && worker.unpaired_reason.is_none()), "{used:?}");
+    assert_eq!((used.len(), explained.workers[2].unpaired_reason.is_some()), (2, true));
+    let (booking, placement) = scenario.place(&request);
+    assert_eq!((name(&placement.prefill), name(&placement.decode)), ("p0".to_owned(), "d2".to_owned()));
+    scenario.state.release(booking);
+    scenario.assert_idle();
+}
