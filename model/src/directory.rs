@@ -42,7 +42,7 @@ pub struct HfTokenizer {
     pub eos: String,
     /// Ids of tokens that end an answer.
     pub stop_tokens: Vec<u32>,
-    /// The model's context in tokens, if the configuration names it.
+    /// The length of the model's context in tokens; `None` if the configuration does not name it.
     pub context_length: Option<u32>,
 }
 
@@ -107,7 +107,7 @@ impl HfDirectory {
 }
 
 impl HfTokenizer {
-    /// Whether the directory contains the files that a tokenizer needs. It may lack the weights.
+    /// Whether the directory contains the files that a tokenizer needs. The directory may lack the weights.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file() && path.join(TOKENIZER).is_file()
     }
@@ -267,7 +267,7 @@ impl TemplateField {
     }
 }
 
-/// What the configuration of a model says about its text. Models for text and images have it in `text_config`, except the end tokens.
+/// The fields of a model's configuration that concern text. Models for text and images have them in `text_config`, except the end tokens.
 #[derive(Deserialize)]
 struct TextConfig {
     eos_token_id: Option<OneOrMany>,

@@ -1,5 +1,5 @@
-//! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings of the
-//! latter exist. The scripts for passwords run against a real etcd and a real NATS.
+//! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
+//! second file exist. The scripts for passwords run against a real etcd and a real NATS.
 
 #[path = "../../node/tests/servers/mod.rs"]
 mod servers;
@@ -25,9 +25,9 @@ fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// The whole cluster with Tandem's own engines.
+/// The compose file of a whole cluster with Tandem's own engines.
 const CLUSTER: &str = "docker-compose.yml";
-/// Tandem in front of vLLM servers.
+/// The compose file of a Tandem cluster in front of vLLM servers.
 const VLLM: &str = "docker-compose.vllm.yml";
 
 /// Returns a compose file with resolved anchors and merge keys; variables are not replaced.
@@ -147,13 +147,13 @@ fn with_defaults(text: &str) -> Result<String> {
     Ok(format!("{before}{default}{}", with_defaults(after)?))
 }
 
-/// Returns the texts of a list, such as a command, with the defaults of variables.
+/// Returns the texts of a list, such as a command. Variables are replaced by their defaults.
 fn texts(list: &Value) -> Result<Vec<String>> {
     let text = |item: &Value| with_defaults(item.as_str().context("a text")?);
     list.as_array().context("a list")?.iter().map(text).collect()
 }
 
-/// Returns the text of an environment variable's value, with the defaults of variables.
+/// Returns the text of an environment variable's value. Variables in it are replaced by their defaults.
 fn value(value: &Value) -> Result<String> {
     match value {
         Value::String(text) => with_defaults(text),

@@ -1,4 +1,4 @@
-//! The commands on the page docs/engines.md are valid, and the messages that it explains exist.
+//! Checks that the commands in docs/engines.md are valid, and that the messages that the page explains exist.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use tandem::cli::Cli;

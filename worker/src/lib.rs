@@ -75,7 +75,7 @@ pub struct Worker {
     pub requests: Requests,
     /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
-    /// The shutdown of this worker: the worker stops it when its back end ends.
+    /// The shutdown of this worker's tasks. The worker stops them when its back end ends.
     pub shutdown: Shutdown,
     /// The settings from which the worker was made.
     pub settings: Arc<WorkerSettings>,
@@ -148,7 +148,7 @@ impl Worker {
             () = self.metrics.follow(watch) => {}
             Some(()) = OptionFuture::from(published) => {}
         }
-        // Connections end with the instance: their clients must not take a later instance at this address for this one.
+        // The connections are closed with the instance, because clients must not mistake a later instance at this address for this one.
         self.shutdown.stop();
         serving.await?;
         Err(WorkerError::EngineEnded)

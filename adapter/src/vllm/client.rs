@@ -53,7 +53,7 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
-    /// The name or path from which the model was loaded.
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }
@@ -175,8 +175,9 @@ impl Api for Client {
         };
         let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
-        let bytes = handle::to_bytes(answer.kv_transfer_params)?;
-        Ok(Exported { handle: KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }, cached_tokens })
+        let bytes = handle::to_bytes(answer.kv_transfer_params);
+        let handle = bytes.map(|bytes| KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() });
+        Ok(Exported { handle, cached_tokens })
     }
 
     async fn generate(

@@ -75,7 +75,7 @@ pub enum KvEvents {
 /// Waits until the server answers, and returns what it says of itself.
 ///
 /// # Errors
-/// The settings are invalid, or the server is none that can be used.
+/// The settings are invalid, or the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
     let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {

@@ -29,13 +29,13 @@ impl EngineConstants {
         })
     }
 
-    /// Returns the number of blocks without the first, which the engine never uses.
+    /// Returns the number of blocks, not counting the first block, which the engine never uses.
     pub fn usable_blocks(&self) -> u64 {
         u64::from(self.blocks.saturating_sub(1))
     }
 }
 
-/// Returns the data-parallel ranks of the server, in order, each with the tokens that fit into its KV memory.
+/// Returns the data-parallel ranks of the server, in order, each with the number of tokens that fit into its KV memory.
 pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     let named = samples(metrics, "vllm:cache_config_info");
     let mut ranks: Vec<u32> = named.filter_map(|(labels, _)| label(labels, "engine").unwrap_or("0").parse().ok()).collect();

@@ -46,11 +46,11 @@ pub struct FakeSettings {
     pub lease: Duration,
     /// The network from which the engine pulls the KV of other engines.
     pub fabric: Fabric,
-    /// The id of its model.
+    /// The id of the engine's model.
     pub model: String,
-    /// The directory from which it says to have loaded its model.
+    /// The directory from which the engine reports to have loaded its model; `None`: it reports none.
     pub root: Option<PathBuf>,
-    /// The port at which it listens; 0: a free one.
+    /// The port at which the server listens; 0 stands for any free port.
     pub port: u16,
 }
 
@@ -137,7 +137,7 @@ impl FakeVllm {
         format!("http://{}", self.address)
     }
 
-    /// Returns its port.
+    /// Returns the server's port.
     pub fn port(&self) -> u16 {
         self.address.port()
     }

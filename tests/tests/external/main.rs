@@ -1,5 +1,6 @@
 //! External engines as back ends of workers: the adapter against fake vLLM and llama.cpp servers, over real sockets.
 
+mod cluster;
 mod exchange;
 mod jobs;
 mod llama_cpp;
