@@ -106,7 +106,7 @@ fn check_llama_cpp(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
     let events = given.try_get_one::<String>("engine_events").ok().flatten().is_some_and(|events| events != "discover");
     let given_flags = [("engine-kv-connector", exchanges), ("engine-events", events)];
     let given_flags = given_flags.into_iter().filter_map(|(flag, given)| given.then_some(flag));
-    if let Some(flag) = given_flags.chain(SETTINGS_OF_VLLM.iter().filter(is_set).copied()).next() {
+    if let Some(flag) = given_flags.chain(SETTINGS_OF_VLLM.iter().filter(&is_set).copied()).next() {
         return Err(format!("--{flag} is for --engine vllm only; leave it out with --engine llama-cpp"));
     }
     let caches = given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&false);

@@ -4,7 +4,7 @@ use super::{
     EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
     weights::load_served,
 };
-use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
+use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
