@@ -33,7 +33,8 @@ pub struct EngineSettings {
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
-    /// Buffered events at which backpressure pauses a generation. It resumes at half of them.
+    /// The number of a job's buffered events at which backpressure pauses its generation. The generation resumes when half of them are
+    /// left.
     pub max_buffered_events: u32,
     /// A step that takes longer counts as a hang ([`EngineHandle::hung`]).
     pub step_max: Duration,
@@ -143,7 +144,8 @@ impl EngineHandle {
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
-    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report.
+    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report: `why`, or that the ticket has no
+    /// reservation, or that the engine has ended.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
@@ -153,10 +155,9 @@ impl EngineHandle {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write all these blocks, or none, under a ticket through [`EngineHandle::kv_memory`] while steps run.
-    ///
-    /// # Errors
-    ///
+    /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the
+    /// blocks may not be written, none may.
+    /// Errors
     /// As for [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
@@ -179,9 +180,9 @@ impl EngineHandle {
         self.load.borrow().clone()
     }
 
-    /// Resolves when the load satisfies `condition`.
+    /// Resolves when the load satisfies `condition`, or when the engine's thread has ended.
     pub async fn wait_for_load(&self, condition: impl FnMut(&Load) -> bool) {
-        // An engine whose thread has ended has no load.
+        // The wait fails only if the engine's thread has ended. Then the load no longer changes.
         let _ = self.load.clone().wait_for(condition).await;
     }
 
@@ -215,7 +216,7 @@ impl Job {
     /// Polls for the next event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.events.poll_recv(context));
-        // A paused job gets no new events, so the count passes this number exactly once.
+        // A paused job gets no new events, so the number of buffered events only falls, and equals `resume_below` exactly once.
         if self.events.len() == self.engine.resume_below {
             self.engine.wake.notify_one();
         }

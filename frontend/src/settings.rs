@@ -65,8 +65,8 @@ pub struct FrontendSettings {
     pub account_header: Option<HeaderName>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
-    /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. Empty: if the
-    /// listener is on loopback or in memory, all peers are trusted whose requests were not forwarded; otherwise no peer is trusted.
+    /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. If the list is
+    /// empty, a listener on loopback or in memory trusts every peer whose request was not forwarded, and any other listener trusts no peer.
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,

@@ -50,11 +50,11 @@ pub struct Acquired {
 /// The blocks that a prompt needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
-    /// The most leading blocks that may be taken from the cache.
+    /// The largest number of leading blocks that may be taken from the cache.
     pub reuse_max_blocks: u32,
     /// The total number of blocks to return, found or fresh.
     pub len_blocks: u32,
-    /// The number of blocks that must remain for others afterwards, free or evictable.
+    /// The number of free or evictable blocks that must remain for other prompts after the allocation.
     pub spare_blocks: u32,
 }
 

@@ -65,7 +65,7 @@ impl WorkerBookings {
         (hashes.partition_point(|hash| self.predicted.contains_key(hash)) as u32).saturating_sub(overlap_blocks)
     }
 
-    /// Adds a booking. `prefilling` are the prompt's blocks if the worker will prefill the prompt, and else empty.
+    /// Adds a booking. `prefilling` has the prompt's blocks if the worker will prefill the prompt; otherwise it is empty.
     pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, prefilling: &[SequenceHash]) {
         self.count += 1;
         self.tokens += load.tokens;
@@ -96,7 +96,7 @@ impl WorkerBookings {
         self.included.iter().any(|included| **included == *request_id)
     }
 
-    /// Returns the load of the booking that the worker's report does not include.
+    /// Returns the part of a booking's load that the worker's report does not include.
     pub(crate) fn unreported(&self, key: &BookingKey) -> BookedLoad {
         self.unreported.get(key).copied().unwrap_or_default()
     }

@@ -6,7 +6,8 @@ use futures::{
 };
 use tandem_node::Shutdown;
 
-/// The worker's shutdown, and the end of its last request: communicators stay open until then. Cheap to clone.
+/// The worker's shutdown, and the moment at which the draining worker's last request has ended. Communicators stay open until that moment.
+/// Cheap to clone.
 #[derive(Clone)]
 pub struct Lifetime {
     pub(crate) shutdown: Shutdown,

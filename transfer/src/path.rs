@@ -39,10 +39,11 @@ pub enum TicketError {
     NotOffered,
 }
 
-/// The state of blocks when [`SendPath::send`] returns.
+/// What a path has done with the blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends the blocks and has sent all earlier blocks, so the call took as long as a transfer.
+    /// The path has sent the blocks of all earlier calls and is sending these. The calls together take as long as the transfer, so their
+    /// duration measures the bandwidth.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,
@@ -83,12 +84,12 @@ pub(crate) trait ReceivePath: Send + Sync {
 
 /// A ticket for a peer, about which a path makes its [`Decision`].
 pub(crate) struct Offer<'a> {
-    /// The prefill worker's instance.
+    /// The instance id of the prefill worker.
     pub peer: &'a str,
     /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// The ticket's message to the prefill worker. The path sets its fields.
+    /// The message that carries the ticket to the prefill worker. The path sets the message's fields.
     pub ticket: &'a mut v1::Ticket,
 }
 

@@ -1,4 +1,4 @@
-//! A mirror's Tandem blocks, the tiers in which each is, and whether it is reported.
+//! A mirror's Tandem blocks: the tiers that hold each block, and whether the block is reported.
 
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
@@ -10,7 +10,7 @@ pub(super) enum Tier {
     Host,
 }
 
-/// The numbers of a prompt's leading Tandem blocks that an engine has cached, by tier.
+/// How many of a prompt's leading Tandem blocks an engine has cached, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixTiers {
     /// Blocks from the prompt's start that are in the device's memory.
@@ -52,7 +52,7 @@ impl Blocks {
         }
     }
 
-    /// Counts one holder of the block less in the tier. The tier must hold the block.
+    /// Counts one holder fewer of the block in the tier. The tier must hold the block.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
         let block = self.held.get_mut(&hash).expect("a released block was held");
         *block.count(tier) -= 1;
@@ -111,8 +111,7 @@ impl Blocks {
         Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
-    /// Returns how many leading blocks of a prompt an engine finds on the device, and how many of the blocks that follow it finds on the
-    /// host.
+    /// Returns how many leading blocks of a prompt are on the engine's device, and how many of the next blocks are on the engine's host.
     pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
         let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
         let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();

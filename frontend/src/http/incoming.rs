@@ -30,7 +30,7 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
-    /// The client to whose limits this request counts; `None`: only the limits for all clients apply.
+    /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
     pub(super) body: body::Held,

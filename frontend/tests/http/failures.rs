@@ -9,7 +9,7 @@ use tandem_proto::v1::{
 };
 use tonic::Status;
 
-/// Starts a streamed chat and returns the worker's side and the client's reply after the first token.
+/// Starts a streamed chat, and waits for its first token. Returns the frontend's call to the decode worker, and the client's reply.
 async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;

@@ -223,7 +223,8 @@ impl Cluster {
         self.calls.try_recv().is_err()
     }
 
-    /// Waits until the frontend ends the generation of an attempt whose cached tokens are still to be reported.
+    /// Waits for the call with which the frontend ends a generation on the worker while the attempt's cached tokens are still to be
+    /// reported.
     pub async fn finish(&mut self) -> FinishRequest {
         soon(self.finishes.recv()).await.expect("the fake worker runs")
     }

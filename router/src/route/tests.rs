@@ -276,7 +276,8 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
         let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
         placed(&remote(prompt_tokens), &workers).expect("the request can be placed").1
     };
-    // The mean of the fixed times is 10 ms. The tolerance of 1.25 brings both closer to it, to 80 ms and 1.25 ms.
+    // A step's fixed time is measured as 100 ms and as 1 ms; their mean is 10 ms. The tolerance of 1.25 moves both measured times closer to
+    // the mean: to 80 ms and 1.25 ms.
     assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
     // A prompt whose blocks are cached needs no prefill step.
     let cached = Candidate { overlap_blocks: 10, ..slow_start(100.0) };

@@ -74,8 +74,9 @@ impl Scenario {
         self.broker.publish(event_batch("d-1", &batch, 0)).await;
     }
 
-    /// Publishes these events until they are indexed. They are the first events after a subscription, which NATS may receive after the
-    /// events; in production the next heartbeat reveals that gap. Events received twice change nothing.
+    /// Publishes these events again and again until they are indexed. NATS may receive the first events before it receives the router's
+    /// subscription, and then the router misses them; in production the next heartbeat reveals that gap. Events received twice change
+    /// nothing.
     async fn publish_until_indexed(&self, ids: std::ops::RangeInclusive<u64>) {
         let again = async {
             loop {

@@ -273,7 +273,7 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// The sums that the frontends' metrics must have.
+/// The sums that the frontends' metrics must equal, within these bounds.
 #[derive(Default)]
 struct Sums {
     prompts: Range,
@@ -283,7 +283,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds answers that no client received, but that the frontend may have finished.
+    /// Raises the upper bounds by a request's answers, which no client received but which the frontend may have finished.
     fn add_possible(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;

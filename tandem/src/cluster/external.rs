@@ -29,7 +29,7 @@ use tandem_proto::{
 use tandem_worker::WorkerError;
 use tokio::{net::TcpListener, time::sleep};
 
-/// The pauses between attempts to connect to a server again that could not be used.
+/// The first and the longest pause between attempts to connect again to a server that could not be used.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// Why a worker with an external engine has ended.
@@ -47,23 +47,23 @@ pub(super) enum ExternalError {
 pub(super) struct ExternalWorker {
     pub(super) plan: WorkerPlan,
     pub(super) engine: ServerSettings,
-    /// The socket of all instances.
+    /// The socket on which the instances of the worker listen, one instance after the other.
     pub(super) socket: net::TcpListener,
     pub(super) key: ClusterKey,
     pub(super) registration: Option<Registration>,
 }
 
-/// How instances of a worker register.
+/// The settings with which the instances of a worker register.
 pub(super) struct Registration {
     pub(super) etcd: EtcdSettings,
     /// `host:port` at which other processes reach the worker.
     pub(super) address: String,
-    /// The shutdown of the process's registrations.
+    /// The shutdown that ends the registrations of all instances when it drains.
     pub(super) shutdown: Shutdown,
 }
 
 impl EngineConfig {
-    /// Returns how the server at `url` is used by a worker.
+    /// Returns the settings with which a worker uses the server at `url`.
     pub(super) fn server(&self, url: &str, key: &ClusterKey) -> Result<ServerSettings, StartError> {
         let external = &self.worker.external;
         let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
@@ -86,7 +86,7 @@ pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettin
     let described = engine.inspect().await;
     let server =
         described.map_err(|source| StartError::ExternalEngine { url: engine.url().to_owned(), source: source.into() })?;
-    // A server with one rank is not told which one.
+    // Requests to a server with a single rank name no rank, unless the settings do.
     let only = server.ranks.len() == 1;
     let of_rank = |&(rank, tokens): &(u32, u64)| {
         let engine = if only { engine.clone() } else { engine.clone().with_rank(rank) };
@@ -118,7 +118,8 @@ impl ExternalWorker {
             };
             let connected = match connected {
                 Ok(connected) => connected,
-                // The settings are wrong, or the server is of another kind: the operator should see this at the start.
+                // An error at the first connection ends the worker, so that the operator sees it: the settings are wrong, or the server is
+                // of another kind.
                 Err(error) if !has_connected => return Err(error.into()),
                 Err(error) => {
                     let error = error_chain(&error);

@@ -129,7 +129,7 @@ impl Commit<'_> {
         let progress = progress::start(&format!("fetching {name} of {}", self.source), listed.size);
         let pointer = self.repo.download_with_progress(name, HubProgress(&progress));
         let pointer = pointer.map_err(|error| failed(self.source, error))?;
-        // The client library stores a link to the file, and checks neither its size nor its hash.
+        // `pointer` is a symbolic link to the downloaded file. The client library checks neither the file's size nor its hash.
         let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
         self.verify(listed, &blob)?;
         File::open(&blob).and_then(|blob| blob.sync_all()).map_err(ModelError::io(&blob))?;
@@ -166,7 +166,7 @@ impl Commit<'_> {
             fetch(name)?;
         }
         if contents == Contents::Tokenizer {
-            // Weights are not needed.
+            // A tokenizer needs no weights.
         } else if self.has(INDEX) {
             let index = fetch(INDEX)?;
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;

@@ -197,7 +197,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .collect()
 }
 
-/// Returns what the operator should know about a member.
+/// Returns notes for the operator about a worker: why it is unpaired, and that its index is approximate.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
     let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";

@@ -94,8 +94,8 @@ impl GemmPlans {
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
-    /// Returns the GEMM's plan. Creates the plan at the first call, and times its algorithms at the use that `timed_at` returns. Does not
-    /// write the outputs.
+    /// Returns the GEMM's plan, which the first call creates. Times the plan's algorithms once the plan has been used as often as
+    /// `timed_at` returns. Does not write the outputs.
     pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // GEMMs that are running do not need their plans any more, because cuBLASLt has read them.

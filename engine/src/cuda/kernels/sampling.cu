@@ -22,9 +22,9 @@ struct SampleSettings {
     float frequency_penalty, presence_penalty, repetition_penalty;
     /// The number of likeliest tokens that are kept; 0: no limit.
     u32 top_k;
-    /// Offset and number of the row's adjustments.
+    /// The index of the row's first adjustment in the list of all adjustments, and the number of the row's adjustments.
     u32 first_adjustment, adjustments;
-    /// Offset of the row's mask, in words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
+    /// Offset of the row's mask in 32-bit words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
     int mask;
     /// Number of alternatives whose logprobs are returned; NO_TOKEN: the sampled token's logprob is not returned either.
     u32 top;
@@ -32,7 +32,8 @@ struct SampleSettings {
 };
 static_assert(sizeof(SampleSettings) == 56, "the host writes 56 bytes");
 
-/// Changes to a token's logit: how often it was generated, whether it is in prompt or output, its bias.
+/// The inputs of a token's penalties and bias: how often the token was generated, whether it is in the prompt or the output, and the bias
+/// that is added to its logit.
 struct Adjustment {
     u32 token, count, seen;
     float bias;
@@ -132,7 +133,8 @@ struct Row {
     }
 };
 
-/// A set of candidates: the tokens whose weight has bits above `least`, and those up to `last` whose weight has bits equal to `least`.
+/// A set of candidates. The bits of a weight are compared as an integer: a token is in the set if its weight's bits are above `least`, or
+/// equal `least` while the token's id is at most `last`.
 struct Candidates {
     u32 least, last;
 

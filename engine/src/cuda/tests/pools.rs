@@ -151,6 +151,6 @@ fn copies_of_open_memory_work_after_their_engine_was_dropped() {
     handle[16] ^= 1;
     let peer = destination.kv_memory().unwrap().open_peer(&handle).unwrap();
     drop(destination);
-    // A transfer in progress keeps the memory allocated.
+    // `peer` keeps the memory of the dropped engine allocated.
     peer.copy(&moves()).unwrap();
 }

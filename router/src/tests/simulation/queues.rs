@@ -39,7 +39,7 @@ struct Setup {
 struct Outcome {
     /// The fraction of prompt blocks found in caches.
     hit_rate: f64,
-    /// The most requests of any worker, divided by the mean of all workers.
+    /// The number of requests of the worker with the most requests, divided by the mean of all workers.
     requests_max: f64,
     /// The longest compute time of any worker, divided by the mean of all workers.
     busy_max: f64,
