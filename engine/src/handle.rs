@@ -1,8 +1,7 @@
 //! Handles to the thread that owns an engine and its scheduler.
-//!
-//! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
+//! Commands are queued while a step runs; those that have arrived by its end are handled before the next step. A job's events go through a
 //! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each
-//! of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! of its blocks once. So a slow client delays no other client, loses no event, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -104,7 +103,7 @@ impl EngineHandle {
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
     }
 
-    /// Returns the engine's constants.
+    /// Returns the properties of the engine's model and KV memory. They never change.
     pub fn info(&self) -> &EngineInfo {
         &self.info
     }

@@ -74,7 +74,7 @@ pub struct PrefixCache {
     settings: CacheSettings,
     blocks: Vec<Block>,
     free: Vec<BlockId>,
-    /// Every cached block, by its hash.
+    /// All cached blocks, by hash.
     index: HashMap<SequenceHash, BlockId>,
     /// Cached blocks without pins, by [`Content::unused_since`]. The first is the next to be evicted.
     unused: BTreeMap<u64, BlockId>,

@@ -16,7 +16,7 @@ pub struct Lifetime {
 }
 
 impl Lifetime {
-    /// Makes a lifetime; `drained` resolves when the worker drains and no request runs any more.
+    /// Makes a lifetime. `drained` must resolve when the worker drains and no request runs any more.
     pub fn new(shutdown: Shutdown, drained: impl Future<Output = ()> + Send + 'static) -> Self {
         Self { shutdown, drained: drained.boxed().shared() }
     }

@@ -131,7 +131,7 @@ impl Machine {
         why
     }
 
-    /// Ends the youngest reservation, to free blocks for running sequences; returns false if there is none.
+    /// Ends the youngest reservation, to free blocks for running sequences. Returns false if there is no reservation.
     pub(super) fn revoke_youngest(&mut self) -> bool {
         let Some(sequence) = self.reserved.pop() else { return false };
         self.take_back(sequence, Event::Revoked);

@@ -23,8 +23,8 @@ use tokio_io_timeout::TimeoutWriter;
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The maximum time between requests. Load balancers close an idle connection after 60 s. They must close it before this side does,
-/// because a request sent while this side closes would fail.
+/// The maximum time between two requests. Load balancers close an idle connection after 60 s. They must close it before the frontend does,
+/// because a request that is sent while the frontend closes the connection would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// The first and the longest pause between interim responses. The pause doubles each time.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
@@ -90,7 +90,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             }
             match self.io.as_mut().poll_write(cx, INTERIM) {
                 Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
-                // The buffers on the way to the client are full, so the client does not read.
+                // The buffers between this process and the client are full, so the client does not read.
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
             }

@@ -9,7 +9,7 @@
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
 constexpr u32 NO_TOKEN = 0xffffffffu;
-/// Tokens whose weight has this logarithm or less are not candidates, as on the host.
+/// Tokens whose weight has this logarithm or less are not candidates. The sampler on the host has the same limit.
 constexpr float LOG_WEIGHT_MIN = -50.0f;
 
 /// The settings of a row; written by engine/src/cuda/sampling.rs.
@@ -143,7 +143,8 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Narrows the set to the fewest of the heaviest candidates whose measures sum to `target` or more. No weight may be above 1.
+    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target` or more. No weight may be above
+    /// 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
         const Candidates all = *this;
         // Invariant: the measures of the candidates whose weight has bits of at least `low` sum to the target or more; with `high` instead

@@ -36,7 +36,7 @@ fn blocks_are_copied_from_the_memory_of_another_process_which_is_unmapped_on_dro
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let mut handle = theirs.ipc_handle().unwrap();
-    // Pretend that the handle comes from another process; within a process no IPC handle is opened.
+    // The changed handle seems to come from another process. An IPC handle is opened only if it comes from another process.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
     let peer = ours.open_peer(&handle).unwrap();

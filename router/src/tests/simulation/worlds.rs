@@ -86,7 +86,7 @@ fn cost_policy_has_the_shortest_waits_with_one_slow_worker() {
     assert_no_rule_is_better("one worker four times slower", World { devices, ..world() }, &prompts);
 }
 
-/// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
+/// Two of the eight workers only prefill, for the other six. A prompt is prefilled there when this is estimated to be faster.
 #[test]
 fn requests_wait_less_with_mixed_roles_if_interference_is_charged_at_a_tenth() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
