@@ -55,7 +55,7 @@ pub struct FrontendSettings {
     /// common proxies is 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with
     /// status 200.
     pub keep_alive: Duration,
-    /// The number of finished prompts that the dashboard shows. 0: there is no dashboard.
+    /// The maximum number of finished prompts that the dashboard shows. 0: there is no dashboard.
     pub dashboard_requests: usize,
     /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics. `None`: no audit result is shown.
     pub audit_result: Option<PathBuf>,

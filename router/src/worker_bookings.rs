@@ -18,9 +18,9 @@ pub(crate) type BookingKey = (RequestId, BookingId);
 /// The load that one request adds to one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BookedLoad {
-    /// Prompt tokens that the worker has to compute.
+    /// The number of prompt tokens that the worker has to compute.
     pub(crate) tokens: u64,
-    /// Sequences that the worker has to run.
+    /// The number of sequences that the worker has to run.
     pub(crate) sequences: u32,
 }
 

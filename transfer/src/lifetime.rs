@@ -1,4 +1,4 @@
-//! The lifetime of a worker, as far as its transfers depend on it.
+//! The events in a worker's lifetime that its transfers depend on.
 
 use futures::{
     FutureExt,

@@ -12,7 +12,7 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Iterations of busy-waiting before a thread sleeps: a few microseconds.
+/// How many times a waiting thread checks its condition before it sleeps. The checks take a few microseconds.
 const SPINS: usize = 300;
 
 /// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job:

@@ -1,11 +1,9 @@
 //! A connection's socket with HTTP's timeouts, and with a probe that finds out whether a client that has sent a FIN still reads.
-//!
 //! A request's head and the pause between requests have separate timeouts. hyper's `header_read_timeout` would be the same for both.
-//!
 //! A FIN before the answer begins may mean that the client has disconnected, or that it has closed only its sending half and still reads.
-//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses
-//! (`102 Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has
-//! disconnected. A client that has closed its sending half before is detected when a write of the answer fails.
+//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses (`102
+//! Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has disconnected. If
+//! the FIN came before that byte, a later disconnection is detected when a write of the answer fails.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -120,7 +118,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
         }
         let State { phase, interim } = this.exchange.state();
         match (phase, this.ended) {
-            // The end of the previous answer has not been flushed yet.
+            // Waits until the end of the previous answer has been flushed.
             (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
             (Phase::Waiting | Phase::Reading, true) => {}
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),

@@ -161,7 +161,7 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// Returns the summary that a frontend shows.
+    /// Returns the result that a frontend shows on its dashboard and in its metrics.
     pub fn result(&self, findings: usize) -> AuditResult {
         let [findings, answers, estimates, unverified] =
             [findings, self.answers, self.estimates, self.unverified].map(|count| count as u64);

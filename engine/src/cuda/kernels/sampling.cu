@@ -14,7 +14,7 @@ constexpr float LOG_WEIGHT_MIN = -50.0f;
 
 /// The settings of a row; written by engine/src/cuda/sampling.rs.
 struct SampleSettings {
-    /// The random number in [0, 1).
+    /// The random number in [0, 1) by which the token is selected.
     double uniform;
     /// The number by which logits are divided; 0: the likeliest token is selected.
     float temperature;
@@ -164,7 +164,7 @@ struct Candidates {
         }
         const double above = row.sum([&](u32 token, float weight) { return from(low + 1, token, weight); });
         const double each = measure(__uint_as_float(low));
-        // The number of candidates equal to `low` that are needed to reach the target, at least one.
+        // How many of the candidates whose weight has bits equal to `low` are needed to reach the target; at least one.
         const double wanted = fmax(ceil((target - above) / each), 1.0);
         const auto equal = [&](u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) == low ? 1.0 : 0.0;

@@ -23,8 +23,8 @@ fn world() -> World {
     }
 }
 
-/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long;
-/// `None` without the recording.
+/// Returns the first recorded conversations. They arrive `faster` times as fast as recorded, and their answers are `answers` times as long.
+/// `None` if the recording is missing.
 fn conversations(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
     let mut prompts = trace(1_500, faster)?;
     prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
@@ -39,8 +39,8 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
     )
 }
 
-/// Asserts that at the 99th percentile requests wait no longer with this router's rule than with the best other rule, and on average at
-/// most 5% longer.
+/// Asserts that requests wait no longer with this router's rule than with the best other rule at the 99th percentile, and at most 5% longer
+/// on average.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
     print(&format!("{what}, Tandem"), &ours).expect("stdout is writable");
