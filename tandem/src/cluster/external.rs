@@ -74,7 +74,8 @@ impl EngineConfig {
     }
 }
 
-/// Waits until the server answers, and returns the settings of a worker for each of its data-parallel ranks, with its description.
+/// Waits until the server answers. Returns the settings of a worker for each of the server's data-parallel ranks, each with the number of
+/// tokens that fit into the rank's KV memory, and the server's description.
 pub(super) async fn inspect(engine: VllmSettings) -> Result<(Vec<(VllmSettings, u64)>, ServerDescription), StartError> {
     let described = vllm::inspect(&engine).await;
     let server = described.map_err(|source| StartError::ExternalEngine { url: engine.url.clone(), source: source.into() })?;
@@ -165,7 +166,7 @@ impl ExternalWorker {
 }
 
 impl Registration {
-    /// Registers the instance to which `own` is connected, until the process or the returned shutdown drains.
+    /// Registers the instance to which the channel `own` leads, until the process or the returned shutdown drains.
     fn register(&self, own: Channel, metrics: &Metrics) -> Shutdown {
         let (registered, etcd, address, metrics) =
             (self.shutdown.child(), self.etcd.clone(), self.address.clone(), metrics.clone());
