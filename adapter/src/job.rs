@@ -178,7 +178,7 @@ impl Task {
         let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
         let took = running.submitted.elapsed();
-        // The engine has counted the prompt even if it holds no KV of it.
+        // The engine reports the number of cached tokens even if it holds no KV of the prompt, as after an aborted request.
         self.send(Event::Scheduled { cached }).await?;
         let handle = match exported.handle {
             Err(_) if self.cancelled.is_cancelled() => return Err(Ended::Dropped),
@@ -224,7 +224,8 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        // A request that was cancelled before its first token may have no blocks.
+        // A request that was cancelled before its first token may have left no blocks in the engine's cache, so its prompt is not recorded
+        // as computed.
         if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
             self.shared.routed(&base);
         }
@@ -278,7 +279,8 @@ impl Answer<'_> {
         };
         match self.run(&call, &sampling, (sample, first, silent), handle).await? {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
-            // An error would end the other samples, of which the first one has the count.
+            // The sample was cancelled. That is not an error here, because an error would end the other samples as well, before the first
+            // sample has reported the number of cached tokens.
             None => Ok(()),
         }
     }
@@ -292,8 +294,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<Option<FinishReason>, Ended> {
         let Self { task, work, .. } = self;
-        // An engine also pulls KV after the lease on it has ended, so the adapter checks the time. The lease is twice the time for which
-        // the handle is valid.
+        // An engine pulls KV even after the lease on the KV has ended, so the adapter checks the time. The lease is twice as long as the
+        // handle is valid.
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {

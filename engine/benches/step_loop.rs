@@ -20,7 +20,7 @@ use tandem_kv::{BlockId, HashKey, Namespace};
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
 const PROMPT: u32 = 128;
-/// Steps measured in a round.
+/// The number of steps that a round measures.
 const STEPS: usize = 100;
 const VOCABULARY: usize = 49_152;
 /// The goal for the overhead of a step with the simulator's vocabulary.

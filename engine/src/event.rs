@@ -71,9 +71,9 @@ pub enum Event {
 /// Tokens of a prompt that were found in a worker's prefix cache, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachedTokens {
-    /// Tokens found in the device's memory.
+    /// The number of tokens found in the device's memory.
     pub device: u32,
-    /// Tokens found in the host's memory.
+    /// The number of tokens found in the host's memory.
     pub host: u32,
 }
 

@@ -1,8 +1,7 @@
 //! Handles to the thread that owns an engine and its scheduler.
-//!
-//! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
+//! Commands are queued while a step runs; those that have arrived by its end are handled before the next step. A job's events go through a
 //! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each
-//! of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! of its blocks once. So a slow client delays no other client, loses no event, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -58,7 +57,7 @@ pub struct EngineHandle {
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// Dropped after `events`, so that the woken engine's thread sees that the job's events are closed.
+    /// Dropped after `events`: when the engine's thread is woken, it must see that the job's events are closed.
     _wake: WakeOnDrop,
     engine: EngineHandle,
 }
@@ -104,7 +103,7 @@ impl EngineHandle {
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
     }
 
-    /// Returns the engine's constants.
+    /// Returns the properties of the engine's model and KV memory. They never change.
     pub fn info(&self) -> &EngineInfo {
         &self.info
     }
@@ -134,11 +133,10 @@ impl EngineHandle {
         Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
-    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when it is in the engine's memory.
-    ///
-    /// # Errors
-    ///
-    /// [`WriteRefused`] if the ticket does not allow it. Most refusals also end the reservation.
+    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's
+    /// memory.
+    /// Errors
+    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
@@ -224,7 +222,7 @@ impl Job {
     }
 
     /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
-    /// computed. Only the first request of a job counts.
+    /// computed. Later requests for blocks of the same job are ignored.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
         // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;

@@ -95,7 +95,7 @@ const PREFILL_TOKENS_MIN: usize = 16;
 /// The number of blocks whose contents one audit checks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take
 /// 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
-/// The most tokens in a chunk that returns logits for every token. The bound limits memory: each token has a logit for every word of the
+/// The most tokens in a chunk that returns logits for every token. The bound limits memory: each row has a logit for every token of the
 /// vocabulary.
 const LOGIT_ROWS_MAX: usize = 64;
 

@@ -111,7 +111,7 @@ impl SimClock {
     }
 }
 
-/// About one in this many tokens is likely to end the answer.
+/// After each token, an answer ends with a probability of about 1 ÷ `END_ODDS`.
 const END_ODDS: u64 = 64;
 /// The logit of tokens that are practically never sampled. It is a finite number.
 const NO_CANDIDATE: f32 = -100.0;

@@ -40,7 +40,7 @@ pub struct SequenceHash(pub u64);
 pub struct Namespace(Arc<[u8]>);
 
 impl Namespace {
-    /// Encodes each part with its length, so that different lists of parts never give equal bytes.
+    /// Returns the namespace of these properties. Each property is encoded with its length, so different properties never give equal bytes.
     pub fn new(model: &str, revision: &str, lora: &str, cache_salt: &str) -> Self {
         let mut bytes = Vec::new();
         for part in [model, revision, lora, cache_salt] {

@@ -187,7 +187,8 @@ impl Numbers<'_> {
             "linear" if factor == 1.0 => Ok(Scaling::None),
             "linear" => Ok(Scaling::Linear { factor }),
             "yarn" => {
-                // `yarn_ext_factor` is the weight of the frequencies that YaRN does not divide. It is 1 in all models of these families.
+                // `yarn_ext_factor` is the weight of the frequencies that YaRN does not divide. It is 1 in all models of the supported
+                // families.
                 if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
                     return Err(self.wrong(&key("yarn_ext_factor"), "1"));
                 }

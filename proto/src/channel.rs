@@ -22,7 +22,8 @@ pub const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// An attempt to connect fails after this time.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Bytes of the largest message: many times a KV block of a large model, or a prompt of millions of tokens.
+/// The size of the largest allowed message in bytes. It is many times the size of a large model's KV block, and enough for a prompt of
+/// millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
 /// The HTTP/2 windows for requests: the most bytes in flight to a server on one stream, and on a whole connection. A stream's window must
@@ -31,8 +32,8 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// Bytes of one frame to a server. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both sides 1.5 times as much processor
-/// time; frames larger than this delay the other streams of their connection.
+/// The largest HTTP/2 frame to a server, in bytes. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both ends 1.5 times as much
+/// processor time. Frames larger than this would delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
 /// The HTTP/2 windows for replies. On one stream, thousands of messages with tokens or KV events may be in flight to a client; only this
@@ -42,8 +43,9 @@ const REQUESTS_FRAME: u32 = 1 << 20;
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// Streams that a client may open and reset before the server has accepted them. A client that resets more breaks its connection with all
-/// streams. The limit exceeds the streams that a frontend serves at a time, because all of its clients may disconnect together.
+/// The number of streams that a client may open and reset before the server has accepted them. If a client resets more, its connection
+/// breaks with all streams. The limit exceeds the number of streams that a frontend serves at a time, because all of its clients may
+/// disconnect together.
 const PENDING_RESETS_MAX: usize = 16_384;
 
 /// The number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process
@@ -92,7 +94,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // The limit is turned off: it would count messages for streams that the client has reset, over the whole life of the connection.
+        // No limit is set: a limit would count messages for streams that the client has reset, over the whole life of the connection.
         .http2_max_local_error_reset_streams(None))
 }
 

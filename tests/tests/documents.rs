@@ -159,8 +159,8 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// At most 0.876 of all tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows the
-/// measured shares.
+/// At most 0.876 of all prompt tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows
+/// the measured shares.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {

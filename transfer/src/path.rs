@@ -82,7 +82,7 @@ pub(crate) trait ReceivePath: Send + Sync {
     async fn offer(&self, offer: Offer<'_>) -> Decision;
 }
 
-/// A ticket for a peer, about which a path makes its [`Decision`].
+/// The ticket for which a path makes its [`Decision`], and the prefill worker that will receive the ticket.
 pub(crate) struct Offer<'a> {
     /// The instance id of the prefill worker.
     pub peer: &'a str,
@@ -95,7 +95,7 @@ pub(crate) struct Offer<'a> {
 
 /// A path's decision about one ticket.
 pub(crate) enum Decision {
-    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until the blocks are written.
+    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant is kept until the blocks are written.
     Accepted { label: &'static str, grant: Option<Box<dyn Grant>> },
     /// The ticket's blocks take the host path; once they are written, the grant prepares this path for later tickets.
     Prepares(Box<dyn Grant>),

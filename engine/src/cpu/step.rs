@@ -54,7 +54,7 @@ pub(super) struct Step<'a> {
     pub buffers: &'a mut Buffers,
 }
 
-/// The rows of one chunk: consecutive tokens of one sequence.
+/// Consecutive rows, which belong to consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     start: usize,

@@ -134,7 +134,7 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Copies bytes from a device address to the host, after all earlier work is done.
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Returns when all work is done.
+    /// Returns when all enqueued work is done.
     fn wait(&self) -> Result<(), CudaError>;
 
     /// Returns when all work of all ranks is done, or as soon as one rank has failed: the work of the other ranks may then never end.

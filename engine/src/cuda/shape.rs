@@ -18,7 +18,7 @@ pub(super) const SOURCES: [(&str, &str); 6] = [
 pub(super) enum Half {
     /// IEEE half precision: 11 significant bits, up to 65,504.
     Float16,
-    /// The upper half of an IEEE single: 8 significant bits, the range of singles.
+    /// The upper half of an IEEE single-precision float: 8 significant bits, and the same range.
     BFloat16,
 }
 

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 /// The most events of a job that occur at most once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last
 /// event.
 const SINGLE_EVENTS: usize = 5;
-/// The most batches by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
+/// The most batches of KV events by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 /// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
@@ -49,7 +49,7 @@ pub(super) struct Driver {
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,
-    /// Sorted, so that blocks of several cancelled jobs are always released in the same order.
+    /// The jobs are sorted by id, so that the blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
     /// The number of buffered events at which a generation pauses, from the settings.
     pub max_buffered_events: usize,

@@ -14,7 +14,7 @@ pub(super) type Order = (JobId, u32);
 pub(super) struct Sequence {
     pub job: JobId,
     pub order: Order,
-    /// The request's account; empty if it has none.
+    /// The request's account; empty if the request has none.
     pub account: Arc<str>,
     /// The due value of the job's prompt (`fair::due`): prompts of one account are computed in this order.
     pub due: u64,

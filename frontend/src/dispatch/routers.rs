@@ -29,7 +29,8 @@ use tonic::{Code, Response, Status};
 
 /// The maximum time for a router to send its view of the cluster or the explanation of a placement.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time to wait for one router's placement or booking if there is another router. Placing takes less than a millisecond.
+/// The maximum time to wait for one router's placement or booking if there is another router to try. A placement takes less than a
+/// millisecond.
 const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The maximum time for which a request waits while no router is known, for example before etcd's first answer, which takes milliseconds.
 const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);

@@ -94,7 +94,7 @@ impl Incoming {
         }
     }
 
-    /// Returns the prompt with these tokens. `index` is its position in the request, from which its id is made.
+    /// Returns the prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.
     pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
         let namespace = self.app.namespace(&self.header_options.account, &options.cache_salt);
         let rest_of_context = self.app.model.context_length.saturating_sub(tokens.len() as u32);

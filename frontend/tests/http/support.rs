@@ -192,7 +192,7 @@ impl Cluster {
         Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, finishes, routes, server }
     }
 
-    /// Sets the router's next answer.
+    /// Appends an answer to the list of the router's next answers.
     pub fn place(&self, reply: route_reply::Message) {
         self.placements.lock().expect("no test panics with the lock").push_back(Some(reply));
     }

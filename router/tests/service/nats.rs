@@ -124,7 +124,7 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     scenario.router.until(loaded).await;
     assert!(scenario.router.metric("tandem_router_kv_event_lag_seconds_count").is_some());
 
-    // An event is lost, and the next event reveals the gap. Events that arrive before the snapshot wait in the subscription.
+    // An event is lost, and the next event reveals the gap. Events that arrive before the snapshot are buffered.
     scenario.publish(20_005..=20_005).await;
     let request = scenario.worker.snapshot_requested().await;
     scenario.publish(20_006..=20_007).await;

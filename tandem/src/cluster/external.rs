@@ -81,7 +81,8 @@ impl EngineConfig {
     }
 }
 
-/// Waits until the server answers, and returns the settings of a worker for each of its data-parallel ranks, with its description.
+/// Waits until the server answers. Returns the settings of a worker for each of the server's data-parallel ranks, each with the number of
+/// tokens that fit into the rank's KV memory, and the server's description.
 pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettings, u64)>, ServerDescription), StartError> {
     let described = engine.inspect().await;
     let server =
@@ -168,7 +169,7 @@ impl ExternalWorker {
 }
 
 impl Registration {
-    /// Registers the instance to which `own` is connected, until the process or the returned shutdown drains.
+    /// Registers the instance to which the channel `own` leads, until the process or the returned shutdown drains.
     fn register(&self, own: Channel, metrics: &Metrics) -> Shutdown {
         let (registered, etcd, address, metrics) =
             (self.shutdown.child(), self.etcd.clone(), self.address.clone(), metrics.clone());

@@ -1,5 +1,4 @@
-//! GGUF files, and whole models in safetensors, in repositories on the Hugging Face hub, or on a mirror of it.
-//!
+//! GGUF files, and whole models in safetensors, from repositories on the Hugging Face hub or on another server with its API.
 //! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded
 //! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
@@ -32,8 +31,8 @@ const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", 
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// Downloads one file of the repository `ORG/NAME`, or its model if no file is named, into `partial`. The files end up below a folder named
-/// after the commit. For [`Contents::Tokenizer`] weights are left out.
+/// Downloads one file of the repository `ORG/NAME` into `partial`, or the repository's model if no file is named. The result's `place` is
+/// in a folder that is named after the commit. For [`Contents::Tokenizer`], weights are not downloaded.
 pub(super) fn download(
     settings: &StoreArgs,
     source: &Source,
@@ -68,7 +67,7 @@ struct Listing {
     siblings: Vec<Listed>,
 }
 
-/// A file of a commit.
+/// A file of a commit, as the hub lists it.
 #[derive(Deserialize)]
 struct Listed {
     rfilename: String,

@@ -219,8 +219,8 @@ pub(super) mod tests {
     use super::*;
     use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role};
 
-    /// A prefill worker with many cache hits, a decode worker with an open circuit breaker, and an incompatible worker, as they are after
-    /// `later` seconds.
+    /// Returns a router's view after `later` seconds: a prefill worker with many cache hits, a decode worker with an open circuit breaker,
+    /// and an incompatible worker.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
         let worker = |role: Role, worker_id: &str, running, circuit_open, cache, steps| WorkerView {
             info: Some(WorkerInfo {

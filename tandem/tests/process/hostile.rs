@@ -281,7 +281,8 @@ impl Measurements {
         self.rounds.iter().flat_map(|round| &round[attacked]).copied().collect()
     }
 
-    /// Returns the median of the rounds' ratios, because other work on the machine affects both times of a round.
+    /// Returns a percentile of the times during the attack, divided by that of the times without it: the median of all rounds. Other work
+    /// on the machine affects both times of a round, so it changes the ratio little.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds

@@ -14,7 +14,7 @@ use tandem_tests::{
 use tandem_worker::{Ledger, WorkerSettings};
 use tempfile::TempDir;
 
-/// Tokens in a block of the fake engine.
+/// The number of tokens in a block of the fake engine.
 const BLOCK_SIZE: u64 = 32;
 
 struct Cluster {

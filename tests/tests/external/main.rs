@@ -1,4 +1,4 @@
-//! External engines as back ends of workers: the adapter against fake vLLM and llama.cpp servers, over real sockets.
+//! Workers whose back end is an external engine. The adapter is tested against fake vLLM and llama.cpp servers, over real sockets.
 
 mod cluster;
 mod exchange;
@@ -75,7 +75,7 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
     }
 }
 
-/// A summary of the events of a job.
+/// The events that a job has reported, by kind.
 #[derive(Debug, Default, PartialEq)]
 struct Report {
     cached: Option<Option<CachedTokens>>,

@@ -172,7 +172,7 @@ pub struct Rig {
     pub source: Device,
     send: SendPaths,
     pub receive: ReceivePaths,
-    /// The tickets that were opened, with their negotiated paths.
+    /// The tickets that were opened, by number, with their negotiated paths.
     negotiated: tokio::sync::Mutex<BTreeMap<u64, (v1::Ticket, Negotiated)>>,
     server: Mutex<Option<ServerGuard>>,
 }
@@ -260,7 +260,7 @@ impl Rig {
         unreachable!("the loop over tickets never ends")
     }
 
-    /// Returns the ticket as the decode worker sends it to a prefill worker.
+    /// Negotiates a path for the ticket. Returns the ticket as the decode worker sends it to a prefill worker, and the negotiated path.
     pub async fn negotiate(&self, peer: &str, ticket: u64) -> (v1::Ticket, Negotiated) {
         let (secret, address) = (named(ticket), self.address.clone());
         let mut issued = v1::Ticket { ticket: secret.as_bytes().to_vec(), address, ..v1::Ticket::default() };

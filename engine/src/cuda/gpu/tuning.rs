@@ -20,8 +20,8 @@ const RUNS: usize = 4;
 /// The time limit in milliseconds for all runs of one GEMM, not counting the first run of each algorithm. Algorithms that are not timed by
 /// then are not chosen. Only GEMMs of long prompts on slow GPUs reach the limit.
 const ALL_MAX_MS: f32 = 100.0;
-/// The time limit for the work that was enqueued on the stream before. No step takes this long, so if the limit is reached, the GPU is
-/// lost.
+/// The time limit for the work that was enqueued on the stream before. No step takes this long. Work that reaches the limit
+/// waits for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// The fraction by which an algorithm must be faster than one that cuBLASLt ranks higher. Smaller differences are noise.
 const MARGIN: f32 = 0.02;

@@ -1,4 +1,4 @@
-//! Accounts and requests that together need more than the capacity.
+//! Several accounts and requests that together need more than the engine's capacity.
 
 use super::*;
 use proptest::prelude::*;
