@@ -232,6 +232,6 @@ async fn dashboard_and_metrics_show_the_last_audit_result() {
     AuditResult { findings: 0, ..result }.write(&file).expect("the folder is writable");
     assert!(scraped().await.contains("tandem_frontend_audit_findings 0"));
     std::fs::write(&file, "findings 0").expect("the folder is writable");
-    assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("is not what")));
+    assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("is not a result of")));
     assert_eq!(Cluster::start().await.get("/dashboard/cluster").await.1["audit"], Value::Null);
 }
