@@ -12,7 +12,7 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
-    /// The engine refused the request or failed.
+    /// The engine refused the request or failed, and reported no count of cached tokens.
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
 
     /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
@@ -45,10 +45,11 @@ pub(crate) struct Call {
     pub tokens: Vec<TokenId>,
 }
 
-/// A prompt that the engine has computed.
+/// A prompt whose computation has ended, by itself or because the request was aborted.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    pub handle: KvHandle,
+    /// An error if the engine holds no KV, as after an aborted request.
+    pub handle: Result<KvHandle, EngineFailure>,
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }

@@ -177,10 +177,16 @@ impl Task {
         };
         let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
-        running.work.begun(call.tokens.len().saturating_sub(known), running.submitted.elapsed());
-        self.shared.routed(&call);
+        let took = running.submitted.elapsed();
+        // The engine has counted the prompt even if it holds no KV of it.
         self.send(Event::Scheduled { cached }).await?;
-        self.send(Event::Exported(exported.handle)).await
+        let handle = match exported.handle {
+            Err(_) if self.cancelled.is_cancelled() => return Err(Ended::Dropped),
+            handle => handle?,
+        };
+        running.work.begun(call.tokens.len().saturating_sub(known), took);
+        self.shared.routed(&call);
+        self.send(Event::Exported(handle)).await
     }
 
     async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
@@ -218,7 +224,10 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        self.shared.routed(&base);
+        // A request that was cancelled before its first token may have no blocks.
+        if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
+            self.shared.routed(&base);
+        }
         Ok(())
     }
 }
@@ -245,7 +254,11 @@ struct Answer<'a> {
 impl Answer<'_> {
     async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
         if !first {
-            self.begun.cancelled().await;
+            tokio::select! {
+                biased;
+                () = self.task.cancelled.cancelled() => return Ok(()),
+                () = self.begun.cancelled() => {}
+            }
         }
         let Generated { sample, tokens } = generated;
         let mut sampling = self.generate.sampling.clone();
@@ -268,8 +281,11 @@ impl Answer<'_> {
             let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
             self.task.send(Event::Scheduled { cached }).await?;
         }
-        let reason = reason.ok_or(Ended::Dropped)?;
-        self.task.send(Event::Finished { sample, reason }).await
+        match reason {
+            Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
+            // An error would end the other samples, of which the first one has the count.
+            None => Ok(()),
+        }
     }
 
     /// Runs one request to its end. The finish reason is `None` if the request was cancelled.

@@ -131,7 +131,7 @@ impl FrontendMetrics {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it.
+    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it; empty if that worker was lost before it could report.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);

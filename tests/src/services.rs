@@ -11,7 +11,7 @@ use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
+use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;
 
 /// Time limit for waiting for a ticket, for blocks, and for a step.
@@ -37,7 +37,7 @@ impl Services {
     }
 
     /// Starts a decode worker. Returns its address.
-    pub async fn decode_worker(&self, worker: WorkerSettings, engine: EngineHandle) -> Result<SocketAddr> {
+    pub async fn decode_worker(&self, worker: WorkerSettings, engine: impl Backend) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
             worker,

@@ -174,8 +174,9 @@ impl Api for Client {
         };
         let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
-        let bytes = handle::to_bytes(answer.kv_transfer_params)?;
-        Ok(Exported { handle: KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }, cached_tokens })
+        let bytes = handle::to_bytes(answer.kv_transfer_params);
+        let handle = bytes.map(|bytes| KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() });
+        Ok(Exported { handle, cached_tokens })
     }
 
     async fn generate(

@@ -76,6 +76,16 @@ impl Booking {
         self.existing.prefilling = false;
         // A rebooking that has already begun would count the prefill's load, although the prefill has ended.
         self.rebooking = None;
+        self.send_prefill_finished(cached_tokens).await;
+    }
+
+    /// Reports cached tokens that the worker has reported after the first token. A router that was lost meanwhile is not replaced for that: only the
+    /// router that placed the request compares the number with its prediction.
+    pub(super) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
+        self.send_prefill_finished(Some(cached_tokens)).await;
+    }
+
+    async fn send_prefill_finished(&mut self, cached_tokens: Option<u32>) {
         if let Some(stream) = &self.stream {
             stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }

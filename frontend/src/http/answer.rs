@@ -136,7 +136,7 @@ impl Run {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
         let logprobs = match event {
             AnswerEvent::Started(_) if echo.with_logprobs => return Ok(None),
-            AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
+            AnswerEvent::Scheduled(_) | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
             AnswerEvent::Started(_) => Vec::new(),
             AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
             // The worker must send the prompt's logprobs before the first delta.

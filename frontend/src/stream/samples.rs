@@ -77,10 +77,11 @@ impl Samples {
                 self.events.push_back(event);
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
+            Message::Scheduled(scheduled) => self.events.push_back(AnswerEvent::Scheduled(scheduled)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These messages precede an attempt's first token, so here they come from a resume. They do not change the facts of the attempt
+            // This message precedes an attempt's first token, so here it comes from a resume. It does not change the facts of the attempt
             // that generated the first token.
-            Message::Scheduled(_) | Message::DecodeStarted(_) => {}
+            Message::DecodeStarted(_) => {}
         }
         Ok(())
     }

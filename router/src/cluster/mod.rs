@@ -321,13 +321,14 @@ impl State {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were
-    /// cached, that number is compared with the overlap that the placement assumed.
+    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were cached, now or
+    /// in a later call, the first such number is compared with the overlap that the placement assumed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
+        let Some(actual) = cached_tokens.map(u64::from) else { return };
+        let predicted = booking.overlap_tokens.take();
         let computed_on = self.members.of_mut(booking.prefills_on());
-        let tokens = booking.overlap_tokens.zip(cached_tokens.map(u64::from));
-        if let (Some(Member { series, placements, .. }), Some((predicted, actual))) = (computed_on, tokens) {
+        if let (Some(Member { series, placements, .. }), Some(predicted)) = (computed_on, predicted) {
             let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));
             series.overlap_over.increment(over);
             series.overlap_under.increment(under);

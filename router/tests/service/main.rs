@@ -221,10 +221,16 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached.
-    routes[0].prefill_finished(Some(16));
+    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached, even if
+    // that number comes later, and only once.
+    routes[0].prefill_finished(None);
     router.until(bookings(2, 3, 3)).await;
-    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
+    routes[0].prefill_finished(Some(16));
+    routes[0].prefill_finished(Some(0));
+    let overestimated = |view: &tandem_proto::v1::WorkersReply| {
+        worker(view, "p").and_then(|worker| worker.placements.as_ref()).map(|placements| placements.overlap_over_tokens)
+    };
+    router.until(move |view| overestimated(view) == Some(16)).await;
     // One client closes its side of the stream; another drops the stream.
     let closing = routes.remove(1);
     drop(closing.requests);
@@ -234,6 +240,7 @@ async fn booking_lasts_until_its_stream_ends() {
     routes.pop();
     router.until(bookings(0, 0, 0)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(0.0));
+    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
     assert_eq!(router.metric(r#"tandem_router_placements_total{worker="p",kind="prefill"}"#), Some(3.0));
     at_decode.heartbeat(0, Load::default(), &["a", "b", "c"]);
 }
@@ -340,7 +347,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
     twice.placement().await;
     assert_eq!(twice.reply().await.expect_err("the second start message is refused").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // A failure without an instance id excludes no instance, and a second end of prefill changes nothing.
+    // A failure without an instance id excludes no instance, and a second end of prefill releases nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);

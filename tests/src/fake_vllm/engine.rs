@@ -62,6 +62,13 @@ impl Cache {
         if report_hits && found > 0 {
             events.push(stored(hits, 0));
         }
+        // As in vLLM, blocks are removed before others are stored in their place, so that the events never exceed the capacity.
+        while self.used.len() + new.len() > self.capacity {
+            let Some(hash) = self.used.pop_front() else { break };
+            self.held.remove(&hash);
+            let hashes = vec![EngineHash::Number(hash)];
+            events.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
+        }
         if !new.is_empty() {
             events.push(stored(&hashes[hashes.len() - new.len()..], hashes.len() - new.len()));
         }
@@ -69,14 +76,6 @@ impl Cache {
             self.held.insert(hash);
             self.used.push_back(hash);
         }
-        let mut dropped = Vec::new();
-        while self.used.len() > self.capacity {
-            let Some(hash) = self.used.pop_front() else { break };
-            self.held.remove(&hash);
-            let hashes = vec![EngineHash::Number(hash)];
-            dropped.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
-        }
-        events.extend(dropped);
         Stored { cached_tokens: found * self.block_size, events }
     }
 

@@ -60,6 +60,20 @@ async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
 }
 
 #[tokio::test]
+async fn cancelled_prefill_ends_with_its_count_and_without_a_handle() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(50), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    let prompt = prompt(1, 100);
+    let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
+    let mut job = adapter.prefill(prefill).await?;
+    until("the engine has it", || fake.running() == 1).await?;
+    job.cancel();
+    let report = read(&mut *job).await?;
+    assert_eq!(report, Report { cached: Some(Some(CachedTokens::on_device(0))), ..Report::default() });
+    Ok(())
+}
+
+#[tokio::test]
 async fn incomplete_handle_is_not_sent_to_the_engine() -> Result<()> {
     let (_, decode) = pair().await?;
     let handle = KvHandle { bytes: br#"{"do_remote_prefill":true}"#.to_vec(), valid_for: LIMIT, chunks: Vec::new() };

@@ -1,5 +1,6 @@
 //! External engines as back ends of workers: the adapter against a fake vLLM server, over real sockets.
 
+mod cluster;
 mod exchange;
 mod jobs;
 
