@@ -30,6 +30,7 @@ impl Backend for Adapter {
 
     async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
         generate.check(self.info())?;
+        self.api.check(&generate)?;
         let supported = match generate.kv {
             KvSource::Local => true,
             KvSource::Handle => self.family.is_some(),
@@ -50,7 +51,7 @@ impl Backend for Adapter {
     async fn hung(&self) {
         let mut hung = self.hung.clone();
         if hung.wait_for(|hung| *hung).await.is_err() {
-            // The health checks have stopped because the engine has ended, and the worker ends as well.
+            // The health checks have stopped because the engine has ended. This worker will end as well.
             std::future::pending().await
         }
     }

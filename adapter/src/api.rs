@@ -3,12 +3,20 @@
 use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
-use tandem_engine::{KvHandle, Refusal, Sampling, TokenLogprobs};
+use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 
 /// The server of an engine.
 #[tonic::async_trait]
 pub(crate) trait Api: Send + Sync + 'static {
+    /// Checks whether the engine supports what the request needs.
+    ///
+    /// # Errors
+    /// The refusal names what it does not support.
+    fn check(&self, _generate: &Generate) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
@@ -48,7 +56,7 @@ pub(crate) struct Call {
 /// A prompt whose computation has ended, by itself or because the request was aborted.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    /// An error if the engine holds no KV, as after an aborted request.
+    /// The handle with which another engine pulls the KV; an error if the engine holds no KV, as after an aborted request.
     pub handle: Result<KvHandle, EngineFailure>,
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
@@ -59,6 +67,8 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
+    /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
+    pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }

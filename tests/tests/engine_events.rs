@@ -203,7 +203,7 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // The subscription may detect first the gap, or the missing answer to its request for a replay.
+    // Which loss is detected first depends on timing: the gap, or that the request for a replay is not answered.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),
@@ -241,7 +241,7 @@ async fn batch_of_another_rank_is_reported_as_a_loss() -> Result<()> {
 #[tokio::test]
 async fn batches_of_other_topics_are_not_delivered() -> Result<()> {
     let mut setup = start_with(|settings| {
-        // ZMQ delivers all topics that begin with `k`.
+        // The subscription is to the topic `k`, but ZMQ delivers all topics that begin with `k`, such as the publisher's topic `kv`.
         settings.topic = "k".to_owned();
         settings.replay_endpoint = None;
     })

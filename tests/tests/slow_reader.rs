@@ -17,7 +17,7 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
     socket.set_recv_buffer_size(1 << 16)?;
     let mut connection = socket.connect(frontend).await?;
     let (path, body) = (Endpoint::Chat.path(), request.to_string());
-    // With HTTP/1.0 the answer has no chunked encoding, and the end of the connection is its end.
+    // With HTTP/1.0 the answer has no chunked encoding: it ends when the connection is closed.
     let head = format!("POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     connection.write_all((head + &body).as_bytes()).await?;
     Ok(connection)
@@ -48,7 +48,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let computed = async || client.metric("tandem_worker_batch_tokens_sum", "decode").await;
     let before = computed().await?;
     let mut unread = send(cluster.frontend(), &request).await?;
-    // No event reports that a sequence is not scheduled any more, so this polls until no token is computed for 500 ms.
+    // No event reports that a sequence is not scheduled any more, so the test polls until no token has been computed for 500 ms.
     let stopped_generating = async {
         let mut last = before;
         loop {

@@ -18,8 +18,8 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// The most messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
-/// at a time, a prompt would take as many steps as it has blocks.
+/// The most messages of one transfer that wait to be written. The destination writes only between two of its engine's steps. If only one
+/// message could wait, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
 /// The longest time from the opening of a control stream until its first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ impl TransferService {
         TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    /// Writes the blocks of a message; returns how many there were.
+    /// Writes the blocks of a message into the destination, or copies them there from the sender's GPU. Returns their number.
     async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {

@@ -36,7 +36,7 @@ pub struct WorkerMetrics {
     reported: Mutex<Reported>,
 }
 
-/// The totals since the worker's start that load reports carry.
+/// The values that the worker adds to its load reports: totals since its start, and the bandwidth.
 #[derive(Default)]
 struct Reported {
     cache: v1::CacheTotals,
@@ -171,7 +171,8 @@ impl WorkerMetrics {
         self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
     }
 
-    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved while the worker waited `busy` for this transfer alone.
+    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved in the time `busy`, in which the sender only waited for
+    /// them.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
         /// The weight of the newest measurement: the average follows a change after a few transfers, and one outlier does not count much.
         const NEWEST: f64 = 0.2;
@@ -189,7 +190,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // The missed steps are absent from the histograms. The gauges are correct again with the next batch.
+                // Batches were missed. Their steps are absent from the histograms, but the next batch makes the gauges correct again.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }

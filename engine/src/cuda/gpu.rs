@@ -111,7 +111,7 @@ impl Drop for Context {
     }
 }
 
-/// A stream of a GPU.
+/// A CUDA stream of a GPU, with its own staging memory and cuBLASLt plans.
 pub(super) struct Gpu {
     // Fields are dropped in this order. cuBLASLt's resources belong to the context, so they are dropped before it.
     gemms: Mutex<GemmPlans>,
@@ -137,7 +137,7 @@ impl Staging {
 }
 
 impl Gpu {
-    /// Opens a GPU, loads these kernels, and creates a first stream.
+    /// Opens a GPU, loads the kernels in `cubin`, and creates a first stream.
     pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape) -> Result<Self, CudaError> {
         Self::of(Arc::new(Context::open(driver, cubin, shape)?))
     }
@@ -188,7 +188,7 @@ impl Gpu {
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // The memory is sent as two regions, because KV blocks are sent as several regions.
+        // The test sends the memory as two regions, because KV blocks are also sent as several regions.
         let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
         ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
@@ -220,7 +220,8 @@ impl Drop for Graph {
 impl Device for Gpu {
     type Communicators = Vec<Communicator>;
 
-    /// The bytes cover NCCL's channel buffers and the stack of its kernels. Up to 1.6 GB were reported with eight GPUs.
+    /// The memory that NCCL needs on each GPU for a communicator: its channel buffers and the stacks of its kernels. NCCL has been reported
+    /// to need up to 1.6 GB with eight GPUs.
     const COMMUNICATOR_BYTES: usize = 2 << 30;
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
@@ -239,7 +240,7 @@ impl Device for Gpu {
     type Graph = Graph;
 
     fn new_stream(&self) -> Result<Self, CudaError> {
-        // Earlier work of this stream, such as copies of weights, must be done before the new stream reads its results.
+        // Work in flight on this stream, such as copies of weights, must end before the new stream reads the memory that it writes.
         self.context.enter()?;
         self.idle()?;
         Self::of(Arc::clone(&self.context))
@@ -283,7 +284,8 @@ impl Device for Gpu {
             let staged = &mut staging.bytes()[..chunk.len()];
             staged.copy_from_slice(chunk);
             let to = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller allocated the destination; the source is not modified before the wait above in the next iteration or call.
+            // SAFETY: the caller allocated the destination. The staging memory is not modified before the copy is done: the next iteration,
+            // or the next call, first waits for the stream.
             unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
         }
         Ok(())
@@ -337,9 +339,9 @@ impl Device for Gpu {
         self.context.enter()?;
         let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
-        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as
-        // the kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to sufficient
-        // memory.
+        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call. Of each word it reads as many
+        // bytes as the kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to
+        // sufficient memory.
         let launched = unsafe {
             result::launch_kernel(
                 self.context.functions[launch.kernel as usize],

@@ -35,7 +35,7 @@ pub struct Tokenizer {
     tokens: Vec<Token>,
     /// The maximum number of bytes of text that one token stands for.
     pub(crate) token_bytes_max: usize,
-    /// Finds the names of special tokens in a text in which these names become their ids.
+    /// Finds the names of all special tokens, for texts in which such a name becomes the token's id.
     special: Literals,
     /// Finds the names of user-defined tokens, which become their ids in every text.
     always: Literals,
@@ -208,7 +208,7 @@ impl Tokenizer {
     /// Encodes a text. Adds no token before or after it.
     ///
     /// # Errors
-    /// The model's tokenizer fails on it.
+    /// The model's tokenizer cannot encode the text.
     pub fn encode(&self, text: &str, special: Special) -> Result<Vec<TokenId>, EncodeError> {
         let literals = if special == Special::Parsed { &self.special } else { &self.always };
         self.encode_cut(text, literals, None)
@@ -217,7 +217,7 @@ impl Tokenizer {
     /// Encodes a text in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`.
     ///
     /// # Errors
-    /// The model's tokenizer fails on it.
+    /// The model's tokenizer cannot encode the text.
     pub(crate) fn encode_guarded(&self, text: &str, guard: Guard) -> Result<Vec<TokenId>, EncodeError> {
         self.encode_cut(text, &self.special, Some(guard))
     }
@@ -354,7 +354,8 @@ struct Cut {
 impl Cut {
     /// Returns the steps of the pre-tokenizer that GGUF files call `name`.
     fn named(name: &str) -> Result<Self, ServedModelError> {
-        /// These expressions are from the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which split numbers into single digits.
+        /// These regular expressions are from the `tokenizer.json` of Llama 3, and of Qwen 2 and 3. Those of Qwen split numbers into single
+        /// digits.
         const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         const QWEN_2: &str =
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -375,7 +376,7 @@ impl Cut {
     }
 }
 
-/// A guard character: see [`Tokenizer::mark`].
+/// A character that [`Tokenizer::mark`] inserts into the name of a control token, so that the name is encoded as plain text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard(char);
 

@@ -23,7 +23,7 @@ pub struct Evidence {
     pub lost_frontend: bool,
 }
 
-/// One request and what its client received.
+/// One request of a client, with the usage that the client received.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClientLine {
@@ -39,7 +39,7 @@ pub struct ClientLine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReportedUsage {
-    /// Prompts in the request.
+    /// The number of prompts in the request.
     #[serde(default = "one")]
     pub prompts: usize,
     /// `usage.prompt_tokens`

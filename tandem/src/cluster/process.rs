@@ -1,10 +1,10 @@
-//! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
+//! Runs one role in a process of its own: the same part as in `up`, started by the same functions, and an admin endpoint.
 
 use super::{
     EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
     weights::load_served,
 };
-use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
+use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
@@ -35,7 +35,7 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 /// A running role. Dropping it stops it at once.
 pub struct Process {
     name: String,
-    /// The addresses and sizes in the introduction, each with its name.
+    /// The addresses and sizes that the process prints in its introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
     /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.
@@ -118,10 +118,10 @@ impl Process {
         let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
         let registered = registration.as_ref().map(|(_, address)| address.clone());
         let advertise = registered.or_else(|| discovery.advertise.clone());
-        if settings.model.engine == EngineKind::Vllm {
+        if let Some(server) = settings.model.engine.server() {
             let url = settings.worker.external.engine_url.first().expect("the command line demands one");
             process.name = format!("{} worker {id}", role.name());
-            process.places.push(("engine", format!("vLLM at {url}")));
+            process.places.push(("engine", format!("{server} at {url}")));
             let registration = registration.map(|(etcd, address)| Registration {
                 etcd: EtcdSettings { key: process.parts.key.clone(), ..etcd },
                 address,
@@ -133,7 +133,7 @@ impl Process {
                 &config,
                 (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
             );
-            let engine = config.vllm(url, &process.parts.key)?;
+            let engine = config.server(url, &process.parts.key)?;
             process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
             return Ok(process);
         }
