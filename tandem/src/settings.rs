@@ -20,7 +20,7 @@ mod worker;
 pub use common::CommonArgs;
 pub use discovery::{DiscoveryArgs, DiscoveryArgsError};
 pub use events::NatsArgs;
-pub use frontend::FrontendArgs;
+pub use frontend::{ExtraModel, FrontendArgs};
 pub use key::{KeyArgs, KeyFileError};
 pub use limits::LimitArgs;
 pub use model::{EngineKind, ModelArgs};

@@ -32,6 +32,10 @@ pub enum StartError {
     Cuda(#[from] CudaError),
     #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
     NoPrefillWorker,
+    #[error(
+        "`tandem up` starts workers of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
+    )]
+    OneModel,
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("{} cannot be served", .path.display())]

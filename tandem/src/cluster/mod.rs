@@ -92,6 +92,9 @@ impl Cluster {
         if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
             return Err(StartError::NoPrefillWorker);
         }
+        if !settings.frontend.extra_models.is_empty() {
+            return Err(StartError::OneModel);
+        }
         let frontend = listen(settings.common.listen, "--listen").await?;
         let loaded = config.clone().load().await?;
         let mut cluster = Self::run(settings, &config, loaded, frontend).await?;
@@ -140,7 +143,7 @@ impl Cluster {
         let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
         let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, sequences_max), &front);
+        parts.frontend((frontend, None), routers, settings.frontend, (served, Vec::new(), sequences_max), &front);
         Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
     }
 

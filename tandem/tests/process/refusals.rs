@@ -116,14 +116,11 @@ fn incompatible_frontends_serve_nothing() {
     for (args, expected) in [
         (["--cluster", "other"], "its cluster is other, the cluster's is tandem"),
         (["--block-size", "32"], "its block size is 32, the cluster's is 16"),
-        (["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
     ] {
         let frontend = plan.frontend(&args);
         let unready = frontend.get("/ready");
         assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(expected), "{args:?}: {unready}");
-        let request =
-            chat_body("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
-        let refused = frontend.answer("/v1/chat/completions", &request);
+        let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false));
         assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{args:?}: {refused}");
         until(
             "the log names the reason",
@@ -131,6 +128,23 @@ fn incompatible_frontends_serve_nothing() {
             |log| log.lines().any(|line| line.contains("WARN") && line.contains(expected)),
         );
     }
+}
+
+#[test]
+fn frontend_of_a_model_without_workers_is_not_ready() {
+    let plan = Plan::new();
+    let decode = address();
+    plan.list(&[decode]);
+    let _parts = (plan.router(&[]), plan.worker("decode", "d", decode, &[]));
+    plan.joined(&["d"]);
+    let frontend = plan.frontend(&["--served-model-name", "llama"]);
+    let unready = frontend.get("/ready");
+    assert!(
+        unready.starts_with("HTTP/1.1 503") && unready.contains("no worker serves llama; the workers serve sim"),
+        "{unready}"
+    );
+    let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false).replace("\"sim\"", "\"llama\""));
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("no_worker"), "{refused}");
 }
 
 #[test]

@@ -121,17 +121,17 @@ fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
 }
 
 #[test]
-fn wrong_model_long_prompt_and_full_router_are_refused() {
+fn unserved_model_long_prompt_and_full_router_are_refused() {
     let mut scenario = Scenario::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Auto) }, 1, 1);
     let refused = |scenario: &mut Scenario, request: &PlacementRequest| {
         scenario.state.place(request, &Excluded::default(), 1).map(|(id, _)| id)
     };
     let other = PlacementRequest { model: "other".to_owned(), ..scenario.request(10, hashes(1, 0, 0)) };
-    assert_eq!(refused(&mut scenario, &other), Err(PlacementError::OtherModel));
+    assert_eq!(refused(&mut scenario, &other), Err(PlacementError::NoWorkerOfModel));
     let long = scenario.request(1_000_001, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &long), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong)));
     let unnamed = PlacementRequest { model: String::new(), ..scenario.request(10, hashes(1, 0, 0)) };
-    let booking = refused(&mut scenario, &unnamed).expect("an empty model is not checked");
+    let booking = refused(&mut scenario, &unnamed).expect("no model stands for the only one");
     let one_more = scenario.request(10, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &one_more), Err(PlacementError::TooManyBookings));
     scenario.state.release(booking);
@@ -246,7 +246,8 @@ fn prefill_worker_without_a_decode_worker_of_its_family_is_not_used_and_the_view
     join(&mut scenario, worker_info::Role::Decode, "d2", "nixl/2");
     assert_eq!((unpaired(&scenario).len(), scenario.state.unavailable_reason()), (1, None));
     let explained = scenario.state.explain(&request);
-    let used: Vec<_> = explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
+    let used: Vec<_> =
+        explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
     assert!(used.iter().all(|worker| worker.transfer_family == "nixl/2" && worker.unpaired_reason.is_none()), "{used:?}");
     assert_eq!((used.len(), explained.workers[2].unpaired_reason.is_some()), (2, true));
     let (booking, placement) = scenario.place(&request);
