@@ -56,7 +56,7 @@ impl Prefill {
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
-                tracing::debug!(%status, "the prefill stream broke");
+                tracing::debug!(%status, "the stream from the prefill worker was interrupted");
                 None
             });
             return match reply.ok_or_else(|| self.lost())?.message {
@@ -75,7 +75,7 @@ impl Prefill {
     }
 
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
-        // `next` reports a broken stream.
+        // If the stream is broken, `next` reports that.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 

@@ -217,7 +217,7 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
             jobs.push(engine.generate(generate(number, prompt(number), endless.clone())).await?);
         }
         // From the first token of the last sequence on, every step decodes all sequences.
-        let last = jobs.last_mut().expect("a batch has sequences");
+        let last = jobs.last_mut().expect("a batch has at least one sequence");
         let mut line = Vec::new();
         while line.len() <= STEPS {
             match last.next().await {

@@ -60,7 +60,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         step_max: Duration::from_secs(60),
     };
     let engine = EngineHandle::start(Box::new(engine), settings);
-    let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a plain runtime");
+    let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("the runtime can be built");
     for number in 0..BATCH {
         let generate = Generate {
             request_id: number.to_string(),
@@ -80,7 +80,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         });
     }
     let mut gaps: Vec<Duration> = measured.iter().take(STEPS).collect();
-    assert_eq!(gaps.len(), STEPS, "the engine runs");
+    assert_eq!(gaps.len(), STEPS, "the engine makes all steps");
     *gaps.select_nth_unstable(STEPS / 2).1
 }
 

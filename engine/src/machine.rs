@@ -1,9 +1,9 @@
 //! The scheduler: decides which chunks make a step, by admission, chunked prefill, continuous batching and preemption. A state machine
 //! without I/O or clocks.
 //!
-//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between them.
-//! Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute all
-//! tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
+//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between
+//! them. Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute
+//! all tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
 
 mod admission;
 mod fair;
@@ -374,7 +374,7 @@ impl Machine {
     pub fn audit(&mut self) {
         let checked = self.cache.check_next(AUDITED_BLOCKS);
         if let Err(violation) = checked.and_then(|()| self.check_sequences()) {
-            tracing::error!(%violation, "the engine's state violates an invariant: please report this with the log");
+            tracing::error!(%violation, "the engine's state violates an invariant, which is a bug; please report it with this log");
             self.invariant_violations += 1;
         }
     }

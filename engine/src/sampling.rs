@@ -1,8 +1,8 @@
 //! Samples a token from logits. The token depends only on the logits, the sample's history, its seed and its position.
 //!
 //! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched
-//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the same
-//! bits on every machine.
+//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the
+//! same bits on every machine.
 
 mod changes;
 mod request;
@@ -22,7 +22,7 @@ pub struct Sampling {
     pub max_tokens: Option<u32>,
     /// Stop tokens are not sampled before this many new tokens.
     pub min_tokens: u32,
-    /// The logits are divided by it; 0 selects the likeliest token.
+    /// The number by which logits are divided; 0 selects the likeliest token.
     pub temperature: f32,
     /// Keeps the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,
@@ -358,11 +358,11 @@ mod tests {
             let exact = libm::exp(f64::from(x));
             assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
         }
-        assert_eq!(exp(0.0), 1.0, "the weight of the likeliest token");
+        assert_eq!(exp(0.0), 1.0, "the likeliest token has weight 1");
     }
 
     #[test]
-    fn frequencies_follow_the_softmax() {
+    fn token_frequencies_follow_the_softmax() {
         let logits = [0.0f32, 1.0, 2.0, -1.0];
         let tokens = sampled(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
         let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_keep_the_documented_tokens() {
+    fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         // The probabilities are 0.4, 0.3, 0.2 and 0.1.
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let kept = |sampling: Sampling| {
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn top_p_may_keep_more_than_the_first_sorted_candidates() {
+    fn top_p_keeps_tokens_beyond_the_first_sorted_candidates() {
         let logits = vec![0.0f32; 5_000];
         let sampler = Sampler::new(Sampling { top_p: 0.5, ..Sampling::default() }, &[]);
         assert_eq!(sampler.candidates(&logits).len(), 2_500);
@@ -425,7 +425,7 @@ mod tests {
     fn non_finite_logits_still_give_a_token() {
         let logits = [5.0f32, 1.0, -1.0];
         let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
-        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by it is infinite");
+        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by the penalty is infinite");
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
         assert_eq!(sampled(no_token, &logits, 1), [0]);
         assert_eq!(sampled(Sampling::default(), &[f32::NAN; 3], 1), [0]);
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn lowest_temperatures_select_the_likeliest() {
+    fn lowest_temperatures_select_the_likeliest_token() {
         for temperature in [1e-3, 1e-8, f32::MIN_POSITIVE, 1e-45] {
             assert_eq!(
                 sampled(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3),
@@ -448,7 +448,7 @@ mod tests {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("they were asked for");
+        let logprobs = logprobs.expect("the request asked for logprobs");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
     }

@@ -158,7 +158,7 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // If no tier was reported, the counter is updated even for 0 cached tokens, so that it exists for this source.
+        // If no tier was reported, the counter is incremented even by 0, so that its series for this source exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
@@ -236,11 +236,11 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line} in {text}");
         }
         assert!(!text.contains("attic"), "{text}");
-        assert!(!text.contains("reports_stopped"), "p1 never reported: {text}");
+        assert!(!text.contains("reports_stopped"), "p1 never sent a report: {text}");
     }
 
     #[test]
-    fn failure_counters_exist_from_the_start() {
+    fn failure_counters_exist_before_the_first_failure() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry);
         metrics.attempt_failed(FailureReason::PrefillLost);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_that_stops_reporting_is_counted_once_each_time() {
+    fn worker_is_counted_each_time_it_stops_reporting_cached_tokens() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry);
         use CachedSource::{RouterEstimate, Worker};

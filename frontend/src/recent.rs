@@ -81,7 +81,7 @@ pub(crate) struct Stages {
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// The failed attempts before the attempt that generated the first token; empty if no attempt did.
+    /// The failed attempts before the attempt that generated the first token; empty if no attempt generated a token.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 

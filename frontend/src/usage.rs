@@ -111,11 +111,11 @@ mod tests {
         let candidate =
             |overlap_blocks| Candidate { worker: Some(v1::WorkerRef::default()), overlap_blocks, predicted_blocks: 1000 };
         let placement = v1::Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size };
-        Placement::from_wire(placement).expect("it names a decode worker")
+        Placement::from_wire(placement).expect("the placement names a decode worker")
     }
 
     #[test]
-    fn reported_number_is_used_and_only_a_missing_one_is_estimated() {
+    fn reported_cached_tokens_are_used_and_only_a_missing_report_is_estimated() {
         use CachedSource::{RouterEstimate, Unknown, Worker};
         let reported = |tokens| Some(Scheduled { cached_tokens: tokens, ..Scheduled::default() });
         let cases = [
@@ -128,7 +128,7 @@ mod tests {
             (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
             (None, placement(2, None, 16), 100, 32, RouterEstimate),
             (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
-            // The number is never greater than that of the prompt's tokens, and does not overflow.
+            // The number is never greater than the number of the prompt's tokens, and its computation does not overflow.
             (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
             (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
             (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn tiers_are_as_reported() {
+    fn cached_tokens_by_tier_are_as_reported() {
         let by_tier = [("device".to_owned(), 32)];
         let scheduled =
             Scheduled { cached_tokens: Some(32), cached_tokens_by_tier: by_tier.clone().into(), reported_later: false };
@@ -158,7 +158,7 @@ mod tests {
             completion_tokens,
             cached: Some(Cached { tokens: cached_tokens, source: CachedSource::Worker, by_tier: BTreeMap::new() }),
         };
-        let json = |prompts: &[PromptUsage]| serde_json::to_value(usage(prompts)).expect("usage is plain data");
+        let json = |prompts: &[PromptUsage]| serde_json::to_value(usage(prompts)).expect("usage can be serialized");
         assert_eq!(
             json(&[prompt(100, 5, 96), prompt(20, 7, 0), PromptUsage { prompt_tokens: 3, ..PromptUsage::default() }]),
             serde_json::json!({

@@ -6,7 +6,7 @@
 use crate::BlockId;
 use std::{error::Error, sync::Arc};
 
-/// How a prefill hands its computed blocks over.
+/// How a prefill hands over its computed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
     /// With a copy of each block's content, made when the block is ready: a later read would wait for a step of the engine.
@@ -106,6 +106,6 @@ pub enum DeviceTransferError {
     #[error("the other worker's KV memory cannot be reached: {0}")]
     Unreachable(String),
     /// The device or the communicator failed.
-    #[error("a transfer from device to device failed")]
+    #[error("the transfer from device to device failed")]
     Failed(#[source] Box<dyn Error + Send + Sync>),
 }

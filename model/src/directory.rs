@@ -42,6 +42,8 @@ pub struct HfTokenizer {
     pub eos: String,
     /// Ids of tokens that end an answer.
     pub stop_tokens: Vec<u32>,
+    /// The model's context in tokens, if the configuration names it.
+    pub context_length: Option<u32>,
 }
 
 const CONFIG: &str = "config.json";
@@ -100,25 +102,42 @@ impl HfDirectory {
     /// # Errors
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
     pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
-        let config: TokenizerConfig = match read_optional(&self.path, TOKENIZER_CONFIG)? {
+        HfTokenizer::read(&self.path)
+    }
+}
+
+impl HfTokenizer {
+    /// Whether the directory contains the files that a tokenizer needs. It may lack the weights.
+    pub fn is_at(path: &Path) -> bool {
+        path.join(CONFIG).is_file() && path.join(TOKENIZER).is_file()
+    }
+
+    /// Reads the tokenizer of a model of any architecture. The directory may lack the weights.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
+    pub fn read(path: &Path) -> Result<Self, ModelError> {
+        let config: TokenizerConfig = match read_optional(path, TOKENIZER_CONFIG)? {
             Some(bytes) => json(TOKENIZER_CONFIG, &bytes)?,
             None => TokenizerConfig::default(),
         };
-        let template = match read_optional(&self.path, TEMPLATE)? {
+        let template = match read_optional(path, TEMPLATE)? {
             Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| ModelError::Malformed { what: "a text is not UTF-8" })?),
             None => config.chat_template.and_then(TemplateField::text),
         };
-        let mut ends: Ends = json(CONFIG, &read(&self.path, CONFIG)?)?;
-        if let Some(bytes) = read_optional(&self.path, GENERATION)? {
-            let generation: Ends = json(GENERATION, &bytes)?;
-            ends.eos_token_id = generation.eos_token_id.or(ends.eos_token_id);
+        let mut model: TextConfig = json(CONFIG, &read(path, CONFIG)?)?;
+        if let Some(bytes) = read_optional(path, GENERATION)? {
+            let generation: TextConfig = json(GENERATION, &bytes)?;
+            model.eos_token_id = generation.eos_token_id.or(model.eos_token_id);
         }
-        Ok(HfTokenizer {
-            json: read(&self.path, TOKENIZER)?,
+        let nested = model.text_config.as_deref();
+        Ok(Self {
+            context_length: model.max_position_embeddings.or(nested.and_then(|nested| nested.max_position_embeddings)),
+            json: read(path, TOKENIZER)?,
             chat_template: template,
             bos: config.bos_token.map_or_else(String::new, TokenField::text),
             eos: config.eos_token.map_or_else(String::new, TokenField::text),
-            stop_tokens: match ends.eos_token_id {
+            stop_tokens: match model.eos_token_id {
                 None => Vec::new(),
                 Some(OneOrMany::One(token)) => vec![token],
                 Some(OneOrMany::Many(tokens)) => tokens,
@@ -248,9 +267,12 @@ impl TemplateField {
     }
 }
 
+/// What the configuration of a model says about its text. Models for text and images have it in `text_config`, except the end tokens.
 #[derive(Deserialize)]
-struct Ends {
+struct TextConfig {
     eos_token_id: Option<OneOrMany>,
+    max_position_embeddings: Option<u32>,
+    text_config: Option<Box<TextConfig>>,
 }
 
 #[derive(Deserialize)]

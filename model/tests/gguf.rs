@@ -43,7 +43,7 @@ fn config_error(writer: Writer) -> ModelError {
 }
 
 #[test]
-fn reader_returns_what_the_writer_wrote() {
+fn gguf_reader_returns_the_written_configuration_tensors_and_tokenizer() {
     let file = read(small()).unwrap();
     let config = ModelConfig::read(&file).unwrap();
     let expected = ModelConfig {
@@ -75,7 +75,7 @@ fn reader_returns_what_the_writer_wrote() {
 }
 
 #[test]
-fn mapped_file_equals_its_bytes() {
+fn mapped_file_has_the_same_tensors_as_its_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model.gguf");
     std::fs::write(&path, small().finish()).unwrap();
@@ -83,11 +83,11 @@ fn mapped_file_equals_its_bytes() {
     assert_eq!(mapped.tensor("q").unwrap().data, owned.tensor("q").unwrap().data);
     let absent = Gguf::open(&directory.path().join("absent.gguf")).err().unwrap();
     assert!(matches!(absent, ModelError::Open { .. }) && absent.to_string().contains("absent.gguf"), "{absent}");
-    assert!(Gguf::open(directory.path()).is_err(), "a directory is no file");
+    assert!(Gguf::open(directory.path()).is_err(), "a directory is not a GGUF file");
 }
 
 #[test]
-fn optional_keys_have_defaults() {
+fn missing_optional_keys_have_defaults() {
     let writer = small()
         .without("tokenizer.ggml.pre")
         .without("tokenizer.ggml.token_type")
@@ -102,30 +102,30 @@ fn optional_keys_have_defaults() {
         ("default", None, false, None)
     );
     let silent = small().str("tokenizer.ggml.pre", "llama-bpe").without("tokenizer.ggml.add_bos_token");
-    assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 begins with its first token");
+    assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 prompts begin with the BOS token");
     assert!(!read(silent.bool("tokenizer.ggml.add_bos_token", false)).unwrap().tokenizer().unwrap().add_bos);
     let writer = small().without("llama.attention.head_count_kv").without("llama.rope.freq_base");
     let config = ModelConfig::read(&read(writer).unwrap()).unwrap();
     assert_eq!(config.kv_heads, 4);
     let four = read(small().without("llama.rope.freq_base").u32("llama.attention.key_length", 4)).unwrap();
-    assert_eq!(ModelConfig::read(&four).unwrap().rope.frequencies, [1.0, 0.01], "the base is 10,000");
+    assert_eq!(ModelConfig::read(&four).unwrap().rope.frequencies, [1.0, 0.01], "the default base is 10,000");
 }
 
 #[test]
-fn every_shorter_file_is_refused() {
+fn file_truncated_at_any_length_is_refused() {
     let whole = small().finish();
     for len in 0..whole.len() {
         match Gguf::from_bytes(whole[..len].to_vec()) {
             Err(ModelError::Truncated { .. }) => {}
             Err(ModelError::NotGguf) if len < 4 => {}
             Err(other) => panic!("{len} bytes: {other}"),
-            Ok(_) => panic!("{len} of {} bytes were taken for a whole file", whole.len()),
+            Ok(_) => panic!("{len} of {} bytes were accepted as a complete file", whole.len()),
         }
     }
 }
 
 #[test]
-fn other_formats_and_versions_are_refused() {
+fn file_of_another_format_or_version_is_refused() {
     let mut file = small().finish();
     file[4..8].copy_from_slice(&2u32.to_le_bytes());
     assert!(matches!(Gguf::from_bytes(file.clone()), Err(ModelError::Version { found: 2 })));
@@ -153,19 +153,22 @@ fn lengths_beyond_the_file_are_refused_without_allocating_for_them() {
 
 #[test]
 fn malformed_files_are_refused() {
-    assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "type of value");
+    assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "an unknown type of value");
     assert!(
         matches!(error(small().raw("x", 9, &[9, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])), ModelError::Malformed { .. }),
-        "list of lists"
+        "a list of lists"
     );
     assert!(matches!(error(small().raw("x", 8, &[1, 0, 0, 0, 0, 0, 0, 0, 0xff])), ModelError::Malformed { .. }), "not UTF-8");
-    assert!(matches!(error(small().u32("general.alignment", 24)), ModelError::Malformed { .. }), "alignment");
+    assert!(matches!(error(small().u32("general.alignment", 24)), ModelError::Malformed { .. }), "an invalid alignment");
     assert!(matches!(error(small().u32("general.alignment", 0)), ModelError::Malformed { .. }), "alignment 0");
     assert!(
         matches!(error(small().tensor("q", &[33], kind::Q4_1, vec![0; 40])), ModelError::Malformed { .. }),
-        "part of a block"
+        "an incomplete quantized block"
     );
-    assert!(matches!(error(small().tensor("q", &[1; 5], kind::F32, vec![0; 4])), ModelError::Malformed { .. }), "dimensions");
+    assert!(
+        matches!(error(small().tensor("q", &[1; 5], kind::F32, vec![0; 4])), ModelError::Malformed { .. }),
+        "too many dimensions"
+    );
     assert!(matches!(error(small().tensor("q", &[32], 99, vec![0; 40])), ModelError::UnknownTensorType { found: 99, .. }));
     let twice = small().tensor("same", &[1], kind::F32, vec![0; 4]).tensor("s\0me", &[1], kind::F32, vec![0; 4]).finish();
     let at = twice.windows(4).position(|window| window == b"s\0me").unwrap();
@@ -175,7 +178,7 @@ fn malformed_files_are_refused() {
 }
 
 #[test]
-fn errors_name_missing_or_mistyped_keys() {
+fn error_names_the_missing_or_mistyped_key() {
     let file = read(small()).unwrap();
     let wrong = |error: ModelError| {
         assert!(matches!(&error, ModelError::WrongValue { key, .. } if error.to_string().contains(key)), "{error}")
@@ -205,7 +208,7 @@ fn inconsistent_tokenizers_are_refused() {
 }
 
 #[test]
-fn unsupported_models_are_refused() {
+fn unsupported_or_inconsistent_model_is_refused() {
     assert!(
         matches!(config_error(small().str("general.architecture", "gemma3")), ModelError::Architecture { found } if found == "gemma3")
     );
@@ -255,7 +258,7 @@ fn family(name: &str) -> Writer {
 }
 
 #[test]
-fn families_set_pairs_biases_and_norms() {
+fn architecture_determines_rope_pairs_biases_and_norms() {
     for (name, pairs, qkv_biases, qk_norms) in
         [("llama", Pairs::Adjacent, false, false), ("qwen2", Pairs::Halves, true, false), ("qwen3", Pairs::Halves, false, true)]
     {
@@ -266,7 +269,7 @@ fn families_set_pairs_biases_and_norms() {
 }
 
 #[test]
-fn rope_scalings_are_read() {
+fn rope_scaling_is_read_from_keys_and_tensors() {
     let rope = |writer| ModelConfig::read(&read(writer).unwrap()).unwrap().rope;
     let qwen = || family("qwen3").f32("qwen3.rope.freq_base", 100.0);
     assert_eq!(rope(qwen()).frequencies, [1.0, 0.1]);

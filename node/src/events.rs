@@ -79,12 +79,12 @@ pub enum NatsAuth {
 pub enum NatsError {
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
     Server { server: String },
-    #[error("{} cannot be used for NATS", .path.display())]
+    #[error("{} cannot be used for NATS; check --nats-creds, --nats-nkey, --nats-ca, --nats-cert and --nats-key", .path.display())]
     File { path: PathBuf, source: io::Error },
-    #[error("NATS cannot be used")]
+    #[error("the connection to NATS cannot be set up; check the --nats settings")]
     Connect(#[from] async_nats::ConnectError),
     /// The NATS client has ended.
-    #[error("NATS subscription failed")]
+    #[error("the subscription to KV events over NATS failed")]
     Subscribe(#[from] async_nats::SubscribeError),
 }
 
@@ -239,7 +239,7 @@ impl Published {
             };
             match KvEventBatch::decode(batch) {
                 Ok(batch) => return Some(batch),
-                Err(error) => tracing::debug!(%error, "ignoring a NATS message that is no batch of KV events"),
+                Err(error) => tracing::debug!(%error, "ignoring a NATS message that is not a batch of KV events"),
             }
         }
     }
@@ -258,7 +258,7 @@ pub fn without_password(server: &str) -> &str {
 fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
     let wrong = || NatsError::Server { server: without_password(server).to_owned() };
     let address: ServerAddr = server.parse().map_err(|_| wrong())?;
-    // An address is shown wherever settings are, so it must not contain a password.
+    // Addresses are shown with the settings, so they must not contain passwords.
     if address.has_user_pass() || address.host().is_empty() { Err(wrong()) } else { Ok(address) }
 }
 
@@ -326,7 +326,7 @@ impl Monitor {
             }
             Event::Disconnected | Event::Closed => {
                 self.connected.set(0.0);
-                tracing::warn!("NATS disconnected; falling back to direct Watch streams");
+                tracing::warn!("NATS disconnected; until it is back, KV events use the direct Watch streams");
                 self.state.send_replace(false);
             }
             Event::SlowConsumer(_) => self.slow.increment(1),

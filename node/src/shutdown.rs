@@ -12,6 +12,11 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
+    /// Returns the shutdown of a part that may end before the process does: it drains and stops with this one, and it has its own tasks.
+    pub fn child(&self) -> Self {
+        Self { draining: self.draining.child_token(), stopped: self.stopped.child_token(), tasks: TaskTracker::new() }
+    }
+
     /// Starts a task that is dropped at its next await if it still runs at the end of the grace period.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopped = self.stopped.clone();
@@ -77,17 +82,30 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn running_work_gets_the_grace_period_and_no_more() {
+    async fn shutdown_waits_for_running_tasks_until_the_grace_period_ends() {
         let shutdown = Shutdown::default();
         let (finished, result) = tokio::sync::oneshot::channel();
         shutdown.spawn(async move {
             tokio::time::sleep(Duration::from_secs(2)).await;
-            finished.send(()).expect("the test waits for it");
+            finished.send(()).expect("the work keeps the receiver");
         });
         shutdown.spawn(std::future::pending());
         let started = tokio::time::Instant::now();
         shutdown.run(Duration::from_secs(5)).await;
         assert_eq!(started.elapsed(), Duration::from_secs(5));
-        result.await.expect("work shorter than the grace period finishes");
+        result.await.expect("work shorter than the grace period is not cancelled");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn part_ends_alone_or_with_its_process() {
+        let process = Shutdown::default();
+        let (first, second) = (process.child(), process.child());
+        first.spawn(std::future::pending());
+        first.run(Duration::ZERO).await;
+        assert!(first.is_draining() && !process.is_draining() && !second.is_draining());
+        second.spawn(std::future::pending());
+        process.run(Duration::ZERO).await;
+        second.stopped().await;
+        second.run(Duration::MAX).await;
     }
 }

@@ -39,5 +39,5 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
 
 /// The log filter cannot be read.
 #[derive(Debug, thiserror::Error)]
-#[error("the log filter is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
+#[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
 pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);

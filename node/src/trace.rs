@@ -231,17 +231,17 @@ mod tests {
     fn tracer(sample_ratio: f64) -> Tracer {
         let endpoint = "http://127.0.0.1:9".to_owned();
         let settings = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
-        Tracer::new(settings, &Metrics::default()).expect("an address").0
+        Tracer::new(settings, &Metrics::default()).expect("the export address is valid").0
     }
 
     #[tokio::test]
-    async fn sampling_follows_the_clients_trace_or_the_ratio() {
+    async fn trace_is_sampled_as_the_client_decided_or_by_the_ratio() {
         let (never, always) = (tracer(0.0), tracer(1.0));
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());
         for nonsense in ["", "00-x-y-01", &SAMPLED[..54]] {
-            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense}: a trace of its own");
-            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: no trace to continue");
+            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense:?} starts a new trace");
+            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense:?} continues no trace");
         }
         assert!(!always.follow(UNSAMPLED, "r").is_sampled());
         assert!(!Tracer::default().request(SAMPLED, "r").is_sampled());
@@ -252,8 +252,8 @@ mod tests {
     async fn traceparent_continues_the_trace() {
         let tracer = tracer(0.0);
         let root = tracer.request(SAMPLED, "r");
-        let header = root.traceparent().expect("sampled");
-        let child = tracer.follow(&header, "c").child("grandchild").traceparent().expect("sampled");
+        let header = root.traceparent().expect("the trace is sampled");
+        let child = tracer.follow(&header, "c").child("grandchild").traceparent().expect("the trace is sampled");
         for header in [&header, &child] {
             assert_eq!((&header[..35], &header[52..], header.len()), (&SAMPLED[..35], "-01", 55), "{header}");
         }

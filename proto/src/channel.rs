@@ -1,7 +1,7 @@
 //! Connections between processes: the HTTP/2 settings that both ends of every connection share.
 //!
-//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle. Services notice the end
-//! of a peer by the end of its streams.
+//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle. A service notices that a peer has
+//! ended when the peer's streams end.
 
 mod guard;
 mod network;
@@ -25,26 +25,28 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Bytes of the largest message: many times a KV block of a large model, or a prompt of millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes in flight to a server, of one stream and of a whole connection. A stream's window must hold a KV block (2 MiB and more),
-/// otherwise each block waits for a round trip. Both bound what a sender buffers for a slow receiver.
+/// Bytes in flight to a server, of one stream and of a whole connection. A stream's window must hold a KV block (2 MiB and more), otherwise
+/// each block waits for a round trip. Both windows bound the bytes that a sender buffers for a slow receiver.
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// Bytes of one frame to a server. In HTTP/2's smallest frames (16 KiB), KV blocks cost both sides half as much processor time again;
-/// frames larger than this delay the other streams of their connection.
+/// Bytes of one frame to a server. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both sides 1.5 times as much processor
+/// time; frames larger than this delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
-/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. This alone bounds what is buffered for a reader that
-/// has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise streams that are not read would block
-/// the others. HTTP/2's allowance for small unread messages grows with that window as well; a connection that exceeds it breaks.
+/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. Only this limit bounds the bytes that are
+/// buffered for a reader that has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise
+/// streams that are not read would block the others. HTTP/2's allowance for small unread messages also grows with the connection's window;
+/// a connection that exceeds this allowance breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// Streams that a client may open and reset before the server has accepted them; more break the connection with all its streams. More
-/// than a frontend serves at a time, because all of its clients may disconnect together.
+/// Streams that a client may open and reset before the server has accepted them. A client that resets more breaks its connection with all
+/// streams. The limit exceeds the streams that a frontend serves at a time, because all of its clients may disconnect together.
 const PENDING_RESETS_MAX: usize = 16_384;
 
-/// Channels that one process keeps; when there are more, some belong to addresses that are no longer used, and all are dropped.
+/// The number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process
+/// drops all of its channels.
 const CHANNELS_MAX: usize = 1_024;
 
 /// An address that is not of the form `host:port`.
@@ -89,7 +91,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // This limit counts messages for streams that the client has reset, over the whole life of the connection.
+        // The limit is turned off: it would count messages for streams that the client has reset, over the whole life of the connection.
         .http2_max_local_error_reset_streams(None))
 }
 
@@ -111,7 +113,7 @@ impl Channels {
         &self.network
     }
 
-    /// Returns the channel to `host:port`. Its first call connects.
+    /// Returns the channel to `host:port`. The channel connects at its first call.
     ///
     /// # Errors
     /// The address is not of the form `host:port`.

@@ -4,7 +4,7 @@ use crate::v1::{Identity, WorkerInfo};
 
 /// A difference between the identities of a process and of its cluster.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its {field} is {found}, the cluster's is {expected}; {}", self.remedy())]
+#[error("the process's {field} is {found}, but the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
     /// The differing field, such as `block size`.
     pub field: &'static str,
@@ -19,16 +19,19 @@ const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
     fn remedy(&self) -> &'static str {
-        if self.field == CLUSTER_KEY { "give all processes the same --cluster-key-file" } else { "start it with the cluster's" }
+        match self.field {
+            CLUSTER_KEY => "give all processes the same --cluster-key-file",
+            _ => "start the process with the cluster's value",
+        }
     }
 }
 
 impl Identity {
     /// Checks whether a process of this identity belongs to a cluster of identity `cluster`. Fields that are empty on either side are not
-    /// compared, except the cluster key: a process with a key and one without differ.
+    /// compared, except the cluster key: a process with a key differs from a process without a key.
     ///
     /// # Errors
-    /// The first difference.
+    /// The identities differ. The error is the first difference.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -45,7 +48,7 @@ impl Identity {
         if self.key_fingerprint != cluster.key_fingerprint {
             let named = |fingerprint: &str| match fingerprint {
                 "" => "absent".to_owned(),
-                fingerprint => format!("that of fingerprint {fingerprint}"),
+                fingerprint => format!("the one with fingerprint {fingerprint}"),
             };
             let (found, expected) = (named(&self.key_fingerprint), named(&cluster.key_fingerprint));
             return Err(Difference { field: CLUSTER_KEY, found, expected });
@@ -108,7 +111,7 @@ fn shown(text: &str) -> String {
 }
 
 /// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Within one generation, older processes may
-/// ignore what newer ones have added.
+/// ignore what newer processes have added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn fits_names_the_differing_field() {
+    fn mismatch_of_identities_names_the_differing_field() {
         for (other, field) in [
             (Identity { cluster: "d".into(), ..identity() }, "cluster"),
             (Identity { model: "n".into(), ..identity() }, "model"),
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn revisions_are_compared_whole_and_shown_shortened() {
+    fn revisions_are_compared_completely_and_shown_shortened() {
         let revision = |text: String| Identity { revision: text, ..identity() };
         let hash = "0123456789abcdef".repeat(4);
         let other = format!("{}0", &hash[..63]);
@@ -161,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_fields_are_not_compared_and_can_be_filled() {
+    fn empty_fields_of_an_identity_are_not_compared_and_can_be_filled() {
         let nothing = Identity::default();
         assert_eq!(
             (nothing.fits(&identity()), identity().fits(&nothing), identity().fits(&identity())),
@@ -182,11 +185,11 @@ mod tests {
             let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
             assert!(difference.contains(text) && difference.contains("--cluster-key-file"), "{difference}");
         }
-        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key is not filled");
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key's fingerprint is not copied");
     }
 
     #[test]
-    fn versions_of_one_generation_are_compatible() {
+    fn versions_with_the_same_first_nonzero_number_are_compatible() {
         for (one, other, fit) in [
             ("0.3.7", "0.3.0", true),
             ("0.3.7", "0.4.7", false),

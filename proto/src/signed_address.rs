@@ -72,7 +72,7 @@ mod tests {
         let signed = worker().with_signed_address(Role::Prefill, &key);
         assert!(signed.has_signed_address(Role::Prefill, &key));
         assert!(!signed.has_signed_address(Role::Decode, &key) && !signed.has_signed_address(Role::Prefill, &other));
-        assert!(!worker().has_signed_address(Role::Prefill, &key), "nothing is signed");
+        assert!(!worker().has_signed_address(Role::Prefill, &key), "a worker without a signature has no signed address");
         for changed in [
             WorkerRef { address: "b:1".to_owned(), ..signed.clone() },
             WorkerRef { instance_id: "j".to_owned(), ..signed.clone() },
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_of_a_placement_is_signed_in_its_role() {
+    fn addresses_in_a_placement_are_signed_for_their_roles() {
         let key = ClusterKey::random();
         let candidate = || Some(Candidate { worker: Some(worker()), ..Default::default() });
         let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.with_signed_addresses(&key);

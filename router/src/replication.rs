@@ -1,8 +1,8 @@
 //! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! This module is pure and independent of how messages travel. A change carries the booking's current record, or that it has ended, so it
-//! does no harm to receive a change twice or only merged with a later one. Each message states which range of the sender's journal it
-//! covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
+//! This module is pure and independent of how messages travel. A change carries the booking's current record, or says that the booking has
+//! ended. So a receiver may apply a change twice, or receive only the later of two changes. Each message states which range of the sender's
+//! journal it covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,8 +17,8 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that lacks older
-/// changes gets the full state.
+/// The number of changes that the journal keeps: they use half a megabyte, and cover a minute at 300 requests per second. A receiver that
+/// has missed older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
@@ -68,7 +68,8 @@ pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The prefill instance, which is never the decode instance, and the load that its reports do not include.
+    /// The prefill instance, which is never the decode instance, and the load that its reports do not include; `None`: the decode instance
+    /// prefills the prompt.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
@@ -166,7 +167,7 @@ impl TryFrom<BookedRequest> for BookingRecord {
     }
 }
 
-/// What a peer's message changes in the known bookings of that peer.
+/// The changes that a peer's message makes to the known bookings of that peer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
     /// All bookings of the peer are replaced by these.
@@ -178,11 +179,11 @@ pub(crate) enum PeerUpdate {
 /// Why replication from a peer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ReplicationError {
-    #[error("booking changes after {applied} are missing")]
+    #[error("booking changes after number {applied} are missing")]
     Gap { applied: u64 },
-    #[error("its message is from another instance than before")]
+    #[error("the message is from another router instance than the messages before it")]
     OtherInstance,
-    #[error("it has more than {max} bookings")]
+    #[error("the peer router has more than {max} bookings")]
     TooManyBookings { max: usize },
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -224,7 +225,7 @@ impl PeerReceiver {
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
             Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // The state that is still to come includes these changes. If it does not, the next changes show a gap.
+                // The state that the peer is still sending includes these changes. If it does not, the next changes show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn journal_is_bounded_and_reports_forgotten_changes() {
+    fn change_journal_is_bounded_and_reports_that_changes_are_missing() {
         let mut journal = Journal::default();
         let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
         assert_eq!(since(&journal, 0), Some(vec![]));
@@ -286,11 +287,11 @@ mod tests {
         journal.record(BookingId(7));
         assert_eq!(since(&journal, 0), None);
         assert_eq!(since(&journal, journal.last() - 2), Some(vec![RECENT_MAX as u64, 7]));
-        assert_eq!(since(&journal, journal.last() + 1), None, "the number is another journal's");
+        assert_eq!(since(&journal, journal.last() + 1), None, "the change id is of another journal");
     }
 
     #[test]
-    fn long_updates_are_split_without_a_gap_and_merge_changes_of_one_booking() {
+    fn long_peer_update_is_split_without_a_gap_and_has_each_booking_once() {
         let ids: Vec<BookingId> = (0..3_000).map(|at| BookingId(at / 2)).collect();
         let messages = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| record(1)));
         assert_eq!(messages.len(), 2);
@@ -299,7 +300,7 @@ mod tests {
             PeerUpdate::Changed(changes) => changes.len(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
+        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each booking is sent once, except the one on both sides of the split");
         // With `HASHES_MAX` hashes each, 16 bookings fill a message.
         let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
         assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
@@ -311,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
+    fn booking_records_round_trip_and_gaps_and_other_instances_are_detected() {
         let mut receiver = PeerReceiver::new(10);
         let changes = |router, after, last_change_id| {
             let bookings = vec![change(5, Some(record(4))), change(6, None)];
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "changes before the first state are ignored");
         let first = full("i", 2, vec![change(5, Some(record(2)))]);
         assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![(5, Some(record(2)))])));
-        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the state includes it");
+        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the full state includes the changes");
         assert_eq!(receiver.take(changes("i", 1, 4)), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
         assert_eq!(receiver.take(changes("i", 5, 6)), Err(ReplicationError::Gap { applied: 4 }));
         assert_eq!(receiver.take(changes("j", 4, 5)), Err(ReplicationError::OtherInstance));
@@ -328,7 +329,7 @@ mod tests {
         assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
         let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
         booked.prefill = booked.decode.clone();
-        let decoded = BookingRecord::try_from(booked.clone()).expect("it is complete");
+        let decoded = BookingRecord::try_from(booked.clone()).expect("the booking record is complete");
         assert_eq!((decoded.prefill, decoded.hashes.len()), (None, HASHES_MAX));
         let lacking = BookedRequest { decode: None, ..booked };
         assert_eq!(BookingRecord::try_from(lacking), Err(WireError::Missing { field: "decode" }));

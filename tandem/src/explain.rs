@@ -1,4 +1,4 @@
-//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that decide.
+//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that the router compares.
 
 use crate::{http, text_table::text_table};
 use anyhow::{Context, Result, bail, ensure};
@@ -21,7 +21,7 @@ pub struct ExplainArgs {
     json: bool,
 }
 
-/// The prompt: exactly one of these.
+/// The prompt. Exactly one of these arguments must be given.
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct PromptArgs {
@@ -65,13 +65,13 @@ fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Valu
     let body: Value = serde_json::from_str(&reply.body)
         .with_context(|| format!("the process at {frontend} is not a frontend; set a frontend's address with --frontend"))?;
     if let Some(message) = body["error"]["message"].as_str() {
-        bail!("the frontend refuses the request: {message}");
+        bail!("the frontend refused the request: {message}");
     }
-    ensure!(reply.status == 200, "the frontend answers with status {}", reply.status);
+    ensure!(reply.status == 200, "the frontend answered with HTTP status {}", reply.status);
     Ok(body)
 }
 
-/// Formats the reply as a table for people, with one line for each worker and each role that it could take.
+/// Formats the reply as a table for people. Each worker has one line for each role that it could take.
 fn table(prompt: &Value) -> String {
     let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
     let mut notes = Vec::new();
@@ -100,7 +100,7 @@ fn table(prompt: &Value) -> String {
     }
     notes.push(prompt["explanation"].as_str().unwrap_or_default().to_owned());
     format!(
-        "{} tokens, {} blocks of {} that may be reused\n\n{}\n{}\n",
+        "{} tokens, {} blocks of {} tokens that may be reused\n\n{}\n{}\n",
         prompt["prompt_tokens"],
         prompt["reusable_blocks"],
         prompt["block_size"],

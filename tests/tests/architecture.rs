@@ -120,7 +120,7 @@ fn allowed_dependencies_exist() {
 fn forbidden_dependency_is_detected() {
     let mut crates = dependencies();
     let mut add = |from: &str, to: &str| {
-        let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("a crate");
+        let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("the package is a workspace crate");
         uses.push(to.to_owned());
     };
     add("tandem-router", "tandem-engine");

@@ -33,7 +33,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
             let prompt_tokens = first.usage("/prompt_tokens");
             assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
             let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
-            assert!(first.cached_tokens() <= shared, "{name}: {} of a fresh prompt", first.cached_tokens());
+            assert!(first.cached_tokens() <= shared, "{name}: {} tokens of a new prompt were cached", first.cached_tokens());
             assert_eq!(second.cached_tokens(), reusable(prompt_tokens), "{name}");
             assert_eq!(first.text(0), second.text(0), "{name}: the cache never changes the answer");
             for answer in [&first, &second] {
@@ -57,7 +57,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
 
 /// Asserts that only the last frame has usage, without choices; all frames before it have `usage: null`.
 fn assert_stream_shape(answer: &Answer) {
-    let (last, before) = answer.frames.split_last().expect("there are frames");
+    let (last, before) = answer.frames.split_last().expect("the answer has frames");
     assert_eq!(last["choices"], json!([]));
     assert!(before.iter().all(|frame| frame.as_object().is_some_and(|frame| frame.get("usage") == Some(&json!(null)))));
     assert!(before.iter().rev().find_map(|frame| frame["choices"][0]["finish_reason"].as_str()).is_some());
@@ -93,7 +93,7 @@ async fn cpu_local_prefill_counts_cached_tokens() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
+async fn missing_cached_token_count_is_replaced_by_a_marked_estimate() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let settings = UpSettings { prefill_workers: 1, ..sim_settings_with(prefill) };
         let cluster = start_without_cached_tokens(settings).await?;
@@ -116,7 +116,7 @@ async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
+async fn zero_cached_tokens_reported_without_prefix_caching_reach_the_client() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut settings = sim_settings_with(prefill);
         settings.worker.no_prefix_caching = true;
@@ -134,7 +134,7 @@ async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Result<()> {
+async fn prompt_counts_once_for_all_samples_and_each_prompt_of_a_batch_counts() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let text = prose("counted", 200);
@@ -159,7 +159,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
+async fn different_cache_salts_share_no_blocks_and_a_continued_chat_is_cached() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let complete = async |salt: &str| {
@@ -175,7 +175,7 @@ async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
     let request =
         |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
     let first = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
-    let turns = messages.as_array_mut().expect("the messages are a list");
+    let turns = messages.as_array_mut().expect("messages is a list");
     turns.push(json!({ "role": "assistant", "content": first.text(0) }));
     turns.push(json!({ "role": "user", "content": "And then?" }));
     cluster.settle_events().await?;

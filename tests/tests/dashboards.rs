@@ -45,7 +45,7 @@ fn promtool(args: &[&str], input: &str) -> Result<()> {
     let mut command = program("promtool");
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process = command.spawn().map_err(|error| missing("promtool", error))?;
-    process.stdin.take().context("it is piped")?.write_all(input.as_bytes())?;
+    process.stdin.take().context("stdin is not piped")?.write_all(input.as_bytes())?;
     let output = process.wait_with_output()?;
     let text = [output.stdout, output.stderr].concat();
     ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&text));
@@ -96,8 +96,8 @@ impl Prometheus {
     /// Returns the series of `expr` now, by their labels.
     async fn query(&self, expr: &str) -> Result<Vec<(Value, f64)>> {
         let data = self.api("query", &[("query", expr)]).await?;
-        let series = data["result"].as_array().context("a vector")?.iter().map(|series| {
-            let value = series["value"][1].as_str().context("a value")?;
+        let series = data["result"].as_array().context("the result is not a list")?.iter().map(|series| {
+            let value = series["value"][1].as_str().context("the value is not a string")?;
             Ok((series["metric"].clone(), value.parse()?))
         });
         series.collect()
@@ -197,15 +197,16 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
     for board in ["cluster", "router", "workers"] {
         let file = fs::read_to_string(deploy(&format!("grafana/dashboards/{board}.json")))?;
         let board: Value = serde_json::from_str(&file).with_context(|| board.to_owned())?;
-        let panels = board["panels"].as_array().context("a board has panels")?;
+        let panels = board["panels"].as_array().context("the dashboard has no panels")?;
         for panel in panels.iter().filter(|panel| panel["type"] != "row") {
             let name = format!("{}, {}", board["title"], panel["title"]);
             let text = |pointer: &str| panel.pointer(pointer).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
             if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "prometheus" {
-                problems.push(format!("{name}: it needs a description, a unit and the data source `prometheus`"));
+                problems.push(format!("{name} needs a description, a unit and the data source `prometheus`"));
             }
-            for target in panel["targets"].as_array().context("a panel has targets")? {
-                let (expr, legend) = (target["expr"].as_str().context("an expression")?, &target["legendFormat"]);
+            for target in panel["targets"].as_array().context("the panel has no targets")? {
+                let (expr, legend) =
+                    (target["expr"].as_str().context("the expression is not a string")?, &target["legendFormat"]);
                 let expr = expr.replace("$__rate_interval", RATE_INTERVAL);
                 // A repeated panel shows one worker at a time.
                 let choices: Vec<&str> = if panel["repeat"] == "worker" { all.iter().copied().collect() } else { vec![".*"] };
@@ -224,16 +225,19 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
 async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
     let runbook = fs::read_to_string(deploy("README.md"))?;
     let rules = prometheus.api("rules", &[]).await?;
-    let groups = rules["groups"].as_array().context("groups of rules")?;
+    let groups = rules["groups"].as_array().context("groups is not a list")?;
     let mut problems = Vec::new();
     for rule in groups.iter().flat_map(|group| group["rules"].as_array().into_iter().flatten()) {
-        let (name, expr) = (rule["name"].as_str().context("a name")?, rule["query"].as_str().context("an expression")?);
+        let (name, expr) = (
+            rule["name"].as_str().context("the name is not a string")?,
+            rule["query"].as_str().context("the expression is not a string")?,
+        );
         if rule["health"] != "ok" {
             problems.push(format!("{name} is {}: {}", rule["health"], rule["lastError"]));
         }
         let is_set = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
         if !["summary", "description", "action"].into_iter().all(is_set) || !rule["labels"]["severity"].is_string() {
-            problems.push(format!("{name}: it needs a severity, a summary, a description and an action"));
+            problems.push(format!("{name} needs a severity, a summary, a description and an action"));
         }
         if !runbook.contains(&format!("| `{name}` |")) {
             problems.push(format!("{name} has no row in deploy/README.md"));

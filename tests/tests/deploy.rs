@@ -33,7 +33,7 @@ fn compose() -> Result<Value> {
 }
 
 fn services() -> Result<BTreeMap<String, Value>> {
-    let services = compose()?["services"].as_object().context("a map of services")?.clone();
+    let services = compose()?["services"].as_object().context("services is not an object")?.clone();
     ensure!(services.len() >= 9, "only {} services were found", services.len());
     Ok(services.into_iter().collect())
 }
@@ -47,16 +47,16 @@ fn names(list: &Value) -> BTreeSet<String> {
 }
 
 #[test]
-fn services_are_confined() -> Result<()> {
+fn compose_services_have_no_privileges_and_bounded_resources() -> Result<()> {
     for (name, service) in services()? {
         ensure!(service["read_only"] == true, "{name}: read_only");
         ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");
         ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
         ensure!(service["pids_limit"].is_u64(), "{name}: pids_limit");
         ensure!(service["mem_limit"].is_string(), "{name}: mem_limit");
-        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network");
-        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it adds rights again");
-        let image = service["image"].as_str().context("an image")?;
+        ensure!(!names(&service["networks"]).is_empty(), "{name} is on the default network");
+        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name} adds privileges");
+        let image = service["image"].as_str().context("image is not a string")?;
         ensure!(image.starts_with("${"), "{name}: {image} cannot be set to a digest");
         for port in service["ports"].as_array().into_iter().flatten().filter_map(Value::as_str) {
             ensure!(port.contains(":-127.0.0.1:"), "{name}: {port} is open to other hosts by default");
@@ -104,7 +104,7 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
 }
 
 #[test]
-fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> Result<()> {
+fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> Result<()> {
     let services = services()?;
     let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
     ensure!(services["model"]["command"][2] == *model, "the service fetches {}", services["model"]["command"]);
@@ -123,7 +123,10 @@ fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> R
             ensure!(settings[setting] == *format!("/run/secrets/{secret}"), "{name}: {setting}");
         }
         let writable = |volume: &Value| volume.as_str().is_some_and(|volume| !volume.ends_with(":ro"));
-        ensure!(!service["volumes"].as_array().context("volumes")?.iter().any(writable), "{name} may write to a volume");
+        ensure!(
+            !service["volumes"].as_array().context("volumes is not a list")?.iter().any(writable),
+            "{name} may write to a volume"
+        );
     }
     Ok(())
 }

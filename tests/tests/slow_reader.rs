@@ -79,7 +79,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let unread = send(cluster.frontend(), &request).await?;
     let decode_workers = cluster.inner().workers.iter().filter(|worker| worker.id.starts_with("decode"));
     for worker in decode_workers {
-        worker.engine.wait_for_load(|load| load.in_use_blocks > 100).await;
+        worker.engine.as_ref().expect("an engine in this process").wait_for_load(|load| load.in_use_blocks > 100).await;
     }
     drop(unread);
     cluster.assert_idle().await?;

@@ -15,6 +15,7 @@ use std::{
     sync::{Arc, Weak},
 };
 use tandem_kv::{BlockId, KvMemory, PeerMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::task::spawn_blocking;
 
@@ -51,7 +52,7 @@ impl IpcReceiver {
         Self(Arc::new(Inner { memory, destination, backoff, lifetime, state: Mutex::default() }))
     }
 
-    /// Opens the memory of a peer, if it is not open.
+    /// Returns the memory of a peer, and opens it first if it is not open. Returns `None` if it cannot be opened.
     async fn open(&self, peer: &str, ipc_handle: Vec<u8>) -> Option<Arc<dyn PeerMemory>> {
         let open = self.0.state.lock().peers.get(peer).and_then(|peer| peer.open.as_ref()?.upgrade());
         if open.is_some() {
@@ -66,14 +67,19 @@ impl IpcReceiver {
                 Some(opened)
             }
             Err(error) => {
-                tracing::debug!(%error, peer, "the peer's KV memory cannot be opened");
+                let error = error_chain(&error);
+                tracing::debug!(
+                    error,
+                    peer,
+                    "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path"
+                );
                 self.0.backoff.fail(peer);
                 None
             }
         }
     }
 
-    /// Copies announced blocks from the ticket's source.
+    /// Copies the blocks that the sender has announced as ready from the memory that the ticket names.
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;
@@ -84,7 +90,10 @@ impl IpcReceiver {
         let write = destination.begin_write(ticket, block_indices).await?;
         let copying = move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(write.blocks().iter().copied()).collect();
-            let copied = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
+            let copied = source.copy(&blocks).inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
+            });
             // If the reservation has ended, this closes the peer's memory before the engine learns that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)

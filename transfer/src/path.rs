@@ -15,7 +15,7 @@ pub enum TransferError {
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The receiver is unreachable, or closed the connection or the communicator before all blocks were written.
-    #[error("the receiver closed the connection")]
+    #[error("the receiver is unreachable or closed the connection")]
     Closed(#[source] Option<Box<dyn Error + Send + Sync>>),
     /// The ticket cannot be used.
     #[error(transparent)]
@@ -35,7 +35,7 @@ pub enum TicketError {
     #[error("the ticket's address is not of the form host:port")]
     Address(#[from] InvalidAddress),
     /// The prefill worker does not support the path.
-    #[error("the ticket names a transfer path that was not offered")]
+    #[error("the ticket names a transfer path that the prefill worker did not offer")]
     NotOffered,
 }
 
@@ -63,8 +63,8 @@ pub trait SendPath: Send {
     /// The transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may wait
-    /// for the next call. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may
+    /// wait for the next call. Cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.

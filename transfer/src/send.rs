@@ -8,6 +8,7 @@ use crate::{
 };
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{self, TransferCapabilities, TransferPath},
@@ -52,7 +53,11 @@ impl SendPaths {
         let memory = memory.filter(|_| mode == TransferMode::Auto);
         let handle = |memory: &dyn KvMemory| {
             let handle = memory.ipc_handle();
-            handle.inspect_err(|error| tracing::info!(%error, "CUDA IPC is not offered")).unwrap_or_default()
+            let handle = handle.inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::info!(error, "this worker does not offer CUDA IPC, because its KV memory cannot be exported");
+            });
+            handle.unwrap_or_default()
         };
         let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
         let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
@@ -73,7 +78,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. Knowing them gives access to nothing.
+    /// Returns the transfer capabilities, if the worker has a path besides TCP. They are not secret: knowing them gives no access to the
+    /// memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
@@ -106,8 +112,8 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under the
-    /// ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
+    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under
+    /// the ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
         if ticket.path() == TransferPath::Tcp

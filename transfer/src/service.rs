@@ -87,10 +87,15 @@ impl Transfer for TransferService {
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
         let Some(NcclControlRequest { communicator, .. }) = first else {
-            return Err(Status::invalid_argument("the first message must name the communicator, within 5 seconds"));
+            return Err(Status::invalid_argument(
+                "the stream's first message must name the communicator, and must arrive within 5 seconds",
+            ));
         };
-        let unknown =
-            || Status::not_found("no ticket of a live reservation names this communicator, or it has a control stream already");
+        let unknown = || {
+            Status::not_found(
+                "no ticket of a live reservation names this communicator, or the communicator has a control stream already",
+            )
+        };
         let connection = self.nccl.as_ref().ok_or_else(unknown)?.claim(&communicator).await.ok_or_else(unknown)?;
         let replies = stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, Connection)| {
             let _permit = &permit;

@@ -14,8 +14,8 @@ use tandem_proto::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use tonic::{Request, Response, Status};
 
-/// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so the router notices that the last
-/// batch was lost, or that the worker is unreachable.
+/// The longest time between two messages on a `Watch` stream. Each message carries the last event's id and the load, so the router notices
+/// when the last batch was lost or the worker is unreachable.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The shortest time between two messages without events: routers need not know the load after each step of a few milliseconds.
@@ -40,7 +40,8 @@ impl Control for ControlService {
         let replies = self.0.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
-                // A hung engine would not answer `watch`. While it hangs, every new stream ends with this error, so no requests are placed here.
+                // A hung engine does not answer `watch`. While it hangs, every new stream ends with this error, so the router places no
+                // requests on this worker.
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),
@@ -76,7 +77,7 @@ impl Control for ControlService {
 impl ControlService {
     fn admit(&self, instance_id: &str) -> Result<(), Status> {
         if instance_id != self.0.info.instance_id {
-            return Err(Status::failed_precondition("this worker has been restarted; describe it again"));
+            return Err(Status::failed_precondition("the worker has restarted as another instance; call Describe again"));
         }
         if self.0.shutdown.is_draining() { Err(draining()) } else { Ok(()) }
     }
@@ -98,7 +99,7 @@ struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
-    /// The broker from which the client receives the events while it is connected; absent: this stream has all of them.
+    /// The broker over which the client receives the events while the broker is connected. `None`: the stream carries all events.
     broker: Option<Broker>,
 }
 
@@ -130,7 +131,10 @@ impl Watcher {
                             sent = self.send(&batch, above).await?;
                         }
                     }
-                    Err(RecvError::Lagged(_)) => return Ok(Status::data_loss("the watcher is too slow; watch again")),
+                    Err(RecvError::Lagged(_)) => {
+                        let reason = "the client reads the Watch stream too slowly and has missed events; call Watch again";
+                        return Ok(Status::data_loss(reason));
+                    }
                     Err(RecvError::Closed) => return Ok(engine_ended()),
                 },
             }
@@ -157,7 +161,7 @@ impl Watcher {
     }
 }
 
-/// The last message on a stream.
+/// The time and the load of the last message on a stream.
 struct Sent {
     at: Instant,
     load: Load,

@@ -18,7 +18,7 @@ pub use scheduled::CountedJob;
 
 use control::ControlService;
 use futures::future::OptionFuture;
-use std::sync::Arc;
+use std::{pin::pin, sync::Arc};
 use tandem_engine::CachedTokens;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
@@ -52,7 +52,7 @@ pub struct WorkerSettings {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The socket cannot be served.
-    #[error("the worker cannot serve its socket")]
+    #[error("the worker's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
     /// The back end has ended.
     #[error("the worker's engine has ended; the log has the reason")]
@@ -73,16 +73,16 @@ pub struct Worker {
     pub metrics: Arc<WorkerMetrics>,
     /// The running requests.
     pub requests: Requests,
-    /// The ledger, with the worker's id for its lines.
+    /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
-    /// The shutdown signal of the process.
+    /// The shutdown of this worker: the worker stops it when its back end ends.
     pub shutdown: Shutdown,
     /// The settings from which the worker was made.
     pub settings: Arc<WorkerSettings>,
 }
 
 impl Worker {
-    /// Makes a new instance of the worker `settings.worker_id`, in the cluster whose key `network` has.
+    /// Makes a new instance of the worker `settings.worker_id`. It belongs to the cluster of `network`'s key.
     pub fn new(
         role: Role,
         backend: Arc<dyn Backend>,
@@ -141,11 +141,16 @@ impl Worker {
         let batches = watch.batches.resubscribe();
         let published = self.settings.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
         let routes = routes.add_service(ControlServer::new(ControlService(self.clone())));
+        let mut serving = pin!(self.requests.serve(listener, routes, &self.metrics));
         tokio::select! {
             biased;
-            served = self.requests.serve(listener, routes, &self.metrics) => Ok(served?),
-            () = self.metrics.follow(watch) => Err(WorkerError::EngineEnded),
-            Some(()) = OptionFuture::from(published) => Err(WorkerError::EngineEnded),
+            served = &mut serving => return Ok(served?),
+            () = self.metrics.follow(watch) => {}
+            Some(()) = OptionFuture::from(published) => {}
         }
+        // Connections end with the instance: their clients must not take a later instance at this address for this one.
+        self.shutdown.stop();
+        serving.await?;
+        Err(WorkerError::EngineEnded)
     }
 }

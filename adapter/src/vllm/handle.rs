@@ -1,12 +1,13 @@
-//! vLLM's `kv_transfer_params` as a handle. An engine that receives incomplete ones ends, so they are checked on both sides.
+//! Converts vLLM's `kv_transfer_params` to KV handles and back. An engine that receives incomplete parameters ends, so both conversions
+//! check them.
 
 use crate::api::EngineFailure;
 use serde_json::Value;
 
-/// The name of a parameter, and whether a value is valid.
+/// The name of a parameter, and the check of its value.
 type Field = (&'static str, fn(&Value) -> bool);
 
-/// What NIXL's connector needs to pull KV, each with a check of its type.
+/// The parameters that NIXL's connector needs to pull KV.
 const FIELDS: [Field; 8] = [
     ("do_remote_prefill", |value| value == &Value::Bool(true)),
     ("do_remote_decode", |value| value == &Value::Bool(false)),
@@ -26,7 +27,7 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
     match FIELDS.iter().find(|(field, holds)| !params.get(field).is_some_and(holds)) {
         None => Ok(()),
         Some((field, _)) => Err(EngineFailure::Protocol(format!(
-            "its kv_transfer_params have no valid {field}; it needs --kv-transfer-config with NixlConnector"
+            "kv_transfer_params has no valid {field}; start the engine with --kv-transfer-config and NixlConnector"
         ))),
     }
 }
@@ -34,20 +35,21 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
 /// Returns the handle for the parameters that an engine returned.
 ///
 /// # Errors
-/// They are not those of NIXL's connector.
+/// A parameter is missing or invalid.
 pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> {
     let params = params.unwrap_or_default();
     check(&params)?;
     Ok(params.to_string().into_bytes())
 }
 
-/// Returns the parameters of a handle.
+/// Returns the parameters in a handle.
 ///
 /// # Errors
-/// It is not a handle of this kind.
+/// The bytes are not JSON, or a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
-    let params =
-        serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
+    let invalid =
+        |error: serde_json::Error| EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"));
+    let params = serde_json::from_slice(bytes).map_err(invalid)?;
     check(&params)?;
     Ok(params)
 }
@@ -57,7 +59,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Recorded from vLLM 0.32.
+    /// Returns `kv_transfer_params` that vLLM 0.32 has sent.
     fn recorded() -> Value {
         json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[9, 14]],
@@ -69,13 +71,13 @@ mod tests {
     }
 
     #[test]
-    fn complete_parameters_round_trip_and_incomplete_ones_are_refused() {
-        let bytes = to_bytes(Some(recorded())).expect("they are complete");
-        assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
+    fn complete_kv_transfer_params_round_trip_and_incomplete_params_are_refused() {
+        let bytes = to_bytes(Some(recorded())).expect("the recorded parameters are complete");
+        assert_eq!(from_bytes(&bytes).expect("the recorded parameters are complete"), recorded());
         for (field, _) in FIELDS {
             let mut params = recorded();
-            params.as_object_mut().expect("an object").remove(field);
-            let error = to_bytes(Some(params.clone())).expect_err("a field is missing").to_string();
+            params.as_object_mut().expect("the recorded parameters are an object").remove(field);
+            let error = to_bytes(Some(params.clone())).expect_err("parameters without a required field are refused").to_string();
             assert!(error.contains(field), "{error}");
             assert!(from_bytes(params.to_string().as_bytes()).is_err());
         }

@@ -1,16 +1,16 @@
-//! What vLLM's `/metrics` say about the engine.
+//! Reads an engine's constants from vLLM's `/metrics`.
 
 /// The constants of an engine's KV cache, and when the server started.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EngineConstants {
     pub block_size: u32,
-    /// Blocks of the device. The first is never used.
+    /// Number of blocks on the device. vLLM never uses the first.
     pub blocks: u32,
-    /// Whether it reuses the KV of prompts with equal beginnings.
+    /// Whether the engine reuses the KV of prompts with equal prefixes.
     pub prefix_caching: bool,
-    /// The type of KV values.
+    /// The data type of the cached KV.
     pub cache_dtype: String,
-    /// The server's start in seconds since 1970: another value is another instance.
+    /// The start of the server, in seconds since 1970. It differs for each instance of the server.
     pub started: f64,
 }
 
@@ -28,6 +28,21 @@ impl EngineConstants {
             started: started(metrics).unwrap_or(0.0),
         })
     }
+
+    /// Returns the number of blocks without the first, which the engine never uses.
+    pub fn usable_blocks(&self) -> u64 {
+        u64::from(self.blocks.saturating_sub(1))
+    }
+}
+
+/// Returns the data-parallel ranks of the server, in order, each with the tokens that fit into its KV memory.
+pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
+    let named = samples(metrics, "vllm:cache_config_info");
+    let mut ranks: Vec<u32> = named.filter_map(|(labels, _)| label(labels, "engine").unwrap_or("0").parse().ok()).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    let constants = ranks.into_iter().filter_map(|rank| Some((rank, EngineConstants::parse(metrics, rank)?)));
+    constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
 /// Returns when the server started, in seconds since 1970.
@@ -35,7 +50,7 @@ pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
 
-/// The samples of a series: the text of the labels and of the value.
+/// Returns the samples of a metric: the text of each sample's labels and value.
 fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &'a str)> {
     metrics.lines().filter_map(move |line| {
         let rest = line.strip_prefix(name)?;
@@ -46,7 +61,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// The value of a label. Values with escapes are not looked for.
+/// Returns the value of a label, which must have no escaped characters.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)
@@ -58,7 +73,7 @@ fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32, shortened.
+    /// An excerpt of a recorded metrics page of vLLM 0.32.
     const METRICS: &str = r#"# TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.79538511919e+09
 # TYPE vllm:cache_config_info gauge
@@ -67,8 +82,8 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 "#;
 
     #[test]
-    fn constants_are_read_for_each_rank() {
-        let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
+    fn engine_constants_are_parsed_for_each_rank() {
+        let first = EngineConstants::parse(METRICS, 0).expect("the page has the metrics of rank 0");
         let expected = EngineConstants {
             block_size: 32,
             blocks: 256,
@@ -77,9 +92,11 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
             started: 1_795_385_119.19,
         };
         assert_eq!(first, expected);
-        let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
+        let second = EngineConstants::parse(METRICS, 1).expect("the page has the metrics of rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
+        assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 199 * 32)]);
+        assert_eq!(ranks(""), []);
         assert_eq!(EngineConstants::parse("", 0), None);
     }
 }

@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// In place of everything else.
+    /// The error, which is in an answer without any other field.
     error: Option<ErrorBody>,
 }
 
@@ -68,7 +68,7 @@ struct PromptTokensDetails {
     cached_tokens: Option<u32>,
 }
 
-/// `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
+/// The error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum ErrorBody {
@@ -84,7 +84,7 @@ impl ErrorBody {
     }
 }
 
-/// Returns the failure that an answer with an HTTP error reports.
+/// Returns the failure that an HTTP error with this body reports.
 pub(super) fn failure(status: u16, body: &[u8]) -> EngineFailure {
     #[derive(Deserialize)]
     struct Body {
@@ -111,7 +111,7 @@ impl AnswerUsage {
 /// Decodes one JSON answer.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
     let answer: Answer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
     match answer.error {
@@ -123,7 +123,7 @@ pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
 /// Decodes one event of a streamed answer, with at most `top` alternatives for each token.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailure> {
     let Answer { choices, usage, .. } = answer(json)?;
     let mut chunk = Chunk::default();
@@ -134,7 +134,7 @@ pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailur
                 logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top))).collect()
             }
             (Some(_), _) if !token_ids.is_empty() => {
-                return Err(EngineFailure::Protocol("tokens came without their logprobs".to_owned()));
+                return Err(EngineFailure::Protocol("tokens lack the requested logprobs".to_owned()));
             }
             _ => vec![None; token_ids.len()],
         };
@@ -149,7 +149,7 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
         "stop" => Ok(Finish::Stop),
         "length" => Ok(Finish::Length),
         "abort" => Ok(Finish::Aborted),
-        other => Err(EngineFailure::Protocol(format!("finish_reason {other:?}"))),
+        other => Err(EngineFailure::Protocol(format!("unknown finish_reason {other:?}"))),
     }
 }
 
@@ -187,7 +187,7 @@ pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> R
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32.
+    /// Events that vLLM 0.32 has sent.
     const FIRST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[324],"routed_experts":null,"sampling_mask":null,"weight_versions":null,"logprobs":{"content":[{"token_id":324,"logprob":-3.5,"rank":2,"top_logprobs":[{"token_id":324,"logprob":-3.5,"rank":2},{"token_id":344,"logprob":-3.25,"rank":1}]}]}}]}"#;
     const LAST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[516],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":null}]}"#;
     const USAGE: &str = r#"{"request_id":"generate-tokens-a4","usage":{"prompt_tokens":70,"total_tokens":74,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":64}},"output_mode":"tokens","choices":[]}"#;
@@ -196,13 +196,13 @@ mod tests {
 
     #[test]
     fn streamed_answer_is_decoded() {
-        let first = chunk(FIRST.as_bytes(), Some(1)).expect("a recorded event");
+        let first = chunk(FIRST.as_bytes(), Some(1)).expect("the recorded event is valid");
         let top = vec![TokenLogprob { token: 344, logprob: -3.25 }];
         assert_eq!(first.tokens, [(324, Some(TokenLogprobs { logprob: -3.5, top }))]);
         assert_eq!((first.finish, first.usage), (None, None));
-        let last = chunk(LAST.as_bytes(), None).expect("a recorded event");
+        let last = chunk(LAST.as_bytes(), None).expect("the recorded event is valid");
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
-        let usage = chunk(USAGE.as_bytes(), None).expect("a recorded event").usage;
+        let usage = chunk(USAGE.as_bytes(), None).expect("the recorded event is valid").usage;
         assert_eq!(usage, Some(Usage { cached_tokens: Some(64) }));
         assert!(
             matches!(chunk(ERROR.as_bytes(), None), Err(EngineFailure::Failed(message)) if message == "Internal server error")
@@ -211,15 +211,17 @@ mod tests {
     }
 
     #[test]
-    fn unreported_count_differs_from_zero() {
-        let of = |usage: &str| chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("an event").usage;
+    fn missing_cached_token_count_differs_from_zero() {
+        let of = |usage: &str| {
+            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("the event is valid").usage
+        };
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(Usage { cached_tokens: Some(0) }));
     }
 
     #[test]
-    fn http_errors_have_their_reasons() {
+    fn http_status_determines_the_engine_failure() {
         let refused = failure(400, br#"{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#);
         assert!(matches!(refused, EngineFailure::Invalid(message) if message == "too long"));
         let denied = failure(401, br#"{"error":"Unauthorized"}"#);
@@ -231,9 +233,12 @@ mod tests {
     #[test]
     fn prompt_logprobs_are_in_the_order_of_the_prompt() {
         let json = r#"{"choices":[],"usage":null,"prompt_logprobs":[null,{"20":{"logprob":-9.5,"rank":598,"decoded_token":"$"},"29":{"logprob":-0.5,"rank":1,"decoded_token":"-"}}]}"#;
-        let of = |prompt: &[TokenId]| prompt_logprobs(answer(json.as_bytes()).expect("an answer"), prompt, 1);
+        let of = |prompt: &[TokenId]| prompt_logprobs(answer(json.as_bytes()).expect("the answer is valid"), prompt, 1);
         let top = vec![TokenLogprob { token: 29, logprob: -0.5 }];
-        assert_eq!(of(&[1, 20]).expect("both tokens"), [None, Some(TokenLogprobs { logprob: -9.5, top })]);
+        assert_eq!(
+            of(&[1, 20]).expect("the answer has logprobs for both tokens"),
+            [None, Some(TokenLogprobs { logprob: -9.5, top })]
+        );
         assert!(of(&[1]).is_err() && of(&[1, 21]).is_err());
     }
 }

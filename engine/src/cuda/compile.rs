@@ -81,7 +81,8 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
 /// Compiles a program; the error is NVRTC's log.
 fn compiled(program: sys::nvrtcProgram, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: result::NvrtcError| error.to_string();
-    // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a NUL.
+    // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a
+    // NUL.
     unsafe {
         if let Err(error) = result::compile_program(program, options) {
             let log = result::get_program_log(program).map_err(text)?;
@@ -141,7 +142,7 @@ mod tests {
         let llama = Shape { half: Half::Float16, heads: 9, kv_heads: 3, head_dim: 64, pairs: Pairs::Adjacent, ..QWEN3_8B };
         check(&compile(&llama, "sm_90").unwrap());
         check(&compile(&Shape { small_shared_memory: true, ..QWEN3_8B }, "sm_89").unwrap());
-        let error = compile(&QWEN3_8B, "sm_1").expect_err("there is no such device").to_string();
+        let error = compile(&QWEN3_8B, "sm_1").expect_err("the device architecture is unknown").to_string();
         assert!(error.contains("cannot compile the kernels"), "{error}");
     }
 

@@ -80,8 +80,8 @@ impl<D: Device> Runner<D> {
     #[cfg(test)]
     pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {
-            *inputs = Inputs::new(device, 0).expect("an empty buffer fits");
-            buffers.sampled = Memory::new(device, 0).expect("an empty buffer fits");
+            *inputs = Inputs::new(device, 0).expect("the device has memory for an empty buffer");
+            buffers.sampled = Memory::new(device, 0).expect("the device has memory for an empty buffer");
         }
         self
     }

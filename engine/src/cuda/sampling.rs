@@ -85,7 +85,7 @@ impl SampleInputs {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
-            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a result has eight bytes"));
+            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("each result has eight bytes"));
             TokenLogprob { token: u32::from_le_bytes(token), logprob: f32::from_le_bytes(logprob) }
         };
         let row = |(token, wanted): (&[u8], &Option<u32>)| {

@@ -61,7 +61,7 @@ pub(super) struct Driver {
     started: Instant,
     sim_clock: SimClock,
     last_audit: Option<Duration>,
-    /// The device has failed permanently.
+    /// Whether the device has failed permanently.
     is_lost: bool,
 }
 
@@ -254,7 +254,7 @@ impl Driver {
 
     /// Ends all jobs, because the content of the device's memory is unknown after a failure.
     fn fail(&mut self, error: &EngineError) {
-        tracing::error!(%error, "engine failed; failing all requests on this worker");
+        tracing::error!(%error, "the engine failed; all requests on this worker are aborted");
         self.is_lost |= matches!(error, EngineError::Lost(_));
         self.machine.fail();
     }

@@ -23,7 +23,7 @@ impl Machine {
             } else if self.preempt_paused() {
                 index = 0;
             } else if !self.revoke_youngest() && !self.preempt_youngest_forking() {
-                let last = self.last_in_fair_order(None).expect("the sequence that grows runs");
+                let last = self.last_in_fair_order(None).expect("a growing sequence is a running sequence");
                 self.preempt(last);
                 index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
             }
@@ -63,7 +63,7 @@ impl Machine {
         self.running.iter().rposition(|sequence| sequence.job == job)
     }
 
-    /// Returns what the in-flight sequences that satisfy `is_owned` hold.
+    /// Counts the in-flight sequences that satisfy `is_owned`, and their blocks.
     fn holdings(&self, is_owned: impl Fn(&Sequence) -> bool) -> Holdings {
         let mut holdings = Holdings::default();
         let mut previous = None;

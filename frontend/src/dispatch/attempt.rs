@@ -12,7 +12,8 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// The worker itself reports that the prefill has not begun in time. The frontend waits for that report for this long after the limit.
+/// How long the frontend waits after an attempt's `start_timeout` for the decode worker's own report that the prefill has not begun in
+/// time.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// The facts about the attempt that generated the first token. A resume on another worker does not change them.
@@ -25,9 +26,9 @@ pub(crate) struct Facts {
     pub(crate) requested_at: Instant,
     /// Time at which the placement of this attempt arrived.
     pub(crate) placed_at: Instant,
-    /// Time at which the prefill began.
+    /// Time at which the prefill began; `None`: the decode worker did not report it.
     pub(crate) scheduled_at: Option<Instant>,
-    /// Time at which all of the prompt's KV was on the decode worker.
+    /// Time at which all of the prompt's KV was on the decode worker; `None`: the decode worker did not report it.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
     /// Earlier, failed attempts, each with the time and the reason of its failure.
@@ -81,7 +82,11 @@ impl Work<'_> {
         let WorkerRef { instance_id, address, .. } = &placement.decode.worker;
         let error = |reason| AttemptError::new(instance_id, reason);
         if !placement.decode.worker.has_signed_address(Role::Decode, decoders.network().key()) {
-            tracing::warn!(instance = %instance_id, "placement ignored: its address lacks the cluster's signature");
+            tracing::warn!(
+                instance = %instance_id,
+                "placement ignored, because its address is not signed with the cluster key; \
+                 give all processes the same --cluster-key-file"
+            );
             return Err(error(FailureReason::Unspecified));
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
@@ -133,7 +138,7 @@ impl Work<'_> {
             sampling: Some(prompt.sampling.clone()),
             samples: prompt.samples,
             prefill: placement.prefill.as_ref().map(|prefill| prefill.worker.clone()),
-            // The first attempt has already sent the logprobs of a resumed prompt.
+            // A resume requests no logprobs of the prompt, because an earlier attempt has already sent them.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
             generated: resumed.to_vec(),
             account: prompt.account.clone(),

@@ -74,7 +74,7 @@ mod tests {
             ("c", "3", &both, Some("no worker serves c; the workers serve a, b")),
             ("a", "2", &both, Some("revision")),
             ("a", "1", &draining, Some("draining")),
-            ("b", "2", &pinned, Some("its model is b, the cluster's is a")),
+            ("b", "2", &pinned, Some("model is b, but the cluster's is a")),
             ("a", "1", &view(&[]), None),
         ] {
             let found = check(&identity(model, revision), view).err().map(|why| why.to_string());

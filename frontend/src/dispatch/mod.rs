@@ -35,7 +35,7 @@ pub(crate) struct Dispatcher {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// Limits of attempts and resumes. The fields are those of [`FrontendSettings`](crate::FrontendSettings).
+/// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`](crate::FrontendSettings).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) attempts: u32,
@@ -53,7 +53,7 @@ pub(crate) struct Generation {
 }
 
 impl Dispatcher {
-    /// Opens no connection to a worker before its first use.
+    /// Creates a dispatcher, which connects to a worker only when the first prompt is placed on that worker.
     pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
         let limits = Limits { attempts: limits.attempts.max(1), ..limits };
         Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
@@ -102,10 +102,17 @@ impl Dispatcher {
     ) -> Result<Generation, DispatchError> {
         let Generation { facts, attempt, resumes, mut booking } = lost;
         let number = attempt.number;
-        // A worker that is slow but not lost must not generate at the same time as the next worker.
+        // End the old attempt first: its worker may be slow but not lost, and two workers must not generate the same answer at the same
+        // time.
         drop(attempt);
         let reason = error.reason;
-        tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %error.instance_id, "stream lost");
+        tracing::debug!(
+            request_id = %prompt.request_id,
+            number,
+            reason = reason.label(),
+            instance = %error.instance_id,
+            "the stream from the decode worker was lost"
+        );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
@@ -122,7 +129,7 @@ impl Dispatcher {
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
             Err(error) => {
-                tracing::debug!(request_id = %prompt.request_id, %error, "not resumed");
+                tracing::debug!(request_id = %prompt.request_id, %error, "the request could not be resumed");
                 Err(DispatchError::Lost { reason })
             }
         }
@@ -148,7 +155,8 @@ impl Dispatcher {
             let error = match attempt {
                 Ok((attempt, mut facts)) => {
                     facts.failed = failed;
-                    // The router compares the report with its prediction, which does not include a resume's generated tokens.
+                    // A resume reports no cached tokens: it also prefills generated tokens, which the router's prediction of cached tokens
+                    // does not include.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     booking.prefill_finished(reported.filter(|_| work.resumed.is_empty())).await;
                     return Ok(Generation { facts, attempt, resumes: 0, booking });

@@ -25,7 +25,8 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun. `first` is a stream's first event; `None` if a comment has to be sent before it.
+/// The reply to a request whose answer has begun. `first` is a stream's first event; `None`: no event has occurred yet, so the stream
+/// begins with a comment.
 pub(super) enum Reply {
     Whole(Response),
     Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },
@@ -55,7 +56,7 @@ pub(super) struct Run {
 /// A prompt's text that is still to be echoed.
 struct Echo {
     text: String,
-    /// Whether the text is echoed with its logprobs, and so waits for them.
+    /// Whether the prompt's logprobs are echoed, too. If so, the text is sent only when the logprobs have arrived.
     with_logprobs: bool,
 }
 
@@ -141,7 +142,7 @@ impl Run {
             AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
             AnswerEvent::Started(_) => Vec::new(),
             AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
-            // The logprobs precede the first delta.
+            // The worker must send the prompt's logprobs before the first delta.
             AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());

@@ -31,7 +31,7 @@ pub(super) fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Checks by their length that texts can fit into the context. Encoding the longest accepted body to find out would take minutes.
+/// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes.
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_follow_from_the_context() {
+    fn body_limits_grow_with_the_context_length() {
         for (context, prompt_mib, body_mib, elements) in
             [(512, 1, 4, 66_560), (8_192, 1, 4, 81_920), (131_072, 4, 16, 327_680), (1 << 20, 32, 32, 2_162_688)]
         {

@@ -44,7 +44,7 @@ struct PromptProgress {
     /// The prefill's chunks in the attempt that generated the first token; empty unless the worker reports them.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// The time at which each sample's latest token arrived.
+    /// The time at which each sample's latest token arrived; `None` before the sample's first token.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
 }
@@ -110,7 +110,7 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
-    /// Called when the answer is complete. Counts every prompt in the metrics.
+    /// Records that the answer is complete, and counts every prompt in the metrics.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();
         self.trace();
@@ -120,7 +120,7 @@ impl Progress {
         }
     }
 
-    /// Called when the answer ends with an error.
+    /// Records that the answer ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
     }
@@ -174,7 +174,7 @@ impl PromptProgress {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
         let scheduled_ms = facts.and_then(|facts| facts.scheduled_at).map(ms);
-        // The worker reports each chunk's time relative to the begin of the prefill.
+        // The worker reports each chunk's time relative to the beginning of the prefill.
         let chunks = scheduled_ms.map(|from| {
             let chunk = |chunk: &PrefillChunk| Chunk {
                 start_ms: from + f64::from(chunk.start_ms),

@@ -19,9 +19,9 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) enum NotReady {
     #[error("draining")]
     Draining,
-    #[error("router unreachable; start it, or correct --router")]
+    #[error("no router is reachable; start one, or correct --router or --etcd")]
     Router,
-    #[error("this frontend and the router belong to different clusters: {0}")]
+    #[error("this frontend belongs to another cluster than the router: {0}")]
     ClusterMismatch(Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,

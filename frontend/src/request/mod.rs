@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_and_members_are_counted_outside_of_strings() {
+    fn nesting_and_elements_are_counted_outside_of_strings_only() {
         for (json, deepest, elements) in
             [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
         {
@@ -110,7 +110,7 @@ mod tests {
         struct Built;
         impl<'de> serde::Deserialize<'de> for Built {
             fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
-                panic!("it must not be built")
+                panic!("no value must be built")
             }
         }
         for body in ["{\"messages\":[{},{},{},{}]}", "{\"tools\":[0,0,0,0,0]}", "{\"a\":1,\"b\":2,\"c\":3,\"d\":4,\"e\":5}"] {

@@ -18,7 +18,7 @@ pub(super) struct Samples {
 }
 
 struct Sample {
-    /// The number of first tokens in whose text stop strings are ignored.
+    /// The number of tokens at the beginning of the sample in whose text stop strings are ignored.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,
@@ -78,7 +78,8 @@ impl Samples {
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These messages precede an attempt's first token, so here they are those of a resume. They do not change the facts.
+            // These messages precede an attempt's first token, so here they come from a resume. They do not change the facts of the attempt
+            // that generated the first token.
             Message::Scheduled(_) | Message::DecodeStarted(_) => {}
         }
         Ok(())

@@ -33,7 +33,7 @@ impl StopMatcher {
         false
     }
 
-    /// Adds a chunk in which stop strings are ignored: a stop string that begins before it or in it does not count.
+    /// Adds a chunk in which stop strings are ignored: a stop string that begins before or in this chunk does not count.
     pub(crate) fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
         out.push_str(chunk);
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn result_does_not_depend_on_how_text_is_split() {
+    fn stop_string_is_found_however_the_text_is_split() {
         let cases: [(&[&str], &str, &str, bool); 11] = [
             (&["END"], "abcENDdef", "abc", true),
             (&["END"], "abcEN", "abcEN", false),
@@ -90,7 +90,7 @@ mod tests {
             for split in 0..1_u32 << (chars.len() - 1) {
                 let mut chunks = vec![String::new()];
                 for (index, char) in chars.iter().enumerate() {
-                    chunks.last_mut().expect("there is one").push_str(char);
+                    chunks.last_mut().expect("the list starts with one chunk").push_str(char);
                     if split >> index & 1 == 1 {
                         chunks.push(String::new());
                     }
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_possible_stop_is_held_back() {
+    fn text_is_held_back_only_while_it_may_begin_a_stop_string() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.push("abE", &mut out);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_that_began_in_passed_text_does_not_count() {
+    fn stop_string_that_begins_in_unmatched_text_does_not_count() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.pass("xE", &mut out);

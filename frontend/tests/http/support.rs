@@ -36,7 +36,7 @@ use tonic::{Status, Streaming};
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_MAX, future).await.expect("it resolves in time")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("the operation ends in time")
 }
 
 /// A running frontend with its fake cluster.
@@ -44,7 +44,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// The router's next answers, in order; `None`: the router closes the stream. If there are none, it answers with [`local`].
+    /// The router's next answers, in order; `None`: the router closes the stream. If the list is empty, the router answers with [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
@@ -93,7 +93,7 @@ impl Router for FakeRouter {
                 let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
                 received.send(Received::Message(message)).ok();
                 if expects_reply {
-                    let scripted = placements.lock().expect("no test panics with it").pop_front();
+                    let scripted = placements.lock().expect("no test panics with the lock").pop_front();
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
                         break;
                     };
@@ -108,7 +108,7 @@ impl Router for FakeRouter {
     type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
 
     async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
-        Err(Status::unimplemented("that is between routers"))
+        Err(Status::unimplemented("only routers call this method"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
@@ -118,7 +118,7 @@ impl Router for FakeRouter {
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
         let info = |role: Role, worker_id: String| WorkerInfo { role: role.into(), worker_id, ..WorkerInfo::default() };
         let view = |role, name| WorkerView { info: Some(info(role, name)), ..WorkerView::default() };
-        let decode = *self.decode_workers.lock().expect("no test panics with it");
+        let decode = *self.decode_workers.lock().expect("no test panics with the lock");
         let workers = std::iter::once(view(Role::Prefill, "p0".to_owned()))
             .chain((0..decode).map(|number| view(Role::Decode, format!("d{number}"))))
             .collect();
@@ -139,7 +139,7 @@ impl Decode for FakeDecode {
     }
 
     async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
-        Err(Status::unimplemented("these workers report cached tokens at the start"))
+        Err(Status::unimplemented("the fake worker reports cached tokens at the start"))
     }
 }
 
@@ -169,7 +169,7 @@ impl Cluster {
         let (call, calls) = mpsc::unbounded_channel();
         let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a port is free") };
         let (router_listener, decode_listener, listener) = (bind().await, bind().await, bind().await);
-        let address = |listener: &TcpListener| listener.local_addr().expect("it is bound");
+        let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound");
         let (router, decode, frontend) = (address(&router_listener), address(&decode_listener), address(&listener));
         let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
         let fake =
@@ -187,12 +187,12 @@ impl Cluster {
 
     /// Sets the router's next answer.
     pub fn place(&self, reply: route_reply::Message) {
-        self.placements.lock().expect("no test panics with it").push_back(Some(reply));
+        self.placements.lock().expect("no test panics with the lock").push_back(Some(reply));
     }
 
     /// Makes the router close the stream in place of its next answer.
     pub fn close_next_route(&self) {
-        self.placements.lock().expect("no test panics with it").push_back(None);
+        self.placements.lock().expect("no test panics with the lock").push_back(None);
     }
 
     /// Returns a placement with a prefill worker that has this many of the prompt's blocks cached.
@@ -263,7 +263,7 @@ impl Cluster {
     }
 }
 
-/// Returns the status, the header `retry-after` and the code of an error.
+/// Returns the status, the header `retry-after` if there is one, and the code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
     let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);
@@ -276,7 +276,7 @@ const DETAILS: [(&str, &str); 1] = [("x-tandem-details", "true")];
 
 pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
     let stream = TcpStream::connect(frontend).await.expect("the frontend listens");
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("it speaks HTTP");
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("the frontend speaks HTTP");
     let connection = Connection(tokio::spawn(async move {
         connection.await.ok();
     }));
@@ -317,8 +317,8 @@ impl Reply {
     }
 
     pub async fn text(mut self) -> (StatusCode, String) {
-        let body = soon(self.response.body_mut().collect()).await.expect("the body is whole").to_bytes();
-        (self.response.status(), String::from_utf8(body.to_vec()).expect("bodies are text"))
+        let body = soon(self.response.body_mut().collect()).await.expect("the body is complete").to_bytes();
+        (self.response.status(), String::from_utf8(body.to_vec()).expect("the body is UTF-8"))
     }
 
     pub async fn json(self) -> (StatusCode, Value) {
@@ -329,8 +329,8 @@ impl Reply {
 
     /// Returns the next bytes of a stream.
     pub async fn more(&mut self) -> String {
-        let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("it is whole");
-        String::from_utf8(frame.into_data().expect("it has no trailers").to_vec()).expect("events are text")
+        let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("the frame is complete");
+        String::from_utf8(frame.into_data().expect("the frame has data, not trailers").to_vec()).expect("the event is UTF-8")
     }
 
     /// Returns all events of a stream, and whether `[DONE]` ended it.
@@ -346,8 +346,8 @@ impl Reply {
 pub fn events(text: &str) -> (Vec<Value>, bool) {
     let (mut events, mut done) = (Vec::new(), false);
     for frame in text.split_terminator("\n\n") {
-        assert!(!done, "a frame after [DONE]: {frame}");
-        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("no data: {frame:?}"));
+        assert!(!done, "a frame follows [DONE]: {frame}");
+        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("the frame has no data: {frame:?}"));
         match data {
             "[DONE]" => done = true,
             _ => events.push(serde_json::from_str(data).unwrap_or_else(|_| panic!("not JSON: {data:?}"))),

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// An operation. Its numbers are indices into the list that exists when it runs, modulo the list's length.
+/// An operation. The numbers of a namespace and of blocks to commit are literal; the others select an item of a list, modulo its length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
@@ -141,7 +141,7 @@ impl Model {
                 !self.entries.iter().any(|other| other.prefix != entry.prefix && entry.prefix.begins(&other.prefix))
             };
             let evictable = self.entries.iter().enumerate().filter(|(_, entry)| is_leaf(entry) && !self.is_used(&entry.prefix));
-            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("counted before");
+            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("an evictable block was counted");
             self.entries.remove(oldest);
         }
     }
@@ -176,8 +176,8 @@ impl Replica {
     fn store(&mut self, chain: &StoredChain) {
         let mut parent = chain.parent;
         for hash in &chain.sequence_hashes {
-            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "stored after an unknown parent");
-            assert_eq!(self.parents.insert(*hash, parent), None, "stored twice");
+            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "a block was stored after an unknown parent");
+            assert_eq!(self.parents.insert(*hash, parent), None, "a block was stored twice");
             parent = Some(*hash);
         }
     }
@@ -186,14 +186,17 @@ impl Replica {
         if event.event_id <= self.at_event_id {
             return;
         }
-        assert_eq!(event.event_id, self.at_event_id + 1, "a gap");
+        assert_eq!(event.event_id, self.at_event_id + 1, "the event ids have a gap");
         self.at_event_id = event.event_id;
         match &event.change {
             Change::Stored(chain) => self.store(chain),
             Change::Removed(hashes) => {
                 for hash in hashes {
-                    assert!(self.parents.remove(hash).is_some(), "removed what was not stored");
-                    assert!(!self.parents.values().any(|parent| *parent == Some(*hash)), "removed before its children");
+                    assert!(self.parents.remove(hash).is_some(), "a block was removed that was not stored");
+                    assert!(
+                        !self.parents.values().any(|parent| *parent == Some(*hash)),
+                        "a block was removed before its children"
+                    );
                 }
             }
             Change::Cleared => self.parents.clear(),
@@ -231,7 +234,7 @@ impl Run {
         }
         self.check();
         self.take_events();
-        assert_eq!(self.cache.counts().in_use, 0, "everything was released");
+        assert_eq!(self.cache.counts().in_use, 0, "all blocks were released");
     }
 
     fn play_one(&mut self, op: Op) {
@@ -263,7 +266,9 @@ impl Run {
         let acquired = self.cache.acquire(&namespace(number), &prompt, wanted(reuse_max as u32, len_blocks as u32));
 
         let mut sequence = Sequence { namespace: number, tokens: prompt, blocks: vec![], committed: overlap };
-        sequence.blocks = (1..=overlap).map(|n| model.entry(&sequence.prefix(n)).expect("it overlaps").block).collect();
+        sequence.blocks = (1..=overlap)
+            .map(|n| model.entry(&sequence.prefix(n)).expect("the model has the overlapping blocks").block)
+            .collect();
         model.sequences.push(sequence);
         let counts = model.counts();
         let missing = len_blocks - overlap;
@@ -271,9 +276,9 @@ impl Run {
             model.sequences.pop();
             return assert_eq!(acquired, Err(Full));
         }
-        let acquired = acquired.expect("there is room");
+        let acquired = acquired.expect("enough blocks are free or evictable");
         assert_eq!((acquired.cached_blocks as usize, acquired.blocks.len()), (overlap, len_blocks));
-        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("pushed above").blocks[..]);
+        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("the sequence was pushed").blocks[..]);
         model.evict_for(missing);
         for block in &acquired.blocks[overlap..] {
             self.took_fresh(*block, self.model.sequences.len() - 1);
@@ -288,7 +293,7 @@ impl Run {
                 return assert_eq!(allocated, Err(Full));
             }
             self.model.evict_for(1);
-            self.took_fresh(allocated.expect("there is room"), number);
+            self.took_fresh(allocated.expect("enough blocks are free or evictable"), number);
         }
         self.model.sequences[number].tokens.push(token);
     }
@@ -412,12 +417,12 @@ proptest! {
     }
 
     #[test]
-    fn cache_that_is_off_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
+    fn disabled_cache_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
         Run::new(settings(capacity, false), 64).play(ops);
     }
 
     #[test]
-    fn events_have_the_hashes_of_sequence_hashes(prompt in vec(any::<TokenId>(), 0..20)) {
+    fn snapshot_has_the_hashes_that_sequence_hashes_returns(prompt in vec(any::<TokenId>(), 0..20)) {
         let mut run = Run::new(settings(16, true), 64);
         run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
         run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });

@@ -20,7 +20,8 @@ fn other_namespace() -> Namespace {
 
 /// Acquires blocks for `prompt`, commits all full ones and releases nothing.
 fn run(cache: &mut PrefixCache, namespace: &Namespace, prompt: &[TokenId]) -> Vec<BlockId> {
-    let acquired = cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("there is room");
+    let acquired =
+        cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("enough blocks are free");
     let mut blocks = acquired.blocks;
     for (i, tokens) in prompt.chunks_exact(2).enumerate() {
         let parent = i.checked_sub(1).map(|before| blocks[before]);
@@ -59,7 +60,7 @@ fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Cha
 }
 
 #[test]
-fn a_prompt_reuses_the_blocks_of_an_earlier_one() {
+fn prompt_reuses_the_blocks_of_an_earlier_prompt() {
     let mut cache = PrefixCache::new(SETTINGS);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3]);
     let second = cache.acquire(&namespace(), &[1, 1, 2, 2, 4, 4, 5], wanted(3, 4)).unwrap();
@@ -132,14 +133,14 @@ fn leaves_are_evicted_before_their_parents_in_any_order_of_release() {
         for left in [3, 3, 3, 2, 1, 0] {
             cache.allocate().unwrap();
             cache.check_invariants().unwrap();
-            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "released in order {order:?}");
+            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "blocks were released in order {order:?}");
         }
         assert_eq!(cache.allocate(), Err(Full));
     }
 }
 
 #[test]
-fn used_prefix_stays_when_its_unused_continuations_are_evicted() {
+fn recently_used_prefix_is_evicted_after_its_unused_continuations() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     run_and_release(&mut cache, &[1, 1, 3, 3]);
@@ -153,7 +154,7 @@ fn used_prefix_stays_when_its_unused_continuations_are_evicted() {
 }
 
 #[test]
-fn block_is_in_use_while_a_descendant_is() {
+fn block_is_in_use_while_a_descendant_is_in_use() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     release(&mut cache, &blocks[..2]);
@@ -183,7 +184,7 @@ fn acquire_allocates_all_blocks_or_none() {
     assert_eq!((cache.last_event_id(), cache.counts()), (events, counts));
 
     let sparing = Wanted { spare_blocks: 1, ..wanted(3, 4) };
-    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave no spare blocks");
+    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "the prompt would leave no spare block");
     cache.check_invariants().unwrap();
 
     let fits = cache.acquire(&namespace(), &prompt[..7], wanted(3, 4)).unwrap();
@@ -195,7 +196,7 @@ fn acquire_allocates_all_blocks_or_none() {
 }
 
 #[test]
-fn failed_acquire_does_not_refresh_the_blocks_it_found() {
+fn failed_acquire_does_not_refresh_the_found_blocks() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
@@ -206,7 +207,7 @@ fn failed_acquire_does_not_refresh_the_blocks_it_found() {
 }
 
 #[test]
-fn free_blocks_are_used_before_cached_ones_are_evicted() {
+fn free_blocks_are_used_before_cached_blocks_are_evicted() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let acquired = cache.acquire(&other_namespace(), &[7; 8], wanted(0, 4)).unwrap();
@@ -238,7 +239,7 @@ fn equal_blocks_are_merged_and_stored_once() {
 }
 
 #[test]
-fn merging_pins_an_unused_block() {
+fn committing_an_equal_block_pins_the_unused_cached_block() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -251,7 +252,7 @@ fn merging_pins_an_unused_block() {
 }
 
 #[test]
-fn a_shared_block_committed_by_both_owners_stays_one_block() {
+fn block_committed_by_both_its_owners_is_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.pin(block);
@@ -265,7 +266,7 @@ fn a_shared_block_committed_by_both_owners_stays_one_block() {
 }
 
 #[test]
-fn a_collision_is_never_a_hit() {
+fn block_with_a_colliding_hash_is_never_a_hit() {
     // With 0 bits, every block has hash 0.
     let mut cache = PrefixCache::with_hash_bits(SETTINGS, 0);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
@@ -294,7 +295,7 @@ fn colliding_block_is_evicted_when_unpinned() {
     assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (0, 1), "a pinned block keeps its hash");
     release(&mut cache, &foreign);
     run_and_release(&mut cache, &[2, 2]);
-    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned one does not");
+    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned block loses its hash");
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
     let hash = SequenceHash(0);
     let removed = Change::Removed(vec![hash]);
@@ -313,7 +314,7 @@ fn colliding_block_is_evicted_with_its_descendants() {
     let second = cache.find(&namespace(), &[1, 1, 2, 2], u32::MAX)[1];
     cache.evict_with_descendants(second);
     cache.check_invariants().unwrap();
-    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all") };
+    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all removed blocks") };
     let (three, four) = (hashes(&[1, 1, 2, 2, 3, 3])[2], hashes(&[1, 1, 2, 2, 4, 4])[2]);
     assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children are evicted first");
     assert_eq!(removed[2..], hashes(&[1, 1, 2, 2])[1..]);
@@ -322,7 +323,7 @@ fn colliding_block_is_evicted_with_its_descendants() {
 }
 
 #[test]
-fn a_child_of_a_private_block_is_private() {
+fn child_of_a_private_block_is_private() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     assert_eq!(cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]), blocks[1]);
@@ -333,7 +334,7 @@ fn a_child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn cache_that_is_off_finds_keeps_and_reports_nothing() {
+fn disabled_cache_keeps_and_finds_no_blocks_and_reports_no_events() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
@@ -346,7 +347,7 @@ fn cache_that_is_off_finds_keeps_and_reports_nothing() {
 }
 
 #[test]
-fn blocks_in_use_at_a_clear_stay_private() {
+fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[5, 5]);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], wanted(0, 3)).unwrap().blocks;
@@ -381,7 +382,7 @@ fn blocks_in_use_at_a_clear_stay_private() {
 }
 
 #[test]
-fn clear_frees_a_block_pinned_only_by_its_child() {
+fn clear_frees_an_unused_block_whose_child_is_in_use() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     cache.release(blocks[0]);
@@ -408,7 +409,7 @@ fn successive_changes_are_merged_into_one_event() {
 }
 
 #[test]
-fn only_continuations_are_merged_into_a_stored_event() {
+fn stored_event_contains_only_one_chain() {
     let mut cache = PrefixCache::new(SETTINGS);
     for prompt in [&[1, 1][..], &[2, 2], &[1, 1, 3, 3]] {
         run_and_release(&mut cache, prompt);

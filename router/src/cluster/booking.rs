@@ -14,17 +14,17 @@ pub(super) const SAMPLES_MAX: u32 = 128;
 /// The most prompt tokens that one request may add to a worker's load: the largest value of `prompt_tokens`.
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
-/// A request that this router or a peer has placed. The instances that it names need not be members.
+/// A request that this router or a peer has placed. The booking's instances need not be members.
 pub(super) struct Booking {
     pub(super) key: BookingKey,
     pub(super) decode: InstanceId,
-    /// Never the same instance as `decode`.
+    /// The prefill instance, never the same as `decode`; `None`: the decode instance prefills the prompt.
     pub(super) prefill: Option<InstanceId>,
     /// The requested model; empty if a peer has placed the request.
     pub(super) model: Arc<str>,
     /// Whether the prompt is still to be prefilled.
     pub(super) prefilling: bool,
-    /// Time at which this router learned that the prompt has been prefilled.
+    /// Time at which this router learned that the prompt has been prefilled; `None` until then, and for a peer's booking.
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
@@ -45,8 +45,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. Each comes with the prompt's blocks if it prefills the prompt, or else with
-    /// none.
+    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt is returned with the prompt's
+    /// blocks, any other instance with no blocks.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
@@ -54,7 +54,7 @@ impl Booking {
         std::iter::once((&self.decode, on_decode)).chain(prefill)
     }
 
-    /// Returns the booking record for peers. `unreported` is the part of the request's load that its workers have not reported yet.
+    /// Returns the booking record for peers. `unreported` is the load that the request's workers have not reported yet.
     pub(super) fn record(&self, unreported: LoadByRole) -> BookingRecord {
         let hashes = match self.prefilling {
             false => [].into(),
@@ -70,7 +70,8 @@ impl Booking {
         }
     }
 
-    /// Returns a peer's booking under a key of this router. Its load is not kept here: see [`LoadByRole::recorded`].
+    /// Returns a peer's booking under a key of this router. The booking does not contain the load that the peer announced: see
+    /// [`LoadByRole::recorded`].
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
         let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
@@ -79,8 +80,8 @@ impl Booking {
 }
 
 impl LoadByRole {
-    /// Returns the load of a peer's booking, limited to what a request can have. A worker that has already reported the request gets no
-    /// load from it: the report may arrive before the booking.
+    /// Returns the load of a peer's booking, limited to what one request can have. If a worker has already reported the request, the
+    /// booking adds no load to that worker: the report may arrive before the booking.
     pub(super) fn recorded(record: &BookingRecord, has_reported: impl Fn(&str) -> bool) -> Self {
         let load = |(instance_id, load): &(InstanceId, BookedLoad)| match has_reported(instance_id) {
             true => BookedLoad::default(),

@@ -1,4 +1,4 @@
-//! The bookings of this router. Every change of them is recorded in the journal, from which peers are informed.
+//! The bookings of this router. Every change is recorded in a journal, from which peers receive the changes.
 
 use super::{
     booking::{Booking, LoadByRole},
@@ -39,8 +39,8 @@ impl Bookings {
         id
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more. Returns the booking, or `None` if this was known
-    /// before.
+    /// Records that the prompt has been prefilled, so its prefill does not count any more. Returns the booking, or `None` if it has ended
+    /// or its prefill was already recorded.
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&Booking> {
         let booking = self.by_id.get_mut(&id)?;
         if !members.on_prefilled(booking) {

@@ -1,8 +1,9 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model
-//! agree on its revision and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance. Bookings
-//! on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
+//! agree on its revision and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name
+//! its instance. Bookings on instances that are not members count nowhere; when such an instance joins, its own report is assumed to
+//! include them.
 
 use super::{
     booking::{Booking, LoadByRole},
@@ -33,15 +34,15 @@ use tokio::time::Instant;
 /// Why a worker must not join.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum JoinError {
-    #[error("its description lacks {field}")]
+    #[error("the worker's description lacks {field}; start the worker with the router's version")]
     Incomplete { field: &'static str },
     #[error(transparent)]
     Differs(#[from] Difference),
-    #[error("it rejects this router's cluster key; give all processes the same --cluster-key-file")]
+    #[error("the worker rejects this router's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    #[error("the same instance has joined under another address; list each worker once")]
+    #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,
-    #[error("the worker at {address} has the same id {worker_id}; give each a --worker-id of its own")]
+    #[error("the worker at {address} has the same id {worker_id}; give each worker its own --worker-id")]
     SameWorkerId { worker_id: String, address: String },
 }
 
@@ -64,7 +65,7 @@ pub(super) struct Member {
     pub(super) stats: ReportedStats,
     /// Time of the latest report with a new measurement of the prefill rate.
     prefilled_at: Instant,
-    /// Time of the latest report that shows that the worker has decoded since the report before.
+    /// Time of the latest report which shows that the worker has decoded since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
@@ -127,7 +128,8 @@ impl Members {
         Ok(role)
     }
 
-    /// Adds a member with an empty cache and no load. Those of `bookings` that name the instance count on it, but add no load.
+    /// Adds a member with an empty cache and no load. Bookings in `bookings` that name the instance are counted on the member, but add no
+    /// load.
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
@@ -176,9 +178,9 @@ impl Members {
         }
     }
 
-    /// Replaces what is known of the member's cache. Messages were lost before, and a report that included a booked request may be among
-    /// them, so all bookings count as reported. A request that has not reached the worker yet is therefore not counted until the next
-    /// report, but no request is counted twice.
+    /// Replaces the member's blocks in the index by those of the snapshot. A snapshot follows lost messages, and one of them may have
+    /// reported a booked request. So all bookings count as reported: a request that has not reached the worker yet is missing in the load
+    /// until the next report, but no request is counted twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -215,8 +217,8 @@ impl Members {
         applied
     }
 
-    /// Records the member's load, for which all events that came with it must have been applied. `included` are the requests that this load
-    /// includes for the first time.
+    /// Records the member's load. The caller must have applied all events that came with the load. `included` are the requests that this
+    /// load includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         let now = Instant::now();
@@ -232,7 +234,7 @@ impl Members {
         }
     }
 
-    /// Exports in metrics where the member's events come from.
+    /// Exports the source of the member's events as metrics.
     pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
         if let Some(member) = self.by_id.get_mut(&id) {
             let over_nats = source == EventSource::Nats;
@@ -318,8 +320,8 @@ impl Members {
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
     }
 
-    /// Returns what is known of each of these members now, in their order. Members whose circuit breakers are open at `breakers_at` are also
-    /// marked as excluded; `None` ignores circuit breakers.
+    /// Returns each of these members as a candidate for a placement, in their order. Members in `excluded` and members whose circuit
+    /// breakers are open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
     pub(super) fn candidates(
         &self,
         members: &[&Member],
@@ -349,7 +351,8 @@ impl Members {
         }
     }
 
-    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether it counted until now.
+    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether the prefill counted
+    /// until now.
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
@@ -369,7 +372,7 @@ impl Members {
         }
     }
 
-    /// Returns the part of the booking's load that its workers have not reported yet.
+    /// Returns the load of the booking that its workers have not reported yet.
     pub(super) fn unreported(&self, booking: &Booking) -> LoadByRole {
         let on =
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
@@ -388,7 +391,7 @@ impl Member {
         }
     }
 
-    /// Returns what is known of the member now. Older measurements have less weight.
+    /// Returns the member as a candidate for a placement. Older measurements have less weight.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, .. } = self;
         let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);

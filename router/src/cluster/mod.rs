@@ -1,7 +1,7 @@
 //! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
 //! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`Members`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
-//! each keep their own invariants; [`State`] does what concerns several of them.
+//! each keep their own invariants; [`State`] has the operations that concern several of them.
 
 mod booking;
 mod bookings;
@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// The number of blocks in the events that are applied before the lock is released: about a millisecond's work.
+/// A slice of events ends when it names this many blocks. Applying a slice takes about a millisecond, during which the state is locked.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -124,8 +124,8 @@ impl Cluster {
     }
 }
 
-/// Returns the number of events in the next slice, at least 1: as many as name [`SLICE_BLOCKS`] blocks, or up to a `Cleared`, because the
-/// message does not say how many blocks that event removes.
+/// Returns the number of events in the next slice, at least 1. A slice ends once its events name [`SLICE_BLOCKS`] blocks, or at a
+/// `Cleared`, because the message does not say how many blocks that event removes.
 fn slice_len(events: &[KvEvent]) -> usize {
     let mut blocks = 0;
     let last = events.iter().position(|event| {
@@ -139,7 +139,7 @@ fn slice_len(events: &[KvEvent]) -> usize {
     last.map_or(events.len(), |last| last + 1)
 }
 
-/// Membership of workers.
+/// Methods for the membership of workers.
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
@@ -170,7 +170,7 @@ impl State {
         self.show_workers();
     }
 
-    /// Returns two numbers of workers: those whose caches the index knows, and all that are listed.
+    /// Returns the number of workers whose caches the index holds, and the number of all listed workers.
     fn synced_of_known(&self) -> (usize, usize) {
         (self.members.len(), self.members.len() + self.unavailable.len())
     }
@@ -185,7 +185,7 @@ impl State {
     }
 }
 
-/// Reports about the router and the cluster.
+/// Methods that report on the router and the cluster.
 impl State {
     /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
     /// members if they are empty.
@@ -236,7 +236,7 @@ impl State {
         self.members.models().into_iter().map(view).collect()
     }
 
-    /// Returns all that the router knows of the cluster.
+    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {
@@ -266,7 +266,7 @@ impl State {
     }
 }
 
-/// Bookings of this router.
+/// Methods for the bookings of this router.
 impl State {
     /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
@@ -318,8 +318,8 @@ impl State {
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`State::release`]. By now its workers' reports include the request, so the
-    /// booking adds no load. The workers need not be members yet.
+    /// Books a request that another router has placed, until [`State::release`]. The reports of the request's workers already include the
+    /// request, so the booking adds no load. The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
         request: &PlacementRequest,
@@ -429,7 +429,7 @@ impl State {
     }
 }
 
-/// Bookings of peers.
+/// Methods for the bookings of peers.
 impl State {
     /// Adds a peer router that has connected.
     pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {

@@ -17,7 +17,7 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements, and measures how long answers take, which the decisions depend on.
+/// Decides placements, and measures how long answers take, because the decisions depend on that time.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
@@ -29,7 +29,7 @@ pub(super) struct Placer {
 struct ModelHistory {
     /// Placements decided so far.
     placements: u64,
-    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first.
+    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first answer has ended.
     answer_ms: Option<f64>,
 }
 
@@ -76,7 +76,8 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns what would be decided now for the first placement of a request. If costs are equal, the next real placement may differ.
+    /// Returns the decision that would be made now for the first placement of a request. If several workers have equal costs, the next real
+    /// placement may choose another of them.
     pub(super) fn preview<'a>(
         &self,
         members: &'a Members,

@@ -1,4 +1,4 @@
-//! The input of a placement: the query, and what is known of each worker.
+//! The input of a placement: the query, and the state of each worker.
 
 use crate::{rates::Measurement, settings::PrefillPlace};
 use std::sync::Arc;
@@ -23,8 +23,8 @@ pub struct PlacementQuery {
 }
 
 impl PlacementQuery {
-    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and returns no logits. So prompts whose
-    /// logits are requested, and prompts of one token, are prefilled on the decode worker whatever the settings say.
+    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last, and returns no logits. Therefore
+    /// prompts whose logits are requested, and prompts of one token, are prefilled on the decode worker, whatever the settings say.
     pub(super) fn allowed_prefill(&self) -> PrefillPlace {
         if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
     }
@@ -59,10 +59,10 @@ pub struct Candidate {
     /// Bytes of KV per block.
     pub block_bytes: u64,
     pub prefill_tokens_per_second: Option<Measurement>,
-    /// The fixed time of a step that computes prompt tokens.
+    /// The fixed time of a step that computes prompt tokens; `None`: not measured.
     pub prefill_fixed_ms: Option<Measurement>,
     pub decode_step_ms: Option<Measurement>,
-    /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so decode workers have none.
+    /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,
 }
 

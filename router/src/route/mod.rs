@@ -1,4 +1,4 @@
-//! Chooses the workers of a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
+//! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
 //! A [`Policy`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
 //! plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
@@ -30,15 +30,17 @@ pub struct Choice {
 pub enum NoEligibleWorker {
     #[error("no decode worker has joined; start one or wait until it is up")]
     NoDecodeWorker,
-    #[error("no prefill worker has joined, and the router is set to prefill remotely only; start one or allow local prefill")]
+    #[error(
+        "no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start one, or set --prefill auto"
+    )]
     NoPrefillWorker,
     #[error(
-        "no prefill worker has the transfer family of a decode worker, and the router is set to prefill remotely only; compare their engines' versions and --engine-kv-connector, or allow local prefill"
+        "no prefill worker has the transfer family of a decode worker, and --prefill remote forbids prefill on decode workers; compare the engines' versions and --engine-kv-connector, or set --prefill auto"
     )]
     NoCommonFamily,
-    #[error("every worker that could take the request has failed it; try again later")]
+    #[error("the request has failed on every worker that could take it; try again later")]
     AllFailed,
-    #[error("the prompt is longer than any worker's cache or context; shorten it")]
+    #[error("the prompt does not fit in the KV cache and context of any worker; shorten it")]
     PromptTooLong,
 }
 

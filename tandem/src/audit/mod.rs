@@ -1,6 +1,9 @@
 //! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
 //!
-//! Pure: three kinds of evidence in, findings out. `docs/adr/007-ledger.md` has the rules.
+//! An attempt has *won* if the ledger has the outcome `won` for it: its decode worker recorded that it sent the prompt's first token to the
+//! frontend. The last attempt that won is the prompt's *winning attempt*, whose token counts apply to the prompt.
+//!
+//! This module is pure: evidence is its input, findings are its output. `docs/adr/007-ledger.md` has the rules.
 
 mod evidence;
 mod metrics;
@@ -16,35 +19,43 @@ use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
 use tandem_worker::{LedgerLine, Outcome};
 
-/// A contradiction in the evidence, and where it is.
+/// A contradiction in the evidence, with the prompt, request, worker or metric that it concerns.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Finding {
     #[error(
-        "prompt {prompt} attempt {attempt}: {worker}'s line does not add up (computed + cached = prompt, tiers = cached < prompt)"
+        "prompt {prompt} attempt {attempt}: the ledger line of {worker} does not add up \
+         (it must have computed + cached = prompt, sum of the tiers = cached, cached < prompt)"
     )]
     Arithmetic { prompt: String, attempt: u32, worker: String },
-    #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
+    #[error("prompt {prompt} attempt {attempt}: counted {times} times instead of once; is a ledger listed twice?")]
     Twice { prompt: String, attempt: u32, times: usize },
-    #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
+    #[error(
+        "prompt {prompt} attempt {attempt}: the attempt won, but no ledger has its token counts; is a worker's ledger missing?"
+    )]
     Uncounted { prompt: String, attempt: u32 },
     #[error(
-        "request {request}: the client has an answer to {prompts} prompts, of which {won} have a winning attempt; is a worker's ledger missing?"
+        "request {request}: the client received an answer to {prompts} prompts, but the ledgers have a winning attempt for {won}; \
+         is a worker's ledger missing?"
     )]
     NoWinner { request: String, prompts: usize, won: usize },
     #[error(
-        "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
+        "request {request}: the client's usage has {reported} {what} tokens, \
+         but the workers counted {counted} for the winning attempts ({attempts})"
     )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
     #[error(
-        "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
+        "{count} requests in the ledgers (such as {example}) are in no client file, \
+         but only {explained} clients disconnected before they received their request's id; is a client file missing?"
     )]
     WithoutClient { count: usize, example: String, explained: usize },
     #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
-    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of its ledger is {expected}")]
+    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of the worker's ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    #[error("worker {worker} is in the ledger but not in the metrics; add them, or set --lost-worker {worker} if it was killed")]
+    #[error(
+        "worker {worker} is in the ledger but not in the metrics; add its metrics, or set --lost-worker {worker} if it was killed"
+    )]
     NoMetrics { worker: String },
     #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },
@@ -54,13 +65,13 @@ pub enum Finding {
     Held { series: String, found: f64 },
 }
 
-/// The bounds of a sum. It is uncertain whether the frontend finished the answers of clients that disconnected, which attempt won if a
-/// worker was killed, and what a killed frontend had counted.
+/// The bounds of a sum. Three things can be uncertain: whether the frontend finished the answers of clients that disconnected, which
+/// attempt is the winning one if a worker was killed, and how much a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
-    /// The lower bound: only what is certain.
+    /// The lower bound, from certain values only.
     pub min: f64,
-    /// The upper bound: what is certain and what is possible.
+    /// The upper bound, from certain and possible values.
     pub max: f64,
 }
 
@@ -95,22 +106,24 @@ impl Range {
     }
 }
 
-/// One attempt as the ledgers have it.
+/// What the ledgers record about one attempt.
 #[derive(Default)]
 struct Attempt {
-    /// Worker, prompt tokens and cached tokens of each count; more than one is a finding.
+    /// Worker, prompt tokens and cached tokens of each `scheduled` line. More than one line is a finding.
     counted: Vec<(String, u32, u32)>,
+    /// Whether the outcome `won` is recorded.
     won: bool,
-    /// Its outcome is recorded. If no request is running, only outcomes at killed workers are missing.
+    /// Whether an outcome is recorded. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
-/// The attempt whose count is valid for a prompt.
+/// The winning attempt of a prompt, whose token counts apply to the prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The attempt that won; if a killed worker leaves that open, all that may have won.
+    /// The counts of the winning attempt. If it is uncertain which attempt won, because a worker was killed: the counts of all attempts
+    /// that may have won.
     counts: Vec<Count<'a>>,
-    /// One of them was counted by a killed worker, and its line is lost.
+    /// Whether one of these counts is lost, because the worker that had recorded it was killed.
     unknown: bool,
 }
 
@@ -131,7 +144,7 @@ impl Winner<'_> {
     }
 }
 
-/// Numbers of what was checked.
+/// The amount of evidence that was checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// Complete answers that clients received.
@@ -140,9 +153,9 @@ pub struct Checked {
     pub estimates: usize,
     /// Attempts in the ledgers.
     pub attempts: usize,
-    /// Number of workers whose metrics were read.
+    /// Workers whose metrics were read.
     pub workers: usize,
-    /// Answers that only killed workers had counted: there is nothing to compare their usage with.
+    /// Answers whose usage cannot be compared with the ledgers, because the counts of a prompt were lost with a killed worker.
     pub unverified: usize,
 }
 
@@ -186,7 +199,7 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     (checked, findings)
 }
 
-/// The request of a prompt: a prompt's id is its request's id, a dash, and its index.
+/// Returns the id of the prompt's request. A prompt's id is its request's id, a dash, and its index.
 fn request_of(prompt: &str) -> &str {
     prompt.rsplit_once('-').map_or(prompt, |(request, _)| request)
 }
@@ -204,7 +217,7 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
                             && tiers == u64::from(*cached)
                             && cached < prompt
                     }
-                    // The worker's engine does not report cached tokens: the usage has an estimate.
+                    // The worker's engine does not report cached tokens, so the answer's usage has an estimate.
                     (None, None) => tiers == 0,
                     _ => false,
                 };
@@ -231,8 +244,9 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// The last attempt that won; an earlier one was superseded, because the frontend had given it up while its first token was in flight. If
-/// workers were `lost`, attempts without an outcome may have won, too. `None`: no attempt has won.
+/// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have
+/// won: the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have
+/// won, too, so their counts are included.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -248,10 +262,10 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
     (winner.unknown || !winner.counts.is_empty()).then_some(winner)
 }
 
-/// The winners of a request's prompts.
+/// The winning attempts of each request's prompts, by the request's id.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
-/// A series, and text that its labels contain.
+/// The name of a metric, and text that the labels of the summed series contain.
 type Series = (&'static str, &'static str);
 
 const PROMPTS: Series = ("tandem_frontend_request_cached_tokens_count", "");
@@ -259,7 +273,7 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// The expected sums of the frontends.
+/// The sums that the frontends' metrics must have.
 #[derive(Default)]
 struct Sums {
     prompts: Range,
@@ -303,7 +317,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
         if usage.source == Source::Worker {
             sums.by_workers.add(true, usage.cached_tokens);
         } else if usage.prompts > 1 {
-            // Workers may have counted some of its prompts.
+            // Workers may have counted some of the answer's prompts.
             sums.by_workers.add(false, usage.cached_tokens);
         }
         if !evidence.lost_workers.is_empty()
@@ -326,7 +340,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // An estimate is marked as one: it may differ.
+        // The answer states that its number is an estimate, so the number may differ from the workers' count.
         if usage.source == Source::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }

@@ -1,7 +1,8 @@
 //! `tandem audit report`: the sums of the ledgers, for invoices.
 //!
-//! For each prompt the winning attempt counts, as in an audit: other attempts are not billed. A prompt whose count or outcome is missing,
-//! because a worker was killed before it had written it, is in no sum; the report says how many such prompts there are.
+//! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not
+//! billed. A prompt is in no sum if its count or outcome is missing because a worker was killed before it had written that line. The report
+//! has the number of such prompts.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -12,9 +13,9 @@ use tandem_worker::LedgerLine;
 /// The key by which sums are grouped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 struct Key {
-    /// The day in UTC on which the prompt started; `-` if the line has no time.
+    /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
     day: String,
-    /// `-` if the request had no account.
+    /// The account; `-` if the request had none.
     account: String,
     model: String,
 }
@@ -32,19 +33,22 @@ struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that may have won, or have won with a count that is lost.
+    /// Prompts that are in no sum, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
     unsettled: usize,
 }
 
-/// The ledgers contradict themselves, so that they have no sum.
+/// Lines of the ledgers contradict each other, so nothing can be summed.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} lines contradict each other (such as: {first}); run `tandem audit check` for all of them; no sum is printed")]
+#[error(
+    "no sums are printed, because {count} lines of the ledgers contradict others (such as: {first}); \
+     run `tandem audit check` to see all"
+)]
 pub struct Contradiction {
     count: usize,
     first: Finding,
 }
 
-/// Sums up the winning attempts.
+/// Sums up the winning attempts of all prompts.
 ///
 /// # Errors
 /// Lines of the ledger contradict each other.
@@ -91,7 +95,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     }
 }
 
-/// The date in UTC of seconds since 1970; `-` for a time that no calendar has.
+/// Returns the date in UTC of a time in seconds since 1970; `-` if the time is out of range.
 fn day(unix_seconds: u64) -> String {
     let time = i64::try_from(unix_seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
     time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F").to_string())
@@ -108,7 +112,7 @@ impl Report {
             sum: &'a Sum,
         }
         let lines: Vec<Line<'_>> = self.sums.iter().map(|(key, sum)| Line { key, sum }).collect();
-        serde_json::to_string_pretty(&lines).expect("sums are plain values") + "\n"
+        serde_json::to_string_pretty(&lines).expect("sums can be serialized") + "\n"
     }
 
     /// Returns CSV as RFC 4180 defines it, with a header line.
@@ -117,8 +121,8 @@ impl Report {
             ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
         let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
         let written = writer.write_record(NAMES).and_then(|()| self.sums.iter().try_for_each(|line| writer.serialize(line)));
-        written.expect("memory takes all");
-        String::from_utf8(writer.into_inner().expect("memory takes all")).expect("the fields are text")
+        written.expect("writing to memory does not fail");
+        String::from_utf8(writer.into_inner().expect("writing to memory does not fail")).expect("the fields are UTF-8")
     }
 
     /// Returns aligned columns.
@@ -128,9 +132,10 @@ impl Report {
         text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
-    /// Returns a remark on prompts that are in no sum.
+    /// Returns a remark on prompts that are in no sum; `None` if there are none.
     pub fn note(&self) -> Option<String> {
-        let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
+        let note =
+            "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }
@@ -162,7 +167,7 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A batch, a retry, a cancelled request, one on the next day, and one whose worker was killed.
+    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -188,7 +193,7 @@ mod tests {
 
     #[test]
     fn winning_attempts_are_summed_by_day_account_and_model() {
-        let report = report(&ledger()).expect("nothing contradicts");
+        let report = report(&ledger()).expect("the ledger has no contradiction");
         assert_eq!(
             report.csv(),
             "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens\n\
@@ -197,7 +202,7 @@ mod tests {
              2026-02-28,acme,\"m,1\",1,2,150,48,102\n\
              2026-03-01,acme,\"m,1\",1,1,10,0,10\n"
         );
-        let json: serde_json::Value = serde_json::from_str(&report.json()).expect("JSON");
+        let json: serde_json::Value = serde_json::from_str(&report.json()).expect("the report is JSON");
         let expected = serde_json::json!({ "day": "2026-02-28", "account": "acme", "model": "m,1", "requests": 1, "prompts": 2,
             "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102 });
         assert_eq!((&json[2], json.as_array().map(Vec::len)), (&expected, Some(4)));
@@ -219,22 +224,22 @@ mod tests {
         assert!(note(&report).starts_with("1 prompts are in no sum"), "{}", note(&report));
         let mut killed = ledger();
         killed.push(ended("g-0", 1, Outcome::Won));
-        let killed = super::report(&killed).expect("a count is missing, and nothing contradicts");
+        let killed = super::report(&killed).expect("a missing count is not a contradiction");
         assert_eq!((&killed.sums, note(&killed).get(..1)), (&report.sums, Some("2")));
-        let nothing = super::report(&[]).expect("nothing");
+        let nothing = super::report(&[]).expect("an empty ledger has no contradiction");
         assert!(nothing.table().starts_with("day") && nothing.note().is_none());
     }
 
     #[test]
-    fn contradicting_ledgers_have_no_sum() {
+    fn report_of_contradicting_ledgers_fails() {
         let mut twice = ledger();
         twice.push(scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)));
-        let error = report(&twice).expect_err("counted twice").to_string();
+        let error = report(&twice).expect_err("an attempt that was counted twice is refused").to_string();
         assert!(error.contains("counted 2 times") && error.contains("tandem audit check"), "{error}");
     }
 
     #[test]
-    fn days_follow_the_calendar() {
+    fn day_of_a_time_follows_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01"),
             (86_399, "1970-01-01"),

@@ -1,4 +1,4 @@
-//! Why a cluster does not start, or has ended.
+//! The errors that keep a cluster from starting or end it.
 
 use crate::{
     model::ModelError,
@@ -12,7 +12,7 @@ use tandem_node::{events::NatsError, trace::TraceError};
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum StartError {
-    #[error("cannot listen on {address}; stop what listens there, or choose another address with {flag}")]
+    #[error("cannot listen on {address}; stop the process that listens there, or choose another address with {flag}")]
     Listen { address: SocketAddr, flag: &'static str, source: io::Error },
     #[error(transparent)]
     Discovery(#[from] DiscoveryArgsError),
@@ -24,28 +24,40 @@ pub enum StartError {
     Trace(#[from] TraceError),
     #[error("the ledger {} cannot be opened; choose another file with --ledger", .path.display())]
     Ledger { path: PathBuf, source: io::Error },
-    #[error("the address of a socket cannot be read")]
+    #[error("the address of a listening socket cannot be read")]
     LocalAddress(#[source] io::Error),
-    #[error("--tp needs --engine cuda; leave it out, or see --threads for the CPU")]
+    #[error("--tp needs --engine cuda; leave --tp out, or set --threads to use more of the CPU")]
     OneDevice,
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
+    #[error(
+        "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
+    )]
     NoPrefillWorker,
     #[error(
-        "`tandem up` starts workers of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
+        "`tandem up` starts engines of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
     )]
     OneModel,
+    #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
+    EngineCa { path: PathBuf, source: io::Error },
+    #[error("the engine at {url} cannot be used")]
+    ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error("no engine serves the model {0} of --extra-model; write the id that its server has in /v1/models")]
+    NoEngineOfModel(String),
+    #[error(
+        "the engine at {url} does not say where its model comes from; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
+    )]
+    UnknownModel { url: String },
     #[error(transparent)]
     Model(#[from] ModelError),
-    #[error("{} cannot be served", .path.display())]
+    #[error("the model {} cannot be served", .path.display())]
     Unservable { path: PathBuf, source: Box<dyn Error + Send + Sync> },
     #[error("the engine cannot be created; change --kv-capacity-tokens or --block-size")]
     Engine(#[source] Box<dyn Error + Send + Sync>),
-    #[error("the {part} failed; restart it; if it fails again, see the log (--log debug)")]
+    #[error("the {part} failed; restart the process; if it fails again, see the log (--log debug)")]
     Part { part: String, source: Box<dyn Error + Send + Sync> },
     /// A part has ended without an error.
-    #[error("the {0} ended unexpectedly; restart it; if it happens again, see the log (--log debug)")]
+    #[error("the {0} ended unexpectedly; restart the process; if it happens again, see the log (--log debug)")]
     PartEnded(String),
     /// All parts run, but the frontend is not ready.
     #[error("the cluster was not ready in time; see the log (--log debug)")]

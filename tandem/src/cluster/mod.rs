@@ -1,6 +1,7 @@
 //! A whole cluster in one process: the parts that also run as processes of their own, connected by gRPC on loopback sockets.
 
 mod error;
+mod external;
 mod parts;
 mod process;
 mod weights;
@@ -10,11 +11,13 @@ pub use process::Process;
 
 use crate::{
     http,
-    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
+    model::Source,
+    settings::{CLUSTER, EngineKind, KeyArgs, KvConnector, PrefillPlace, UpSettings},
 };
 use parts::Parts;
-use std::{net::SocketAddr, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
+use tandem_frontend::ServedModel;
 use tandem_node::{Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
@@ -25,7 +28,7 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::{EngineConfig, Loaded};
+use weights::EngineConfig;
 
 /// Limit on the time from the loaded model to a ready frontend. Connecting takes milliseconds, so a longer time means that something is
 /// broken.
@@ -45,13 +48,13 @@ pub trait Served {
 
 /// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
 pub struct Cluster {
-    /// The id that clients send as `model`.
+    /// The id that clients send as `model`; of several models the first.
     pub model_id: String,
     /// The address of the OpenAI API.
     pub frontend: SocketAddr,
     /// The workers: first prefill workers, then decode workers.
     pub workers: Vec<Worker>,
-    /// The address of the router's gRPC.
+    /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
     /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.
@@ -66,19 +69,22 @@ pub struct Worker {
     pub id: String,
     /// Prefill or decode.
     pub role: Role,
-    /// The address of its gRPC listener.
+    /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker, if it differs from `address`.
+    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
-    /// The engine that the worker runs.
-    pub engine: EngineHandle,
+    /// The id of the model that it serves.
+    pub model: String,
+    /// The engine in this process; `None`: the worker's engine is another process.
+    pub engine: Option<EngineHandle>,
+    /// The tokens that fit into the engine's KV memory.
+    kv_tokens: u64,
 }
 
-impl Worker {
-    fn kv_tokens(&self) -> u64 {
-        let info = self.engine.info();
-        u64::from(info.capacity_blocks) * u64::from(info.block_size)
-    }
+/// Returns the tokens that fit into the engine's KV memory.
+fn kv_tokens(engine: &EngineHandle) -> u64 {
+    let info = engine.info();
+    u64::from(info.capacity_blocks) * u64::from(info.block_size)
 }
 
 impl Cluster {
@@ -89,15 +95,18 @@ impl Cluster {
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
-        if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
+        let prefills = match settings.model.engine {
+            EngineKind::Vllm => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
+        };
+        if settings.router.prefill == PrefillPlace::Remote && !prefills {
             return Err(StartError::NoPrefillWorker);
         }
-        if !settings.frontend.extra_models.is_empty() {
+        if settings.model.engine != EngineKind::Vllm && !settings.frontend.extra_models.is_empty() {
             return Err(StartError::OneModel);
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
-        let loaded = config.clone().load().await?;
-        let mut cluster = Self::run(settings, &config, loaded, frontend).await?;
+        let mut cluster = Self::run(settings, config, frontend).await?;
         cluster.wait_until_ready().await?;
         Ok(cluster)
     }
@@ -112,38 +121,36 @@ impl Cluster {
         self.drain(Duration::ZERO).await;
     }
 
-    async fn run(settings: UpSettings, config: &EngineConfig, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
+    async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
-        // All users of this machine can connect to its sockets: a key keeps them out.
+        // All users of this machine can connect to the cluster's sockets. The key keeps them from calling its services.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
-        let mut workers = Vec::new();
-        let engines = settings.prefill_workers + settings.decode_workers;
-        let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
-        for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
-            let listener = loopback().await?;
-            let worker = Worker {
-                id: format!("{}-{index}", role.name()),
-                role,
-                address: local_address(&listener)?,
-                advertise: None,
-                engine: EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key)),
-            };
-            parts.worker(&worker, listener, config, &loaded.served, &back);
-            workers.push(worker);
-        }
+        let (workers, served) = match settings.model.engine {
+            EngineKind::Vllm => external_workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
+                let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
+                (workers, vec![served])
+            }
+        };
+        // The frontend refuses a prompt that does not fit on any worker of its model.
+        let fitted = |served: ServedModel| {
+            let capacities = workers.iter().filter(|worker| worker.model == served.id).map(|worker| worker.kv_tokens);
+            served.with_context_length(capacities.min().unwrap_or_default().try_into().unwrap_or(u32::MAX))
+        };
+        let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
+        let extra = served.split_off(1);
+        let served = served.pop().expect("there is a model");
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
-        let (model_id, address) = (loaded.served.id.clone(), local_address(&frontend)?);
+        let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
+        let only_model = extra.is_empty().then_some(&*model_id);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
-        parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &back);
-        // The frontend refuses a prompt that does not fit on any worker.
-        let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
-        let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
+        parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, Vec::new(), sequences_max), &front);
+        parts.frontend((frontend, None), routers, settings.frontend, (served, extra, sequences_max), &front);
         Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
     }
 
@@ -166,20 +173,24 @@ impl Cluster {
 impl Served for Cluster {
     fn introduction(&self) -> String {
         let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
+        let models: BTreeSet<&str> = self.workers.iter().map(|worker| &*worker.model).collect();
+        let models = models.into_iter().collect::<Vec<_>>().join(", ");
+        let verb = if models == *model { "is" } else { "are" };
         let engine = match self.engine {
             EngineKind::Cpu => "on the CPU",
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
+            EngineKind::Vllm => "on vLLM",
         };
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
-        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens());
+        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
             r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
         );
         format!(
-            "{model} is ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
         )
     }
 
@@ -202,6 +213,84 @@ impl Drop for Cluster {
     }
 }
 
+/// Starts the workers with engines in this process, and loads their model.
+async fn own_workers(
+    parts: &Parts,
+    settings: &UpSettings,
+    config: &EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, ServedModel), StartError> {
+    let loaded = config.clone().load().await?;
+    let mut workers = Vec::new();
+    let engines = settings.prefill_workers + settings.decode_workers;
+    let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
+    for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
+        let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
+        let address = local_address(&listener)?;
+        let engine = EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key));
+        let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
+        parts.worker(plan, listener, engine.clone(), shutdown);
+        let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));
+        workers.push(Worker { id, role, address, advertise: None, model, kv_tokens, engine: Some(engine) });
+    }
+    Ok((workers, loaded.served))
+}
+
+/// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first
+/// server comes first.
+async fn external_workers(
+    parts: &Parts,
+    settings: &UpSettings,
+    config: &mut EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, Vec<ServedModel>), StartError> {
+    let urls = [(Role::Decode, &settings.worker.external.engine_url), (Role::Prefill, &settings.prefill_engine_url)];
+    if !settings.prefill_engine_url.is_empty() {
+        config.worker.external.engine_kv_connector = KvConnector::Nixl;
+    }
+    let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
+    let inspections = all.map(|(role, url)| (role, config.vllm(url, &parts.key)));
+    let inspections =
+        inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
+    let servers = futures::future::try_join_all(inspections).await?;
+    let mut models: Vec<ServedModel> = Vec::new();
+    let mut workers: Vec<Worker> = Vec::new();
+    for (role, (engines, server)) in servers {
+        let model = settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
+        let at = match models.iter().position(|served| served.id == model) {
+            Some(at) => at,
+            None => {
+                let source = tokenizer_of(settings, &model, models.is_empty()).or_else(|| external::source(&server));
+                let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url.clone() })?;
+                models.push(weights::load_tokenizer(settings.model.store.clone(), source, Some(model.clone())).await?);
+                models.len() - 1
+            }
+        };
+        let served = models.remove(at).with_context_length(server.context_length);
+        for (engine, kv_tokens) in engines {
+            let listener = loopback().await?;
+            let index = workers.iter().filter(|worker| worker.role == role).count();
+            let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
+            let plan = parts.plan((&id, role), None, config, (&served.id, &served.revision));
+            parts.external_worker(plan, listener, engine, None, shutdown)?;
+            workers.push(Worker { id, role, address, advertise: None, model: model.clone(), engine: None, kv_tokens });
+        }
+        models.insert(at, served);
+    }
+    if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.iter().all(|model| model.id != extra.id)) {
+        return Err(StartError::NoEngineOfModel(extra.id.clone()));
+    }
+    // Prefill workers are listed first.
+    workers.sort_by_key(|worker| worker.role != Role::Prefill);
+    Ok((workers, models))
+}
+
+/// Returns where the settings say that the tokenizer of a model of external engines is.
+fn tokenizer_of(settings: &UpSettings, model: &str, is_first: bool) -> Option<Source> {
+    let extra = settings.frontend.extra_models.iter().find(|extra| extra.id == model).map(|extra| extra.source.clone());
+    extra.or_else(|| settings.model.model.clone().filter(|_| is_first))
+}
+
 async fn loopback() -> Result<TcpListener, StartError> {
     listen(([127, 0, 0, 1], 0).into(), "--listen").await
 }
@@ -213,7 +302,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous one are still closing.
+        // A restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;

@@ -23,13 +23,13 @@ pub struct FrontendArgs {
     #[serde(rename = "extra-model", serialize_with = "with_commas")]
     pub extra_models: Vec<ExtraModel>,
 
-    /// How often one answer may resume on another worker after its own was lost; 0: it ends with an error event. Beyond the default it is
-    /// more likely that the request itself makes workers fail
+    /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
+    /// fails more often than the default is probably itself the reason that workers fail
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
-    /// Recent requests that /dashboard shows, with token counts, workers and times but never their text; each takes a few KiB of memory.
-    /// 0 turns the page off
+    /// Number of recent requests that /dashboard shows, with token counts, workers and times but never their text; each takes a few KiB of
+    /// memory. 0 turns the page off
     #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=4_096))]
     pub dashboard_requests: u32,
 

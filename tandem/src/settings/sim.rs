@@ -8,7 +8,7 @@ use serde::Serialize;
 #[command(next_help_heading = "Simulated device (--engine sim)")]
 #[serde(rename_all = "kebab-case")]
 pub struct SimArgs {
-    /// Factor by which simulated time is shorter than the cost model says
+    /// Factor by which the simulated device is faster than the cost model says
     #[arg(long, env = "TANDEM_SIM_SPEEDUP", value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     pub sim_speedup: f64,
 
@@ -24,7 +24,7 @@ pub struct SimArgs {
     #[arg(long, env = "TANDEM_SIM_DECODE_STEP_MS", value_name = "MS", default_value_t = 6.0, value_parser = not_negative)]
     pub sim_decode_step_ms: f64,
 
-    /// Milliseconds added to such a step for each sequence
+    /// Milliseconds added to a step that generates tokens, for each of its sequences
     #[arg(long, env = "TANDEM_SIM_DECODE_PER_SEQUENCE_MS", value_name = "MS", default_value_t = 0.1, value_parser = not_negative)]
     pub sim_decode_per_sequence_ms: f64,
 

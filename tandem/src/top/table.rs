@@ -1,4 +1,4 @@
-//! A router's view of its workers as a table. Pure.
+//! A router's view of its workers as a table. This module is pure.
 
 use crate::text_table::text_table;
 use clap::ValueEnum;
@@ -13,7 +13,7 @@ pub(super) enum Column {
     Worker,
     /// Prefill or decode, and of which model if there are several
     Role,
-    /// Whether it is routed to
+    /// Whether the router places requests on the worker
     Health,
     /// Requests that the router has placed on the worker
     Requests,
@@ -23,7 +23,7 @@ pub(super) enum Column {
     Queue,
     /// Share of prompt tokens found in the cache since the worker's start
     Hits,
-    /// Cached tokens that routers predicted: those found, corrected by this router's errors
+    /// Cached tokens that routers predicted: the tokens found, corrected by this router's prediction errors
     Predicted,
     /// Cached tokens that were found
     Real,
@@ -55,7 +55,7 @@ impl Column {
         matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
-    /// The column `steps` to the right; after the last column follows the first.
+    /// Returns the column `steps` to the right. The first column follows the last one.
     pub(super) fn step(self, steps: isize) -> Self {
         let at = (self as usize).wrapping_add_signed(steps + Self::all().len() as isize);
         Self::all()[at % Self::all().len()]
@@ -113,7 +113,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Shows `now`, with rates over the time `elapsed` since `before`.
+    /// Builds the table of `now`, with rates over the time `elapsed` since `before`.
     pub(super) fn new(now: &WorkersReply, before: &WorkersReply, elapsed: Duration) -> Self {
         let instance = |worker: &WorkerView| worker.info.as_ref().map(|info| info.instance_id.clone());
         let earlier: HashMap<_, _> = before.workers.iter().filter_map(|worker| Some((instance(worker)?, worker))).collect();
@@ -138,16 +138,16 @@ impl Table {
         let models = if models.is_empty() { "nothing yet".to_owned() } else { models.join(", ") };
         let mut title = format!("{} serves {models}", identity.cluster);
         write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
-            .expect("a string takes all");
+            .expect("writing to a string does not fail");
         if now.peers > 0 {
-            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
+            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("writing to a string does not fail");
         }
         let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
         let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(now.workers.iter().flat_map(notes)).collect();
         Self { title, rows: rows.chain(absent).collect(), notes }
     }
 
-    /// Sorts the rows; equal ones are ordered by worker id.
+    /// Sorts the rows. Rows with equal values are ordered by worker id.
     pub(super) fn sort(&mut self, by: Column, reverse: bool) {
         self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
         self.rows.sort_by(|one, other| {
@@ -293,7 +293,7 @@ pub(super) mod tests {
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
             plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
-        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
+        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns are not aligned:\n{plain}");
     }
 
     #[test]
@@ -321,7 +321,7 @@ pub(super) mod tests {
     #[test]
     fn restarted_worker_has_no_rate_yet() {
         let mut before = cluster(0);
-        before.workers[0].info.as_mut().expect("it is said").instance_id = "another".to_owned();
+        before.workers[0].info.as_mut().expect("the view has the worker's info").instance_id = "another".to_owned();
         let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
         assert_eq!(table.rows[0][Column::Prefill as usize], Cell::Nothing);
         assert_eq!(table.rows[1][Column::Decode as usize], Cell::Count(50.0));
@@ -337,7 +337,7 @@ pub(super) mod tests {
         assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);
         assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
         assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
-        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
+        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "workers with equal values are sorted by name");
         let all = Column::all().iter().copied().fold(Column::Worker, |column, _| column.step(1));
         assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
         assert!(Column::all().iter().copied().enumerate().all(|(at, column)| column as usize == at));

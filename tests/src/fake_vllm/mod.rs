@@ -3,5 +3,6 @@
 pub mod engine;
 pub mod events;
 pub mod server;
+pub mod tokenizer;
 
 pub use server::{FakeSettings, FakeVllm};

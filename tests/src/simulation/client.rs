@@ -119,7 +119,7 @@ impl Outcome {
         };
         let status = match (self.end, self.status) {
             (End::ConnectionBroke, _) if !allowed.broken => {
-                return Err("its connection broke, and no fault explains that".to_owned());
+                return Err("the client's connection broke without a fault".to_owned());
             }
             (End::ClientLeft | End::ConnectionBroke, None) => return Ok(()),
             (_, None) => return Err("the response has no status".to_owned()),

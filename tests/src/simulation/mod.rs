@@ -86,7 +86,7 @@ pub fn run(seed: u64) -> Report {
     let expected = [expected(&plan.requests), expected(&plan.afterwards)];
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let ledger = folder.path().join("ledger");
     let (log, metrics, cluster_run) = runtime.block_on(async {
         let log = Log::new();

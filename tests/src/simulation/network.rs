@@ -144,7 +144,7 @@ impl SimulatedNetwork {
         let broken: Vec<_> =
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
-            let open = state.connections.remove(&id).expect("its id was just read");
+            let open = state.connections.remove(&id).expect("the connection exists");
             // The send fails if the connection has just ended by itself.
             let _ = open.broken.send(how);
         }
@@ -365,7 +365,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(100);
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_arrive_complete_in_order_and_after_the_links_delay() {
+    async fn bytes_arrive_completely_in_order_after_the_delay() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn partition_of_one_direction_delays_bytes_until_it_ends() {
+    async fn partition_in_one_direction_delays_bytes_until_the_partition_ends() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { open: false, ..Link::CLEAR });
@@ -392,14 +392,14 @@ mod tests {
         assert_eq!(read(&mut near, LONG).await, b"answer");
         assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
         let mut dialling = (hosts.dial)("b:1");
-        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes");
+        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes a blocked link");
         hosts.set(0, Link::CLEAR);
         assert_eq!(read(&mut far, LONG).await, b"question");
         assert!(dialling.await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn crashed_host_is_detected_once_packets_can_pass() {
+    async fn crashed_host_is_detected_as_soon_as_packets_can_pass() {
         let mut hosts = two_hosts();
         let (mut near, _far) = hosts.connect().await;
         hosts.set(1, Link { open: false, ..Link::CLEAR });

@@ -54,7 +54,8 @@ impl Browser {
         command.env("HOME", folder.path());
         let log = File::create(folder.path().join("log"))?;
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log).spawn()?;
-        let (requests, output) = (process.stdin.take().context("piped")?, process.stdout.take().context("piped")?);
+        let (requests, output) =
+            (process.stdin.take().context("the pipe is missing")?, process.stdout.take().context("the pipe is missing")?);
         let (sender, replies) = mpsc::unbounded_channel();
         std::thread::spawn(move || {
             for message in BufReader::new(output).split(0) {
@@ -168,7 +169,7 @@ impl Browser {
     /// Returns a screenshot as a PNG: of the whole page if `whole`, else of the window.
     pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
-        Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?)
+        Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("the screenshot has no data")?)?)
     }
 
     /// Returns the errors and warnings so far.

@@ -56,7 +56,7 @@ async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, fi
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        unreachable!("the loop has no end")
+        unreachable!("the loop never ends")
     };
     tokio::time::timeout(TIMEOUT, sending).await.expect("the first prompt's ticket prepares the path")
 }
@@ -127,7 +127,7 @@ async fn blocks_being_written_are_kept_until_the_write_ends() {
         let next = cluster.answer(cluster.local(prompt(1, 60), 4)).await;
         assert_eq!((next.failure.clone(), next.cached_tokens()), (None, Some(0)));
         let again = cluster.answer(cluster.remote(prompt(2, 100), 4)).await;
-        assert_eq!(again.failure, None, "the path works as before");
+        assert_eq!(again.failure, None, "later transfers over the path succeed");
         cluster.idle().await;
     }
 }
@@ -164,7 +164,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
 }
 
 #[tokio::test]
-async fn batches_of_spent_tickets_are_discarded_without_harm_to_others() {
+async fn blocks_sent_with_a_spent_ticket_are_discarded_and_change_no_answer() {
     let access = two_hosts();
     let cluster = cluster(&access).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
@@ -199,14 +199,14 @@ async fn draining_worker_closes_its_communicators() {
         let (shutdown, ended) = (leaving.shutdown.clone(), &mut leaving.ended);
         shutdown.run(TIMEOUT).await;
         assert!(
-            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("it reports its result"),
-            "no error"
+            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("the worker reports its result"),
+            "the worker ends without an error"
         );
     }
 }
 
 #[tokio::test]
-async fn engine_that_fails_during_a_copy_confirms_nothing() {
+async fn engine_that_fails_during_a_copy_confirms_no_block() {
     let access = one_host();
     let cluster = cluster(&access).await;
     prompts_until_path_is_used(&cluster, &access, 100).await;
@@ -225,7 +225,7 @@ async fn engine_that_fails_during_a_copy_confirms_nothing() {
 }
 
 #[tokio::test]
-async fn clients_that_disconnect_at_any_moment_leak_nothing_and_break_no_communicator() {
+async fn clients_that_disconnect_at_any_moment_leak_no_blocks_and_break_no_communicator() {
     for access in [one_host(), two_hosts()] {
         let sim = SimSettings { speedup: 20.0, ..Default::default() };
         let quick = Setup { sim, ..setup(&access) };

@@ -105,19 +105,19 @@ pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
 impl Gate {
     pub fn close(&self) {
-        *self.0.0.lock().expect("no holder panics") = true;
+        *self.0.0.lock().expect("no test panics with the lock") = true;
     }
 
     pub fn open(&self) {
-        *self.0.0.lock().expect("no holder panics") = false;
+        *self.0.0.lock().expect("no test panics with the lock") = false;
         self.0.1.notify_all();
     }
 
     /// Blocks the thread until the gate is open.
     pub fn pass(&self) {
-        let closed = self.0.0.lock().expect("no holder panics");
+        let closed = self.0.0.lock().expect("no test panics with the lock");
         self.0.2.send_modify(|waiting| *waiting += 1);
-        drop(self.0.1.wait_while(closed, |closed| *closed).expect("no holder panics"));
+        drop(self.0.1.wait_while(closed, |closed| *closed).expect("no test panics with the lock"));
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
@@ -230,14 +230,15 @@ impl Worker {
     where
         F: Future<Output = bool> + Send + 'static,
     {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        listener.set_nonblocking(true).expect("a socket");
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        listener.set_nonblocking(true).expect("the socket supports non-blocking mode");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let (metrics, shutdown, (end, ended)) = (Metrics::default(), Shutdown::default(), oneshot::channel());
         let parts = (engine.clone(), metrics.clone(), shutdown.clone());
         runtime.spawn(async move {
-            let listener = TcpListener::from_std(listener).expect("a runtime");
+            let listener = TcpListener::from_std(listener).expect("the listener joins the runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
             // The send fails if the test does not wait for the end.
             let _ = end.send(ok);
@@ -283,7 +284,7 @@ impl Worker {
     pub fn metric(&self, series: &str) -> f64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        line.map_or(0.0, |value| value.parse().expect("a number"))
+        line.map_or(0.0, |value| value.parse().expect("the metric's value is a number"))
     }
 }
 
@@ -297,7 +298,7 @@ impl Drop for Worker {
 
 pub async fn channel(address: &str) -> Channel {
     let connecting = async {
-        let endpoint = endpoint(address).expect("host:port");
+        let endpoint = endpoint(address).expect("the address has a host and a port");
         loop {
             if let Ok(channel) = endpoint.connect().await {
                 return channel;

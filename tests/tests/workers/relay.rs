@@ -95,7 +95,7 @@ impl Prefill for RelayService {
     async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
         let (held_tickets, mut messages) = (self.held_tickets.clone(), request.into_inner());
         let (passed, requests) = mpsc::channel(1);
-        self.forwarding.lock().expect("no holder panics").spawn(async move {
+        self.forwarding.lock().expect("no test panics with the lock").spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
                 if let Some(Message::Ticket(ticket)) = &message.message {
                     let (hold, released) = oneshot::channel();

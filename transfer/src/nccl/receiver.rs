@@ -14,6 +14,7 @@ use crate::{
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::{CommunicatorEnd, KvCommunicator, KvMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, TransferPath};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, oneshot},
@@ -23,8 +24,8 @@ use tokio::{
 /// The longest time from this end's joining until the prefill worker opens the control stream.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
-/// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator that the
-/// other end did not join.
+/// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator
+/// that the other end did not join.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
 
 /// The receiving ends of a worker's communicators. Cheap to clone.
@@ -50,8 +51,8 @@ struct Peer {
 }
 
 enum State {
-    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the connection from
-    /// this channel.
+    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the
+    /// connection from this channel.
     Joining(oneshot::Receiver<Connection>),
     /// A control stream waits for this end to join.
     Claimed,
@@ -150,7 +151,8 @@ impl ReceivePath for NcclReceiver {
                 Decision::Prepares(Box::new(joining))
             }
             Err(error) => {
-                tracing::warn!(%error, peer, "no NCCL communicator; KV continues over TCP");
+                let error = error_chain(&error);
+                tracing::warn!(error, peer, "cannot create an NCCL communicator; this peer's KV continues over TCP");
                 Decision::Unavailable
             }
         }
@@ -189,7 +191,10 @@ impl Joining {
         };
         match communicator {
             Ok(communicator) => connection.communicator = Some(communicator),
-            Err(error) => return tracing::warn!(%error, peer, "NCCL communicator not joined; KV continues over TCP"),
+            Err(error) => {
+                let error = error_chain(&error);
+                return tracing::warn!(error, peer, "cannot join the NCCL communicator; this peer's KV continues over TCP");
+            }
         }
         let id = connection.communicator_id.clone();
         if joined.send(connection).is_err() {
@@ -210,8 +215,8 @@ impl Joining {
 }
 
 impl Connection {
-    /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and discarded.
-    /// `None`: the communicator is broken.
+    /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and
+    /// discarded. `None`: the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
         let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());
@@ -226,7 +231,10 @@ impl Connection {
         let received = run_to_end(&lifetime.shutdown, receiving).await?;
         match &received {
             Ok(_) => backoff.succeed(&self.peer),
-            Err(error) => tracing::warn!(%error, peer = self.peer, "NCCL communicator failed"),
+            Err(error) => {
+                let error = error_chain(error);
+                tracing::warn!(error, peer = self.peer, "cannot receive KV blocks over the NCCL communicator");
+            }
         }
         received.ok()
     }

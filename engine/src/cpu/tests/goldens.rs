@@ -82,12 +82,12 @@ fn sha256(file: &[u8]) -> String {
 }
 
 #[test]
-fn small_models_give_the_logits_of_the_reference() {
+fn small_models_give_the_reference_logits() {
     let (goldens, models) = (goldens(), models());
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {
         let revision = sha256(&writer.clone().finish());
-        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "other models than the reference's");
+        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "the goldens were made with other models");
         compare(name, &mut engine(&CpuModel::load(&gguf(writer)).unwrap()));
     }
 }
@@ -96,7 +96,7 @@ fn small_models_give_the_logits_of_the_reference() {
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
 fn small_models_are_written_for_the_reference() {
-    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS names a folder");
+    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS must name a folder");
     for (name, writer) in models() {
         let file = writer.finish();
         let path = std::path::Path::new(&folder).join(format!("{name}.{}.gguf", sha256(&file)));

@@ -9,7 +9,8 @@ use cudarc::driver::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk budget.
+/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk
+/// budget.
 const PROMPT_ROWS: usize = 256;
 /// Number of uses after which a GEMM of prompt steps is timed. Every layer uses it once, so this is in its second or third step.
 const PROMPT_USES: usize = 64;
@@ -64,7 +65,7 @@ impl Clock {
         let _locked = driver_lock();
         // SAFETY: the size is not 0; the memory is freed once, in `drop`.
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
-            tracing::debug!(bytes, "a GEMM is not timed: no memory for its output");
+            tracing::debug!(bytes, "a GEMM is not timed, because the GPU has no free memory for its output");
             return Ok(None);
         };
         let event = || result::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);
@@ -120,7 +121,8 @@ impl Drop for Clock {
             // Freeing would never return. Little memory is leaked, as the engine ends then.
             return;
         }
-        // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.
+        // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses
+        // them.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             let _locked = driver_lock();

@@ -79,7 +79,7 @@ fn library(shape: &Shape) -> Arc<Library> {
         .arg(source)
         .output()
         .expect("g++ is missing: install it (Debian: apt-get install g++)");
-    assert!(compiled.status.success(), "g++ refuses_capture the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
+    assert!(compiled.status.success(), "g++ cannot compile the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
     // SAFETY: the library was just built from our sources and has no initialisers.
     let library = Arc::new(unsafe { Library::new(&file) }.unwrap());
     built.push((definitions, Arc::clone(&library)));
@@ -400,7 +400,7 @@ impl Device for Emulated {
     fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
         let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
-        assert!(known.is_none(), "it is this device's own memory");
+        assert!(known.is_none(), "a device cannot import its own memory");
         Ok((number(0), number(8) as usize))
     }
 
@@ -473,5 +473,5 @@ impl PeerCommunicator for Pipe {
 }
 
 fn late(limit: Duration) -> CudaError {
-    CudaError::Nccl { doing: "testing", source: format!("not done after {limit:?}").into() }
+    CudaError::Nccl { doing: "testing", source: format!("the operation did not end within {limit:?}").into() }
 }

@@ -31,7 +31,7 @@ fn assert_moved(from: &Runner<Emulated>, to: &Runner<Emulated>) {
 }
 
 #[test]
-fn pull_copies_blocks_of_another_process_and_drop_unmaps_it() {
+fn blocks_are_copied_from_the_memory_of_another_process_which_is_unmapped_on_drop() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
@@ -64,44 +64,44 @@ fn engines_of_one_process_copy_without_ipc() {
 }
 
 #[test]
-fn open_rejects_foreign_host_or_layout() {
+fn handle_of_another_host_or_layout_is_refused() {
     let engine = filled(&[0, 1, 2, 3, 4, 5, 6, 7].map(BlockId));
     let memory = engine.kv_memory().unwrap();
     let handle = memory.ipc_handle().unwrap();
     let refused = |handle: &[u8]| match memory.open_peer(handle) {
         Err(DeviceTransferError::Unreachable(why)) => why,
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it was opened"),
+        Ok(_) => panic!("the handle must be refused"),
     };
     let changed = |at: usize| {
         let mut handle = handle.clone();
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "on another host");
-    assert_eq!(refused(&changed(32)), "incompatible KV layout or tensor-parallel degree");
+    assert_eq!(refused(&changed(0)), "the worker is on another host");
+    assert_eq!(refused(&changed(32)), "the worker's KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
-    assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
+    assert_eq!(refused(&two), "the worker's KV layout or tensor-parallel degree differs");
     // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
+    let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
-    assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
-    gone[51] = 0xff;
-    assert_eq!(refused(&gone), "its engine has ended");
+    assert_eq!(refused(&oversized), "the worker's memory is smaller than the IPC handle says");
+    ended[51] = 0xff;
+    assert_eq!(refused(&ended), "the worker's engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
-        assert_eq!(refused(other), "invalid handle (from another version?)");
+        assert_eq!(refused(other), "the IPC handle is invalid or from another version");
     }
 }
 
 #[test]
-fn nccl_moves_blocks_and_discards_unwanted_ones() {
+fn nccl_moves_blocks_and_discards_unwanted_blocks() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let name = ours.new_communicator_id().unwrap();
     assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
-    assert!(name != ours.new_communicator_id().unwrap(), "every communicator has an id of its own");
+    assert!(name != ours.new_communicator_id().unwrap(), "communicator ids are unique");
     assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
     let (sends, receives) =
         (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
@@ -115,12 +115,12 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the receiving end was dropped");
 }
 
 /// Moves blocks of a model on two GPUs, each of which holds its shard of every block.
 #[test]
-fn every_rank_moves_its_shard() {
+fn each_rank_transfers_its_shard_of_a_block() {
     let sharded = || Runner::new(load_sharded(&model(), 2, 0).unwrap(), LIMITS).unwrap();
     let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
@@ -143,7 +143,7 @@ fn every_rank_moves_its_shard() {
 }
 
 #[test]
-fn copies_continue_after_their_engine_has_ended() {
+fn copies_of_open_memory_work_after_their_engine_was_dropped() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[0; 8].map(BlockId));
     let mut handle = source.kv_memory().unwrap().ipc_handle().unwrap();

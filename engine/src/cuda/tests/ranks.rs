@@ -33,7 +33,7 @@ fn two_ranks_give_the_reference_logits() {
 }
 
 #[test]
-fn four_ranks_compute_prompts_and_single_tokens() {
+fn any_number_of_ranks_gives_the_cpu_engines_logits() {
     let sizes = Sizes { family: "qwen2", heads: 8, kv_heads: 4, ..goldens::LLAMA };
     let file = gguf(file(sizes, 9));
     let tokens = tokens(40);
@@ -47,7 +47,7 @@ fn four_ranks_compute_prompts_and_single_tokens() {
 
 /// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
 #[test]
-fn two_ranks_sample_the_same_tokens_as_one() {
+fn two_ranks_sample_the_same_tokens_as_one_rank() {
     let file = golden("llama-f16");
     let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
     let blocks = [scattered(0, 2), scattered(1, 2)];
@@ -126,7 +126,7 @@ fn lost_rank_fails_the_step_without_a_hang() {
 }
 
 #[test]
-fn each_rank_holds_its_shard_and_frees_it() {
+fn each_rank_allocates_its_shard_only_and_frees_it_on_drop() {
     let file = golden("qwen2-q8_0");
     let [whole, shard] = [1, 2].map(|ranks| load_sharded(&file, ranks, 0).unwrap());
     let devices: Vec<Emulated> = shard.iter().map(|model| model.device.new_stream().unwrap()).collect();
@@ -144,8 +144,8 @@ fn each_rank_holds_its_shard_and_frees_it() {
 }
 
 #[test]
-fn uneven_tensor_parallelism_is_refused_naming_possible_degrees() {
-    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
+fn uneven_tensor_parallelism_is_refused_with_the_possible_degrees() {
+    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("the step is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, ranks, expected) in [
         (fine, 3, "--tp 3 does not fit the model, which has 4 query heads, 2 key heads and 96 feed-forward columns"),

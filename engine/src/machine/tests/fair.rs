@@ -55,26 +55,26 @@ proptest! {
     }
 
     #[test]
-    fn last_of_shares_is_last_of_fair_order(sequences in sequences()) {
+    fn last_job_by_shares_is_the_last_in_the_fair_order(sequences in sequences()) {
         let last = fair_order(&sequences).last().map(|place| sequences[*place].1);
         let shares = shares_of(&sequences);
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// This ensures that a sequence that is admitted because fewer than a batch precede it becomes part of the batch.
+    /// So a sequence that is admitted because fewer sequences than a batch precede it becomes part of the batch.
     #[test]
-    fn one_more_sequence_is_no_later_in_the_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
+    fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
         let before = shares_of(&sequences).before(account, job);
         let mut with = sequences.clone();
         let place = with.partition_point(|(_, other)| *other <= job);
         with.insert(place, (account, job));
-        let found = fair_order(&with).iter().position(|other| *other == place).expect("it is in the order");
+        let found = fair_order(&with).iter().position(|other| *other == place).expect("the fair order has every waiting sequence");
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
-    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and what accounts with permanent
-    /// demand have got differs by two quanta at most.
+    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and the tokens allotted to
+    /// accounts with permanent demand differ by two quanta at most.
     #[test]
     fn round_robin_spends_the_budget_and_is_fair_within_two_quanta(
         steps in prop::collection::vec(1..2_000usize, 1..40),
@@ -113,7 +113,7 @@ proptest! {
 
     /// Prompts that arrive together finish in the order in which they would if all were computed at the same speed.
     #[test]
-    fn prompts_are_due_in_the_order_of_processor_sharing(costs in prop::collection::vec(1..50usize, 1..12)) {
+    fn prompts_are_due_in_the_order_in_which_processor_sharing_finishes_them(costs in prop::collection::vec(1..50usize, 1..12)) {
         let dues: Vec<u64> = (0..costs.len()).map(|last| due(0, costs[last], costs[..last].iter().copied())).collect();
         let mut by_due: Vec<usize> = (0..costs.len()).collect();
         by_due.sort_by_key(|place| (dues[*place], *place));
@@ -121,15 +121,15 @@ proptest! {
         let mut shared: Vec<usize> = (0..costs.len()).collect();
         shared.sort_by_key(|place| (costs[*place], *place));
         for pair in shared.windows(2) {
-            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("all are due");
+            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("every sequence has a due time");
             // Of two neighbours in that order, the first may be due later only if it arrived later.
             prop_assert!(place(pair[0]) < place(pair[1]) || pair[1] < pair[0], "costs {costs:?}, due {dues:?}");
         }
     }
 
-    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done has a limit: its due
-    /// value minus the time (in tokens) at which the oldest prompt that then waited had arrived, times 1 + the harmonic number of the most
-    /// waiting prompts. Equal prompts are done in the order of their arrival.
+    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done is limited: to its
+    /// due value minus the arrival (in tokens) of the oldest prompt that was waiting when it arrived, times 1 + the harmonic number of the
+    /// maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
     #[test]
     fn no_prompt_starves(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
         struct Prompt { arrived: u64, oldest: u64, due: u64, cost: usize, left: usize }
@@ -146,7 +146,7 @@ proptest! {
                 continue;
             }
             // The next prompt is selected again after 16 tokens.
-            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("some wait");
+            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("a sequence is waiting");
             let step = waiting[next].left.min(16);
             waiting[next].left -= step;
             computed += step as u64;
@@ -175,7 +175,7 @@ fn account_without_demand_leaves_the_rotation() {
     let demand = |account: &str| Demand { account: Arc::from(account), tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);
     assert!(!round_robin.is_empty());
-    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "it does not wait for the account that has left");
+    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "the account that has left receives no share");
     assert!(round_robin.allot(&[], 300).is_empty());
     assert!(round_robin.is_empty());
 }

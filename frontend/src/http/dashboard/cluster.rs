@@ -88,7 +88,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
     let (health, problem) = if views.iter().any(|view| view.circuit_open) {
         ("circuit_open", Some("requests failed on this worker; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partial", Some(format!("known to {} of {routers} routers", views.len())))
+        ("partial", Some(format!("only {} of {routers} routers know this worker", views.len())))
     } else if let Some(reason) = views.iter().find_map(|view| view.unpaired_reason.as_ref()) {
         ("unpaired", Some(format!("receives no requests: {reason}")))
     } else {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn placements_of_routers_add_up_and_reports_of_workers_count_once() {
+    fn placements_are_summed_over_routers_and_worker_reports_count_once() {
         let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
         let mut failing = view("p1", "b", 1);
         failing.circuit_open = true;
@@ -206,7 +206,11 @@ mod tests {
         let found = workers(&replies(&views, &Identity::default()));
         let health: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
         assert_eq!(health, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
-        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "a missing report is not 0");
+        assert_eq!(
+            (&found[0]["cache"], &found[0]["placements"]),
+            (&Value::Null, &Value::Null),
+            "a missing report is not shown as 0"
+        );
         assert_eq!(found[0]["problem"], "known to 1 of 2 routers");
     }
 
@@ -221,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn router_of_another_cluster_is_left_out() {
+    fn router_of_another_cluster_is_not_shown() {
         let of = |cluster: &str| Identity { cluster: cluster.to_owned(), ..Identity::default() };
         let reply = |cluster: &str, worker_id: &str| WorkersReply {
             identity: Some(of(cluster)),

@@ -7,7 +7,7 @@ use std::time::Duration;
 fn worker_that_differs_from_the_first_member_of_its_model_cannot_join() {
     let good = info(worker_info::Role::Decode, "d0");
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
-    let first = scenario.join(good.clone()).expect("the first decides");
+    let first = scenario.join(good.clone()).expect("the first member may have any identity");
     let new = || WorkerInfo { instance_id: "new".to_owned(), ..good.clone() };
     for (bad, field) in [
         (WorkerInfo { revision: "s".to_owned(), ..new() }, "revision"),
@@ -20,18 +20,18 @@ fn worker_that_differs_from_the_first_member_of_its_model_cannot_join() {
         (WorkerInfo { block_size: 0, ..new() }, "a block_size"),
         (WorkerInfo { capacity_blocks: 0, ..new() }, "a capacity"),
     ] {
-        let refused = scenario.join(bad).expect_err("it does not agree");
+        let refused = scenario.join(bad).expect_err("the worker does not fit the first member");
         assert!(refused.to_string().contains(field), "{refused}");
     }
     assert_eq!(scenario.join(good.clone()), Err(JoinError::Duplicate));
     assert_eq!(scenario.state.members.len(), 1);
     // When all members have left, the next worker that joins determines the identity.
     scenario.state.leave(first);
-    scenario.join(WorkerInfo { block_size: 32, ..new() }).expect("the first decides");
+    scenario.join(WorkerInfo { block_size: 32, ..new() }).expect("the first member may have any identity");
 }
 
 #[tokio::test]
-async fn requests_are_placed_between_slices_of_many_events() {
+async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (id, request) = (scenario.member("d0"), scenario.request(100, hashes(1, 0, 6)));
     let cluster = Cluster { state: Mutex::new(scenario.state), ..Cluster::new(RouterSettings::default(), Metrics::default()) };
@@ -45,7 +45,7 @@ async fn requests_are_placed_between_slices_of_many_events() {
         let placed = std::cell::Cell::new(0);
         let place = async {
             loop {
-                let (booking, _) = cluster.lock().place(&request, &Excluded::default(), 1).expect("it can be placed");
+                let (booking, _) = cluster.lock().place(&request, &Excluded::default(), 1).expect("a worker is eligible");
                 cluster.lock().release(booking);
                 placed.set(placed.get() + 1);
                 tokio::task::yield_now().await;
@@ -53,7 +53,7 @@ async fn requests_are_placed_between_slices_of_many_events() {
         };
         tokio::select! {
             biased;
-            applied = cluster.apply(id, batch, ReportedStats::default()) => applied.expect("the worker can hold it"),
+            applied = cluster.apply(id, batch, ReportedStats::default()) => applied.expect("the worker can hold the batch's blocks"),
             () = place => {}
         }
         assert_eq!(placed.get() + 1, slices, "one placement between two slices");
@@ -64,7 +64,8 @@ async fn requests_are_placed_between_slices_of_many_events() {
 
 #[test]
 fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
     let report = |scenario: &mut Scenario, name: &str, rate: f64, prefill_measurements: u64| {
@@ -89,19 +90,20 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         report(&mut scenario, "p0", 100.0, 2);
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
-    let first = first.expect("it receives a prompt again");
-    assert!((30..200).contains(&first), "after {first} s");
+    let first = first.expect("the worker receives a prompt again");
+    assert!((30..200).contains(&first), "the worker was tried again after {first} s");
 }
 
 #[test]
 fn short_prefills_do_not_refresh_an_old_rate() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
         let candidate = scenario.state.members.get(id).candidate(&[], 0, Instant::now(), &Costs::default());
-        candidate.prefill_tokens_per_second.expect("it is measured").weight
+        candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
         let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };
@@ -117,11 +119,11 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     }
     assert!(weight(&scenario) < 0.01, "{}", weight(&scenario));
     report(&mut scenario, 20_000.0, 7_000, 2);
-    assert_eq!(weight(&scenario), 1.0, "a long step refreshes it");
+    assert_eq!(weight(&scenario), 1.0, "a long step refreshes the rate");
 }
 
 #[test]
-fn starting_router_waits_for_each_listed_worker_once() {
+fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     let list = |scenario: &mut Scenario| {
         ["host:1", "host:2", "host:3"]
@@ -131,7 +133,7 @@ fn starting_router_waits_for_each_listed_worker_once() {
     list(&mut scenario);
     let reason = |scenario: &Scenario| scenario.state.unavailable_reason().unwrap_or_default();
     assert!(reason(&scenario).contains("0 of 3"), "{}", reason(&scenario));
-    scenario.join(info(worker_info::Role::Decode, "d0")).expect("it agrees");
+    scenario.join(info(worker_info::Role::Decode, "d0")).expect("the worker agrees with the other members");
     scenario.state.update_unavailable(|workers| workers.insert("host:2", "cannot be reached".to_owned(), false));
     assert!(scenario.state.unavailable.is_starting() && reason(&scenario).contains("1 of 3"), "{}", reason(&scenario));
     scenario.state.update_unavailable(|workers| workers.insert("host:3", "another model".to_owned(), true));

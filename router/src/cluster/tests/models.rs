@@ -60,7 +60,7 @@ fn named_model_of_the_router_excludes_other_models() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
     let refused = scenario.join(serving("b", DECODE, "b0")).expect_err("it serves another model").to_string();
-    assert!(refused.contains("its model is b, the cluster's is a"), "{refused}");
+    assert!(refused.contains("model is b, but the cluster's is a"), "{refused}");
     scenario.join(serving("a", DECODE, "a0")).expect("it serves the model");
     assert_eq!(scenario.decode_worker_for(""), Ok("a0".to_owned()));
 }

@@ -40,7 +40,7 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
         }
         assert_eq!(seen.len(), 1, "one worker computes the prompt");
         // Once the worker's events have arrived, the predicted blocks count as overlap.
-        let computes = seen.first().expect("there is one").clone();
+        let computes = seen.first().expect("a worker computes the prompt").clone();
         scenario.stored(&computes, &hashes(1, 0, 62));
         let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
         let candidate = placement.prefill.or(placement.decode).expect("there is a decode worker");
@@ -63,7 +63,7 @@ fn load_is_balanced_although_all_prompts_share_their_first_block() {
         let (_, placement) = scenario.place_hashes(blocks as u32 * BLOCK + 1, hashes);
         *tokens.entry(name(&placement.prefill)).or_default() += blocks * u64::from(BLOCK);
     }
-    let (max, sum) = (tokens.values().max().expect("some"), tokens.values().sum::<u64>());
+    let (max, sum) = (tokens.values().max().expect("the map has a worker"), tokens.values().sum::<u64>());
     assert!(*max as f64 / (sum as f64 / 8.0) < 1.1, "{tokens:?}");
     assert_eq!(scenario.booked("d0").1 + scenario.booked("d1").1, 400);
     assert!(
@@ -89,7 +89,7 @@ fn overlap_decides_when_loads_are_equal() {
 }
 
 #[test]
-fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
+fn failed_workers_are_excluded_and_the_last_attempt_uses_a_decode_worker_only() {
     let mut scenario = Scenario::with(RouterSettings { attempts_max: 3, ..settings(PrefillPlace::Auto) }, 2, 1);
     // The decode worker is busy, so the first attempts are remote.
     scenario.reports("d0", vec![], Load { running_sequences: 50, decode_step_ms: 1.0, ..Default::default() }, &[]);
@@ -141,7 +141,7 @@ fn unserved_model_long_prompt_and_full_router_are_refused() {
 }
 
 #[test]
-fn open_circuit_excludes_worker_unless_it_is_the_last() {
+fn open_circuit_excludes_a_worker_unless_no_other_worker_is_left() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
     let request = scenario.request(100, hashes(1, 0, 6));
     let fail = |scenario: &mut Scenario, reason, instance: &str| {
@@ -170,15 +170,15 @@ fn open_circuit_excludes_worker_unless_it_is_the_last() {
     (0..3).for_each(|_| fail(&mut scenario, v1::FailureReason::Timeout, "d0-1"));
     assert_eq!(open(&scenario), 2);
     let (booking, placement) = scenario.place(&request);
-    assert_eq!(name(&placement.decode), "d0", "it is the only decode worker");
+    assert_eq!(name(&placement.decode), "d0", "d0 is the only decode worker");
     scenario.state.on_first_token(booking);
     scenario.state.release(booking);
-    assert!(open(&scenario) <= 1, "its circuit is closed by the first token");
+    assert!(open(&scenario) <= 1, "the first token closes the circuit");
     scenario.assert_idle();
 }
 
 #[test]
-fn explanation_matches_the_placement_and_books_nothing() {
+fn explanation_matches_the_placement_and_adds_no_booking() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut scenario = Scenario::with(settings(place), 3, 2);
         scenario.stored("p1", &hashes(1, 0, 40));

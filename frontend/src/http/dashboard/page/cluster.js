@@ -40,7 +40,7 @@ function router({ address, problem, bookings, peer_bookings, peers, synced_worke
     problem && el('p', { class: 'problem' }, problem));
 }
 
-// The result of the last `tandem audit check`, if this frontend has its file.
+// Shows the result of the last `tandem audit check`, if this frontend has its file.
 function audit({ audit: found, now_unix_ms: now }) {
   if (!found) return [];
   const { problem, findings } = found;
@@ -72,7 +72,7 @@ function card(worker, blockSize) {
     worker.approximate_index && el('p', { class: 'quiet' }, 'cache assumed from requests: its engine publishes no KV events'));
 }
 
-// The use of a worker's KV memory.
+// Shows the use of a worker's KV memory.
 function blocks({ capacity_blocks: capacity, load }, blockSize) {
   const used = (100 * load.in_use_blocks) / Math.max(capacity, 1);
   const cached = (100 * load.cached_blocks) / Math.max(capacity, 1);
