@@ -1,7 +1,9 @@
 //! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
+    EngineConfig, Parts, Served, StartError,
+    external::Registration,
+    kv_tokens, listen, local_address, reachable,
     weights::{load_extra, load_served},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
