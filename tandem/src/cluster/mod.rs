@@ -16,6 +16,7 @@ use crate::{
 };
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
+use tandem_adapter::vllm::ServerDescription;
 use tandem_engine::EngineHandle;
 use tandem_frontend::ServedModel;
 use tandem_node::{Shutdown, discovery::MemberSource};
@@ -136,8 +137,9 @@ impl Cluster {
         };
         // The frontend refuses a prompt that does not fit on any worker of its model.
         let fitted = |served: ServedModel| {
-            let capacities = workers.iter().filter(|worker| worker.model == served.id).map(|worker| worker.kv_tokens);
-            served.with_context_length(capacities.min().unwrap_or_default().try_into().unwrap_or(u32::MAX))
+            let of_model = workers.iter().filter(|worker| worker.model == served.id);
+            let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
+            served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
         };
         let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
         let extra = served.split_off(1);
@@ -253,32 +255,37 @@ async fn external_workers(
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
+    let model_of = |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
     let mut models: Vec<ServedModel> = Vec::new();
-    let mut workers: Vec<Worker> = Vec::new();
-    for (role, (engines, server)) in servers {
-        let model = settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
-        let at = match models.iter().position(|served| served.id == model) {
-            Some(at) => at,
+    for (_, (engines, server)) in &servers {
+        let id = model_of(server);
+        let served = match models.iter().position(|served| served.id == id) {
+            Some(at) => models.remove(at),
             None => {
-                let source = tokenizer_of(settings, &model, models.is_empty()).or_else(|| external::source(&server));
+                let source = tokenizer_of(settings, &id, models.is_empty()).or_else(|| external::source(server));
                 let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url.clone() })?;
-                models.push(weights::load_tokenizer(settings.model.store.clone(), source, Some(model.clone())).await?);
-                models.len() - 1
+                weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?
             }
         };
-        let served = models.remove(at).with_context_length(server.context_length);
+        models.push(served.with_context_length(server.context_length));
+    }
+    if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.iter().all(|model| model.id != extra.id)) {
+        return Err(StartError::NoEngineOfModel(extra.id.clone()));
+    }
+    let first = servers.first().map(|(_, (_, server))| model_of(server));
+    models.sort_by_key(|served| Some(&served.id) != first.as_ref());
+    let mut workers: Vec<Worker> = Vec::new();
+    for (role, (engines, server)) in servers {
+        let model = model_of(&server);
+        let revision = models.iter().find(|served| served.id == model).map_or("", |served| &served.revision);
         for (engine, kv_tokens) in engines {
             let listener = loopback().await?;
             let index = workers.iter().filter(|worker| worker.role == role).count();
             let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
-            let plan = parts.plan((&id, role), None, config, (&served.id, &served.revision));
+            let plan = parts.plan((&id, role), None, config, (&model, revision));
             parts.external_worker(plan, listener, engine, None, shutdown)?;
             workers.push(Worker { id, role, address, advertise: None, model: model.clone(), engine: None, kv_tokens });
         }
-        models.insert(at, served);
-    }
-    if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.iter().all(|model| model.id != extra.id)) {
-        return Err(StartError::NoEngineOfModel(extra.id.clone()));
     }
     // Prefill workers are listed first.
     workers.sort_by_key(|worker| worker.role != Role::Prefill);
