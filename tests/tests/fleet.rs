@@ -160,15 +160,6 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_of_different_models_are_refused() -> Result<()> {
-    let mut fleet = Fleet::start(1).await?;
-    fleet.engines.push(FakeVllm::start(FakeSettings { model: "other".to_owned(), ..fleet.settings.clone() }).await?);
-    let error = Cluster::start(fleet.settings()).await.err().context("it must not start")?;
-    assert!(error.to_string().contains("fake and other"), "{error}");
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn servers_of_several_models_are_one_cluster() -> Result<()> {
     let mut fleet = Fleet::start(1).await?;
     let other = FakeSettings { model: "other".to_owned(), ..fleet.settings.clone() };

@@ -71,7 +71,7 @@ fn incompatible_worker_receives_no_requests() {
         ("c", &["--cluster", "other"][..], "the process's cluster is other, but the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
         ("b", &["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
-        ("d", &[], "has the same id d; give each a --worker-id"),
+        ("d", &[], "has the same id d; give each worker its own --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
@@ -134,10 +134,10 @@ fn incompatible_frontend_refuses_requests() {
 #[test]
 fn frontend_of_a_model_without_workers_is_not_ready() {
     let plan = Plan::new();
-    let decode = address();
-    plan.list(&[decode]);
-    let _parts = (plan.router(&[]), plan.worker("decode", "d", decode, &[]));
-    plan.joined(&["d"]);
+    let (prefill, decode) = (address(), address());
+    plan.list(&[prefill, decode]);
+    let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
+    plan.joined(&["d", "p"]);
     let frontend = plan.frontend(&["--served-model-name", "llama"]);
     let unready = frontend.get("/ready");
     assert!(
