@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::Load;
 use tokio::{sync::Notify, time::Instant};
 
-/// The fewest computed tokens of a prompt from which the prefill rate is measured. With fewer, other costs dominate the time.
+/// The prefill rate is measured only with prompts of which the engine computes at least this many tokens. With fewer tokens, other costs
+/// dominate the time.
 const MEASURED_TOKENS_MIN: usize = 256;
 
 /// The weight of a new measurement in a moving average.
@@ -33,7 +34,7 @@ struct State {
 }
 
 impl Books {
-    /// Returns the load with its numbers of blocks at 0, and the number of tokens whose KV the running requests use.
+    /// Returns the load, in which all numbers of blocks are 0, and the number of tokens whose KV the running requests use.
     pub fn load(&self) -> (Load, u64) {
         let state = self.state.lock();
         let load = Load {
@@ -78,7 +79,7 @@ struct WorkState {
 }
 
 impl Work {
-    /// Adds a queued request, of whose prompt the engine is expected to compute `new_tokens` tokens.
+    /// Adds a queued request. The engine is expected to compute `new_tokens` tokens of its prompt.
     pub fn new(books: &Arc<Books>, request_id: String, new_tokens: usize, (prompt_tokens, samples): (usize, usize)) -> Self {
         books.update(|state| {
             state.waiting += 1;
@@ -131,7 +132,8 @@ impl Work {
             state.generated += tokens as u64;
             let now = Instant::now();
             let before = state.last_chunk_at.replace(now);
-            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times as long.
+            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times the time since the
+            // last chunk.
             before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
         };
         self.books.update(|state| {

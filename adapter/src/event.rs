@@ -31,7 +31,7 @@ pub struct BlocksStored {
     pub parent: Option<EngineHash>,
     /// The tokens of all blocks. Empty if the engine does not report them.
     pub tokens: Vec<TokenId>,
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
     /// Whether the blocks were computed with a LoRA adapter.
     pub lora: bool,
@@ -39,29 +39,30 @@ pub struct BlocksStored {
     pub extra_keys: Vec<ExtraKeys>,
     /// The memory in which the blocks are.
     pub medium: Medium,
-    /// The group of layers whose KV the blocks hold. An engine with several kinds of attention has a group for each kind.
+    /// The group of layers whose KV the blocks hold; `None`: the engine does not name a group. An engine with several kinds of attention
+    /// has a group for each kind.
     pub group: Option<u32>,
-    /// The kind of attention of the group's layers.
+    /// The kind of attention of the group's layers; `None`: the engine does not name it.
     pub kind: Option<String>,
-    /// The session of the request that stored the blocks, if the request named one.
+    /// The session of the request that stored the blocks; `None` if the request named no session.
     pub session: Option<String>,
 }
 
 /// Blocks that were dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlocksRemoved {
-    /// The hashes of the blocks.
+    /// The hashes of the dropped blocks.
     pub hashes: Vec<EngineHash>,
-    /// The memory from which they were dropped.
+    /// The memory from which the blocks were dropped.
     pub medium: Medium,
-    /// The group of layers whose KV they held.
+    /// The group of layers whose KV the blocks held; `None`: the engine does not name a group.
     pub group: Option<u32>,
 }
 
 /// The inputs of a block's hash besides the block's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ExtraKeys {
-    /// There are none.
+    /// The hash has no other inputs.
     #[default]
     None,
     /// One text: a cache salt, or the name of a LoRA adapter.

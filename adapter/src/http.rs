@@ -20,9 +20,9 @@ use rustls::{
 use std::{sync::Arc, time::Duration};
 use tokio::time::timeout;
 
-/// The longest time in which a connection may be made.
+/// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time after which an idle connection is closed. Servers close theirs later (uvicorn: after 5 s), so no request is sent on a
+/// The time after which an idle connection is closed. Servers close idle connections later (uvicorn: after 5 s), so no request is sent on a
 /// connection that the server is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
@@ -46,7 +46,7 @@ pub enum ClientError {
     /// The address is invalid.
     #[error("the engine's address {0:?} is not valid; write an http:// or https:// URL with a host and without a query")]
     Url(String),
-    /// The key cannot be sent.
+    /// The key has characters that are not allowed in an HTTP header.
     #[error("the engine's key has characters that are not allowed in an HTTP header; check the file that holds the key")]
     Key,
     /// The certificates cannot be used.
@@ -58,7 +58,7 @@ pub enum ClientError {
 #[derive(Clone)]
 pub(crate) struct HttpClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    /// The scheme, the authority and the beginning of every path, without a slash at the end.
+    /// The beginning of every URL: the scheme, the authority and a path prefix, without a slash at the end.
     base: Arc<str>,
     host: Arc<str>,
     bearer: Option<HeaderValue>,

@@ -24,10 +24,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The most events that wait for a slow reader. At this number, the engine's answer is not read.
+/// The most events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
-/// The worker's handle of a job. Dropping it ends the job's requests in the engine.
+/// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
 pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
@@ -42,7 +42,7 @@ impl Job for AdapterJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
-        // An error means that the job has ended, which its events report.
+        // The send fails only if the job has ended, which the job's events report.
         self.handle.take().map(|sender| sender.send(handle));
     }
 
@@ -177,10 +177,16 @@ impl Task {
         };
         let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
-        running.work.begun(call.tokens.len().saturating_sub(known), running.submitted.elapsed());
-        self.shared.routed(&call);
+        let took = running.submitted.elapsed();
+        // The engine reports the number of cached tokens even if it holds no KV of the prompt, as after an aborted request.
         self.send(Event::Scheduled { cached }).await?;
-        self.send(Event::Exported(exported.handle)).await
+        let handle = match exported.handle {
+            Err(_) if self.cancelled.is_cancelled() => return Err(Ended::Dropped),
+            handle => handle?,
+        };
+        running.work.begun(call.tokens.len().saturating_sub(known), took);
+        self.shared.routed(&call);
+        self.send(Event::Exported(handle)).await
     }
 
     async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
@@ -193,7 +199,7 @@ impl Task {
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
-            // The engine does not use its prefix cache for this request.
+            // The engine does not use its prefix cache for a request of prompt logprobs.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -218,7 +224,11 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        self.shared.routed(&base);
+        // A request that was cancelled before its first token may have left no blocks in the engine's cache, so its prompt is not recorded
+        // as computed.
+        if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
+            self.shared.routed(&base);
+        }
         Ok(())
     }
 }
@@ -234,24 +244,29 @@ struct Answer<'a> {
     /// Cancelled when the first sample has its first token. Then the other samples are submitted, and find the prompt in the engine's
     /// cache.
     begun: CancellationToken,
-    /// Whether the first sample reports [`Event::Started`]. If prompt logprobs were requested, it was reported before.
+    /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
+    /// before.
     reports_prompt: bool,
-    /// Whether the first sample reports how many tokens were cached; the other samples also find the blocks that the first one has stored.
-    /// Not if prompt logprobs were requested, or if the KV comes from another worker.
+    /// Whether the first sample reports how many tokens were cached. False if prompt logprobs were requested or the KV comes from another
+    /// worker. The counts of the other samples are not reported, because they include the blocks that the first sample has stored.
     counts_prompt: bool,
 }
 
 impl Answer<'_> {
     async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
         if !first {
-            self.begun.cancelled().await;
+            tokio::select! {
+                biased;
+                () = self.task.cancelled.cancelled() => return Ok(()),
+                () = self.begun.cancelled() => {}
+            }
         }
         let Generated { sample, tokens } = generated;
         let mut sampling = self.generate.sampling.clone();
         sampling.seed = sampling.seed.wrapping_add(sample.into());
         sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
-        // The engine generates at least one token. With a limit of 0, this token is not reported.
+        // The engine generates at least one token. If the limit is 0, that token is not reported.
         let silent = sampling.max_tokens == Some(0);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
         if silent && !(first && (self.reports_prompt || handle.is_some())) {
@@ -267,8 +282,12 @@ impl Answer<'_> {
             let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
             self.task.send(Event::Scheduled { cached }).await?;
         }
-        let reason = reason.ok_or(Ended::Dropped)?;
-        self.task.send(Event::Finished { sample, reason }).await
+        match reason {
+            Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
+            // The sample was cancelled. That is not an error here, because an error would end the other samples as well, before the first
+            // sample has reported the number of cached tokens.
+            None => Ok(()),
+        }
     }
 
     /// Runs one request to its end. The finish reason is `None` if the request was cancelled.
@@ -280,8 +299,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<(Option<FinishReason>, Usage), Ended> {
         let Self { task, work, .. } = self;
-        // An engine also pulls KV after the lease on it has ended, so the adapter checks the time. The lease is twice the time for which
-        // the handle is valid.
+        // An engine pulls KV even after the lease on the KV has ended, so the adapter checks the time. The lease is twice as long as the
+        // handle is valid.
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
@@ -334,7 +353,8 @@ impl Answer<'_> {
         }
     }
 
-    /// Handles the first token of a sample. That of the first sample starts the other samples and is reported as [`Event::Started`].
+    /// Handles the first token of a sample. When the first sample has its first token, the other samples are started and [`Event::Started`]
+    /// is reported.
     async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
         if !first {
             return Ok(());

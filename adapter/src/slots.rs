@@ -9,7 +9,7 @@ use std::{
 use tandem_engine::Refusal;
 use tokio::sync::oneshot;
 
-/// How many requests the engine runs at a time, and how many wait.
+/// The limits on the number of requests that the engine runs at a time, on their blocks, and on the number of requests that wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotLimits {
     /// The most requests in the engine.
@@ -20,8 +20,8 @@ pub(crate) struct SlotLimits {
     pub waiting: usize,
 }
 
-/// The places in the engine. The next place is for the account with the fewest requests in the engine, among those with waiting requests.
-/// An account's requests are submitted in the order of their arrival.
+/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine gets the next place. An
+/// account's requests are submitted in the order of their arrival.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<State>,
@@ -33,7 +33,7 @@ struct State {
     running: usize,
     blocks: u64,
     waiting: usize,
-    /// Number of requests that were queued so far.
+    /// The number of requests that have been queued so far.
     arrivals: u64,
 }
 
@@ -121,7 +121,7 @@ impl State {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
-    /// Removes the next request from the queue, if there is a place for it.
+    /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
     fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
         let heads = self.accounts.iter().filter_map(|(name, account)| {
             let head = account.waiting.front()?;

@@ -55,7 +55,7 @@ pub(crate) enum Ended {
 }
 
 impl Ended {
-    /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is this worker's.
+    /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is the id of this worker's instance.
     pub(crate) fn report(self, instance_id: &str) -> Result<Failure, Disconnected> {
         let (message, this) = (self.to_string(), instance_id.to_owned());
         let (reason, instance_id) = match self {

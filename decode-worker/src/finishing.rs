@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 /// A request id and an attempt's number.
 type Key = (String, u32);
 
-/// The attempts of one worker.
+/// The attempts of one worker whose clients may still call `Finish`.
 #[derive(Clone, Default)]
 pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
 
@@ -27,7 +27,7 @@ impl Finishing {
         Attempt { all: self.clone(), key, finish }
     }
 
-    /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because it has ended then.
+    /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because then it has already ended.
     pub(crate) fn finish(&self, request_id: String, attempt: u32) {
         if let Some(finish) = self.0.lock().get(&(request_id, attempt)) {
             finish.cancel();

@@ -1,4 +1,4 @@
-//! Handles for KV in other engines: each is used once, for the prompt for which it was made.
+//! Checks handles for KV in other engines: each handle is used once, for the prompt for which it was made.
 
 use parking_lot::Mutex;
 use std::{
@@ -33,7 +33,7 @@ impl Handles {
         Self { hash_key, hasher: RandomState::new(), used: Mutex::default() }
     }
 
-    /// Marks a handle as used and returns it. `None`: it was made for another prompt, is not valid, or was used before.
+    /// Marks a handle as used and returns it. Returns `None` if the handle was made for another prompt, is not valid, or was used before.
     pub(crate) fn take(&self, handle: v1::KvHandle, digest: u64) -> Option<KvHandle> {
         let v1::KvHandle { handle: bytes, prompt_digest, valid_ms } = handle;
         if prompt_digest != digest || valid_ms == 0 {

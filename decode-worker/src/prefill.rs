@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// One prompt's prefill on another worker. Dropping it cancels the prefill.
+/// One prompt's prefill on another worker. Dropping this value cancels the prefill.
 pub(crate) struct Prefill {
     pub(crate) instance_id: String,
-    /// The worker's transfer capabilities, which it sends before `Scheduled` if it has any.
+    /// The prefill worker's transfer capabilities, which it sends before `Scheduled`; `None` if it has sent none.
     pub(crate) offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -23,7 +23,7 @@ pub(crate) struct Prefill {
 
 /// A message of the prefill worker.
 pub(crate) enum Reply {
-    /// The prompt has left its queue; `Scheduled` follows.
+    /// The prompt has left the prefill worker's queue; `Scheduled` follows.
     Submitted,
     Scheduled(Scheduled),
     Handle(KvHandle),
@@ -37,7 +37,7 @@ impl Prefill {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // The capacity suffices for all messages that are sent: the start and the ticket.
+        // The capacity suffices for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -52,7 +52,8 @@ impl Prefill {
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
-    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. Cancel-safe.
+    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker.
+    /// Cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
@@ -75,7 +76,7 @@ impl Prefill {
     }
 
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
-        // If the stream is broken, `next` reports that.
+        // The send fails only if the stream is broken, which `next` reports.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 

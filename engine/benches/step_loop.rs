@@ -1,11 +1,10 @@
 //! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-engine --bench step_loop`.
-//!
 //! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
 //! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
-//! every job, publishing load and cache events, planning. Prints the median over seven rounds of a round's median over its steps.
-//!
-//! The overhead is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a
-//! vocabulary of SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
+//! every job, publishing load and cache events, planning. Each round has a median over its steps; the benchmark prints the median of seven
+//! rounds.
+//! The overhead is measured with two vocabularies. The simulator's is small, and only four of its tokens are likely; the goal applies to
+//! this one. The other has SmolLM2's size, and every token may be sampled, as with a model, so sampling takes most of the time.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
@@ -21,7 +20,7 @@ use tandem_kv::{BlockId, HashKey, Namespace};
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
 const PROMPT: u32 = 128;
-/// Steps measured in a round.
+/// The number of steps that a round measures.
 const STEPS: usize = 100;
 const VOCABULARY: usize = 49_152;
 /// The goal for the overhead of a step with the simulator's vocabulary.
@@ -84,10 +83,10 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     *gaps.select_nth_unstable(STEPS / 2).1
 }
 
-/// A device whose steps take no time. It reports the idle time before each step of a full batch.
+/// A device whose steps take no time. It reports how long it was idle before each step of a full batch.
 struct Measured {
     engine: SimEngine,
-    /// The end of the last step, if that step had a full batch.
+    /// The time at which the last step ended; `None` if that step had no full batch.
     ended: Option<Instant>,
     gaps: mpsc::Sender<Duration>,
 }
@@ -106,7 +105,7 @@ impl Engine for Measured {
         let mut logits = self.engine.step(chunks)?.into_logits();
         if self.engine.describe().vocab_size == VOCABULARY {
             for (token, logit) in logits.iter_mut().enumerate() {
-                // Makes the token between e^-8 and e^-24 times as likely as the likeliest one.
+                // Makes each unlikely token between e^-24 and e^-8 times as likely as the likeliest token.
                 *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
             }
         }

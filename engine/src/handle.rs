@@ -1,8 +1,7 @@
 //! Handles to the thread that owns an engine and its scheduler.
-//!
-//! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
+//! Commands are queued while a step runs; those that have arrived by its end are handled before the next step. A job's events go through a
 //! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each
-//! of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! of its blocks once. So a slow client delays no other client, loses no event, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -29,11 +28,12 @@ pub struct EngineSettings {
     pub batch_max: u32,
     /// The most jobs that wait for their first blocks.
     pub queue_max: u32,
-    /// Whether blocks are reused. If not, 0 cached tokens are reported.
+    /// Whether blocks are reused. If false, every prompt is reported with 0 cached tokens.
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
-    /// Buffered events at which backpressure pauses a generation. It resumes at half of them.
+    /// The number of a job's buffered events at which backpressure pauses its generation. The generation resumes when half of them are
+    /// left.
     pub max_buffered_events: u32,
     /// A step that takes longer counts as a hang ([`EngineHandle::hung`]).
     pub step_max: Duration,
@@ -53,11 +53,11 @@ pub struct EngineHandle {
     resume_below: usize,
 }
 
-/// One job on the engine. Dropping it cancels the job at the next step and releases all it holds.
+/// One job on the engine. Dropping this value cancels the job at the next step and releases all that the job holds.
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// Dropped after `events`, so that the engine's thread sees that they are closed.
+    /// Dropped after `events`: when the engine's thread is woken, it must see that the job's events are closed.
     _wake: WakeOnDrop,
     engine: EngineHandle,
 }
@@ -80,9 +80,9 @@ impl EngineHandle {
         handle
     }
 
-    /// Returns a handle to a simulated engine, and a future that runs the engine in place of a thread, so that its time can be tokio's
-    /// paused time: after each step the future sleeps for the duration on `clock`. The future ends when the last handle and job are
-    /// dropped. Tickets follow from `seed`, so a run can be repeated, and its tickets can be predicted.
+    /// Returns a handle to a simulated engine, and a future that runs the engine instead of a thread. So the engine can run in tokio's
+    /// paused time: after each step the future sleeps for the duration that `clock` has accumulated. The future ends when the last handle
+    /// and job are dropped. Tickets follow from `seed`, so a run can be repeated. They can be predicted, so they protect nothing.
     pub fn simulated(
         engine: Box<dyn Engine>,
         clock: SimClock,
@@ -103,7 +103,7 @@ impl EngineHandle {
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
     }
 
-    /// Returns the engine's constants.
+    /// Returns the properties of the engine's model and KV memory. They never change.
     pub fn info(&self) -> &EngineInfo {
         &self.info
     }
@@ -133,30 +133,29 @@ impl EngineHandle {
         Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
-    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when it is in the engine's memory.
-    ///
-    /// # Errors
-    ///
-    /// [`WriteRefused`] if the ticket does not allow it. Most refusals also end the reservation.
+    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's
+    /// memory.
+    /// Errors
+    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
-    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report.
+    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report: `why`, or that the ticket has no
+    /// reservation, or that the engine has ended.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
 
-    /// Returns the KV memory for access from other threads, if the engine has any.
+    /// Returns the KV memory for access from other threads; `None` if the engine does not allow this access.
     pub fn kv_memory(&self) -> Option<&Arc<dyn KvMemory>> {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write all these blocks, or none, under a ticket through [`EngineHandle::kv_memory`] while steps run.
-    ///
-    /// # Errors
-    ///
+    /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the
+    /// blocks may not be written, none may.
+    /// Errors
     /// As for [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
@@ -164,7 +163,7 @@ impl EngineHandle {
 
     /// Reports that the worker that computed the blocks has written all of them. The prompt starts if no block is missing.
     pub async fn confirm(&self, ticket: Ticket) {
-        // If the engine's thread has ended, so have the job's events.
+        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
     }
 
@@ -179,9 +178,9 @@ impl EngineHandle {
         self.load.borrow().clone()
     }
 
-    /// Resolves when the load satisfies `condition`.
+    /// Resolves when the load satisfies `condition`, or when the engine's thread has ended.
     pub async fn wait_for_load(&self, condition: impl FnMut(&Load) -> bool) {
-        // An engine whose thread has ended has no load.
+        // The wait fails only if the engine's thread has ended. Then the load no longer changes.
         let _ = self.load.clone().wait_for(condition).await;
     }
 
@@ -215,7 +214,7 @@ impl Job {
     /// Polls for the next event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.events.poll_recv(context));
-        // A paused job gets no new events, so the count passes this number exactly once.
+        // A paused job gets no new events, so the number of buffered events only falls, and equals `resume_below` exactly once.
         if self.events.len() == self.engine.resume_below {
             self.engine.wake.notify_one();
         }
@@ -223,9 +222,9 @@ impl Job {
     }
 
     /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
-    /// computed. Only the first request of a job counts.
+    /// computed. Later requests for blocks of the same job are ignored.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
-        // If the engine's thread has ended, so have the job's events.
+        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }

@@ -2,10 +2,11 @@
 
 use tandem_kv::{Ticket, mix};
 
-/// Generates the next ticket.
+/// A function that generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// Takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from others.
+/// Returns a function that takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from
+/// others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -14,7 +15,8 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
+/// Returns a function that generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be
+/// computed from the last one.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -25,23 +27,24 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
     })
 }
 
-/// The reason to refuse a write. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
-/// drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
+/// The reason for which a write is refused. If the reservation of the write's ticket still waits for blocks, the refusal ends the
+/// reservation and drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
     /// This worker does not know the ticket: it was guessed, or was issued before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
-    /// The reservation is complete or was cancelled, for example with its request while blocks were in flight.
+    /// The reservation is complete or was cancelled, for example because its request was cancelled while blocks were in flight.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// The block was written before, or the ticket does not name it. Ends the reservation.
+    /// The block was written before, or the ticket does not name it. This refusal ends the reservation.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
-    /// The block does not have this worker's block size. Ends the reservation.
+    /// The block does not have this worker's block size. This refusal ends the reservation.
     #[error("the block's size differs from this worker's")]
     WrongSize,
-    /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. Ends the reservation.
+    /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. This refusal ends the
+    /// reservation.
     #[error("the blocks do not take the transfer path that the ticket names")]
     WrongPath,
     /// The engine has ended.
@@ -50,7 +53,7 @@ pub enum WriteRefused {
 }
 
 impl WriteRefused {
-    /// Each reason for which the write itself is to blame, with its label in metrics.
+    /// The reasons that are caused by the write itself, each with its label in metrics.
     pub const REASONS: [(Self, &str); 5] = [
         (Self::UnknownTicket, "unknown_ticket"),
         (Self::SpentTicket, "spent_ticket"),
@@ -59,7 +62,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write is not to blame.
+    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write itself did not cause the refusal.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }

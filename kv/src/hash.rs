@@ -40,7 +40,7 @@ pub struct SequenceHash(pub u64);
 pub struct Namespace(Arc<[u8]>);
 
 impl Namespace {
-    /// Encodes each part with its length, so that different lists of parts never give equal bytes.
+    /// Returns the namespace of these properties. Each property is encoded with its length, so different properties never give equal bytes.
     pub fn new(model: &str, revision: &str, lora: &str, cache_salt: &str) -> Self {
         let mut bytes = Vec::new();
         for part in [model, revision, lora, cache_salt] {
@@ -111,7 +111,7 @@ pub fn child_hashes(key: &HashKey, parent: SequenceHash, block_size: usize, toke
         .collect()
 }
 
-/// Returns the hash of a whole prompt in its namespace: equal for equal prompts, and different for all others but by chance.
+/// Returns the hash of a whole prompt in its namespace. Two different prompts have the same hash only by chance.
 pub fn prompt_digest(key: &HashKey, namespace: &Namespace, tokens: &[TokenId]) -> u64 {
     namespace.root(key).child(key, tokens).0
 }
@@ -126,8 +126,8 @@ mod tests {
     const KEY: HashKey = HashKey([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
     /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
-    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). Input: parts and tokens little-endian, lengths as 64 bits. If
-    /// this fails, routers and workers of two versions disagree on the identity of blocks.
+    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
+    /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
     fn sequence_hashes_equal_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");
@@ -138,7 +138,7 @@ mod tests {
         }
     }
 
-    /// A block of more than `HASHED_TOKENS` is hashed as one input.
+    /// A block of more than `HASHED_TOKENS` tokens is hashed as one input, although it is copied in several parts.
     #[test]
     fn long_block_is_hashed_as_one_input() {
         let tokens: Vec<TokenId> = (0..100).collect();

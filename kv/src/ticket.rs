@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// A process that presents a ticket may write the blocks of one reservation. So each ticket is drawn from the system's randomness, is
-/// known only to the worker that drew it and the one that received it, and is never logged: `Debug` hides it.
+/// A process that presents a ticket may write the blocks of one reservation. So each ticket is made from the system's randomness, is known
+/// only to the worker that made it and the worker that received it, and is never logged: `Debug` hides it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket([u8; Ticket::BYTES]);
 
@@ -13,7 +13,7 @@ pub struct Ticket([u8; Ticket::BYTES]);
 pub struct InvalidTicket;
 
 impl Ticket {
-    /// The length on the wire: 128 bits cannot be guessed.
+    /// The length of a ticket in bytes. Its 128 bits cannot be guessed.
     pub const BYTES: usize = 16;
 
     /// Creates a ticket from these bytes, which must be random except in tests.

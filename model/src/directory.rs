@@ -34,7 +34,7 @@ struct TensorInfo {
 pub struct HfTokenizer {
     /// Contents of `tokenizer.json`, for the crate `tokenizers`.
     pub json: Vec<u8>,
-    /// Jinja source of the chat template.
+    /// Jinja source of the chat template; `None` if the directory has no template.
     pub chat_template: Option<String>,
     /// Text of the token that starts a sequence; may be empty.
     pub bos: String,
@@ -42,7 +42,7 @@ pub struct HfTokenizer {
     pub eos: String,
     /// Ids of tokens that end an answer.
     pub stop_tokens: Vec<u32>,
-    /// The model's context in tokens, if the configuration names it.
+    /// The length of the model's context in tokens; `None` if the configuration does not name it.
     pub context_length: Option<u32>,
 }
 
@@ -97,7 +97,7 @@ impl HfDirectory {
         Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
-    /// Returns the content of the tokenizer's file, and what other files say about special tokens and the chat template.
+    /// Returns the content of `tokenizer.json`, and the special tokens and the chat template from the directory's other files.
     ///
     /// # Errors
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
@@ -107,7 +107,7 @@ impl HfDirectory {
 }
 
 impl HfTokenizer {
-    /// Whether the directory contains the files that a tokenizer needs. It may lack the weights.
+    /// Whether the directory contains the files that a tokenizer needs. The directory may lack the weights.
     pub fn is_at(path: &Path) -> bool {
         path.join(CONFIG).is_file() && path.join(TOKENIZER).is_file()
     }
@@ -267,7 +267,7 @@ impl TemplateField {
     }
 }
 
-/// What the configuration of a model says about its text. Models for text and images have it in `text_config`, except the end tokens.
+/// The fields of a model's configuration that concern text. Models for text and images have them in `text_config`, except the end tokens.
 #[derive(Deserialize)]
 struct TextConfig {
     eos_token_id: Option<OneOrMany>,

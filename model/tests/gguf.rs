@@ -1,4 +1,4 @@
-//! Tests which GGUF files are accepted, and what is read from them.
+//! Tests which GGUF files are accepted, and which values are read from them.
 
 mod writer;
 
@@ -295,7 +295,7 @@ fn rope_scaling_is_read_from_keys_and_tensors() {
 }
 
 proptest! {
-    /// Damaged files are accepted or refused without a panic, and accepted ones can be read completely.
+    /// Damaged files are accepted or refused without a panic, and accepted files can be read completely.
     #[test]
     fn damaged_files_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let mut file = small().finish();

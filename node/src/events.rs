@@ -1,11 +1,11 @@
 //! KV events over NATS: a worker publishes each change of its cache once, for any number of routers.
 //!
 //! Core NATS does not guarantee delivery: messages are lost when a connection fails or a subscriber is slow. So a router checks the numbers
-//! of the events, and reads a snapshot from the worker when one is missing. While NATS is disconnected, workers send events over their
-//! `Watch` streams.
+//! of the events. If an event is missing, the router reads a snapshot from the worker. While NATS is disconnected, workers send events over
+//! their `Watch` streams.
 //!
-//! If the cluster has a key, each message is a batch and its signature. A message without a valid signature is dropped before it is parsed,
-//! so that other programs with access to NATS can neither forge events nor make routers read snapshots.
+//! If the cluster has a key, each message consists of a batch of events and its signature. A message without a valid signature is dropped
+//! before it is parsed, so that other programs with access to NATS can neither forge events nor make routers read snapshots.
 
 use crate::{
     Metrics, Secret,
@@ -50,7 +50,7 @@ pub struct NatsSettings {
     pub auth: NatsAuth,
     /// The CA certificate for verifying NATS (a PEM file). If it is set, connections are always encrypted.
     pub ca: Option<PathBuf>,
-    /// The client certificate and its key, as PEM files.
+    /// The client certificate and its key, as PEM files; `None`: the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// The cluster's name, which is part of every subject.
     pub cluster: String,
@@ -105,7 +105,7 @@ impl fmt::Debug for Broker {
 }
 
 impl Broker {
-    /// Begins to connect; NATS may be unreachable. Batches are signed with `key` if the cluster has one.
+    /// Starts to connect and returns at once, even if NATS is unreachable. Published events are signed with `key` if the cluster has one.
     ///
     /// # Errors
     /// The settings are invalid.
@@ -131,7 +131,7 @@ impl Broker {
         self.client.connection_state() == State::Connected
     }
 
-    /// Resolves when NATS is connected (`true`) or not connected (`false`). Cancel-safe.
+    /// Resolves when NATS is connected, or, if `connected` is false, when NATS is not connected. Cancel-safe.
     pub async fn until(&self, connected: bool) {
         let mut changes = self.connected.clone();
         while self.is_connected() != connected {
@@ -143,8 +143,8 @@ impl Broker {
         }
     }
 
-    /// Publishes a batch, split into messages that NATS accepts. The batch is lost if NATS is not connected, and so are messages in flight
-    /// when the connection is lost.
+    /// Publishes a batch of KV events, split into messages that are small enough for NATS. The batch is lost if NATS is not connected, and
+    /// so are messages in flight when the connection is lost.
     pub async fn publish(&self, batch: KvEventBatch) {
         if !self.is_connected() {
             return;
@@ -166,8 +166,8 @@ impl Broker {
         }
     }
 
-    /// Publishes every change of an instance's cache. Batches that are made faster than they can be sent are lost; routers detect that by
-    /// the numbers of the events.
+    /// Publishes every change of an instance's cache. If changes occur faster than they can be sent, some are lost; routers detect the loss
+    /// by the numbers of the events.
     pub async fn publish_all(self, instance_id: String, mut batches: broadcast::Receiver<Arc<KvBatch>>) {
         loop {
             match batches.recv().await {
@@ -189,8 +189,8 @@ impl Broker {
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
         let messages = self.client.subscribe(self.subject(instance_id)).await?;
         let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
-        // After the flush NATS knows the subscription, so a snapshot requested afterwards and the events leave no gap. Without the flush, a
-        // gap is still detected by the numbers of the events.
+        // After the flush, NATS knows the subscription, so no event is lost between a snapshot that is requested afterwards and the first
+        // event received. Without the flush, a lost event is still detected by the numbers of the events.
         tokio::select! {
             _ = self.client.flush() => {}
             () = self.until(false) => {}
@@ -205,7 +205,8 @@ impl Broker {
         batch
     }
 
-    /// Returns the batch of a message if it is signed with the cluster key for this instance. Without a key, every message is accepted.
+    /// Returns a message without its signature; `None` if the message is not signed with the cluster key for this instance. If the cluster
+    /// has no key, messages have no signatures, and every message is accepted.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);
@@ -245,7 +246,8 @@ impl Published {
     }
 }
 
-/// Returns the wall-clock time in microseconds since 1970. The delay of events is measured with it between hosts with synchronised clocks.
+/// Returns the wall-clock time in microseconds since 1970. It is used to measure the delay of events between hosts, whose clocks must be
+/// synchronised.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
@@ -300,7 +302,7 @@ struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last error that was logged, so that it is logged once.
+    /// The last error that was logged, which is not logged again; `None` if there was none since the last connection.
     reported: Mutex<Option<String>>,
 }
 

@@ -1,9 +1,9 @@
-//! Shutdown of a process: announcements to drain and to stop, and one set of tasks to wait for.
+//! Shutdown of a process: the announcements that it drains and that it stops, and the tasks whose end it waits for.
 
 use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Announces when the process drains and when it stops, and waits for its tasks. Cheap to clone.
+/// Announces that the process drains and that it stops, and waits for its tasks. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -12,12 +12,13 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Returns the shutdown of a part that may end before the process does: it drains and stops with this one, and it has its own tasks.
+    /// Returns the shutdown of a part of the process that may end before the process does. The part drains and stops with the process, and
+    /// has its own tasks.
     pub fn child(&self) -> Self {
         Self { draining: self.draining.child_token(), stopped: self.stopped.child_token(), tasks: TaskTracker::new() }
     }
 
-    /// Starts a task that is dropped at its next await if it still runs at the end of the grace period.
+    /// Starts a task. If it still runs at the end of the grace period, it is dropped at its next await.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopped = self.stopped.clone();
         self.tasks.spawn(async move {
@@ -29,31 +30,32 @@ impl Shutdown {
         });
     }
 
-    /// Starts a task that ends by itself soon after [`Shutdown::stopped`], because it has to send its last messages.
+    /// Starts a task that is never dropped, so that it can send its last messages. [`Shutdown::run`] waits for it without a limit, so it
+    /// must end by itself soon after [`Shutdown::stopped`] resolves.
     pub fn track(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Drops a value on a thread that may block. [`Shutdown::run`] waits for it.
+    /// Drops a value on a thread that may block. [`Shutdown::run`] waits until the value is dropped.
     pub fn drop_elsewhere(&self, value: impl Send + 'static) {
-        // Without a runtime the value is dropped here, because there is no task that it could block.
+        // Without a runtime the value is dropped on this thread, because there is no task that this could block.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
         }
     }
 
-    /// Resolves when no new work may be accepted.
+    /// Resolves when the process drains: from then on it must accept no new work.
     pub async fn draining(&self) {
         self.draining.cancelled().await;
     }
 
-    /// Whether no new work may be accepted.
+    /// Whether the process drains, so that it must accept no new work.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
     }
 
-    /// Resolves when work that still runs must end.
+    /// Resolves when the process stops: work that still runs must end.
     pub async fn stopped(&self) {
         self.stopped.cancelled().await;
     }
@@ -65,7 +67,8 @@ impl Shutdown {
         self.stopped.cancel();
     }
 
-    /// Announces that the process drains, lets running work finish for at most `grace`, then stops it. Returns when all tasks have ended.
+    /// Announces that the process drains, gives running tasks at most `grace` to finish, and then stops them. Returns when all tasks have
+    /// ended.
     pub async fn run(&self, grace: Duration) {
         self.draining.cancel();
         self.tasks.close();

@@ -68,7 +68,7 @@ pub(crate) enum Report {
 }
 
 impl Ended {
-    /// Returns what to report to the client; `instance_id` is this worker's.
+    /// Returns the attempt's last message to the client. `instance_id` is the id of this worker's instance.
     pub(crate) fn report(self, instance_id: &str) -> Report {
         let (message, mut instance_id) = (self.to_string(), instance_id.to_owned());
         let reason = match self {

@@ -1,4 +1,4 @@
-//! The services of a cluster as tasks of this process, with settings that the command line does not permit.
+//! Runs the services of a cluster as tasks of this process. A test can use settings that the command line does not permit.
 
 use crate::{Client, wait_until};
 use anyhow::Result;
@@ -11,23 +11,23 @@ use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
+use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;
 
-/// Limit on waiting for a ticket, for blocks, and for a step.
+/// The time limit for each of these waits of a worker: for a ticket, for blocks, and for a step.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Running services with common metrics. Dropping this value stops them.
+/// Running services that share their metrics. Dropping this value stops them.
 #[derive(Default)]
 pub struct Services {
     /// The metrics of all services.
     pub metrics: Metrics,
-    /// Stops all services.
+    /// The shutdown of all services.
     pub shutdown: Shutdown,
 }
 
 impl Services {
-    /// Starts a prefill worker whose simulated transfers take as long as those of the device `sim`. Returns the worker's address.
+    /// Starts a prefill worker whose transfers take the simulated time that `sim` determines. Returns the worker's address.
     pub async fn prefill_worker(&self, worker: WorkerSettings, engine: EngineHandle, sim: &SimSettings) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let transfer_mode = TransferMode::Simulated { block: sim.block_transfer() };
@@ -37,7 +37,7 @@ impl Services {
     }
 
     /// Starts a decode worker. Returns its address.
-    pub async fn decode_worker(&self, worker: WorkerSettings, engine: EngineHandle) -> Result<SocketAddr> {
+    pub async fn decode_worker(&self, worker: WorkerSettings, engine: impl Backend) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
             worker,
@@ -64,7 +64,7 @@ impl Services {
         Ok(address)
     }
 
-    /// Waits until this many workers have joined the router, and this client's frontend is ready.
+    /// Waits until this many workers have joined the router, and the frontend of `client` is ready.
     pub async fn ready(&self, workers: usize, client: &Client) -> Result<()> {
         wait_until("all workers have joined", async || {
             let metrics = self.metrics.render();

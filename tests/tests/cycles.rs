@@ -9,7 +9,7 @@ use tandem_tests::workspace::{root, text};
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;
 
-/// Adds the modules below `dir`, each with the text of its file, to `into`. Test modules are omitted.
+/// Adds the modules below `dir` to `into`, each with the text of its file. Test modules are omitted.
 fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
     for entry in std::fs::read_dir(dir).expect("source folders are readable").flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const REQUESTS: u64 = 500;
 const CONCURRENCY: usize = 16;
-/// Prompts admitted concurrently.
+/// The number of prompts that are admitted concurrently.
 const PROMPTS_MAX: u32 = 64;
 /// The value of Grafana's `$__rate_interval`, long enough to include the scrape before the traffic.
 const RATE_INTERVAL: &str = "2m";
@@ -126,7 +126,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let (endpoint, options, status) = match number {
         100 => (endpoint, json!({ "max_tokens": -3 }), 400),
         200 => (Endpoint::Completions, json!({ "prompt": vec!["x"; PROMPTS_MAX as usize] }), 503),
-        // Logits of the prompt are requested, so it is prefilled on the decode worker.
+        // Logprobs of the prompt are requested, so the prompt is prefilled on the decode worker.
         _ if number % 10 == 3 => (Endpoint::Completions, json!({ "echo": true, "logprobs": 1, "max_tokens": 4 }), 200),
         _ if number % 50 == 7 => (endpoint, long.clone(), 200),
         _ => (endpoint, json!({ "max_tokens": 4 + number % 30, "stream": number.is_multiple_of(2) }), 200),
@@ -149,14 +149,14 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
     settings.model.max_concurrent_requests = PROMPTS_MAX;
-    // All requests come from one address, and one of them uses all capacity.
+    // All requests come from one address, and one request uses the whole capacity, so there must be no limit per account.
     settings.frontend.limits.max_sequences_per_account = Some(0);
     let cluster = start(settings).await?;
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // A rate needs two scrapes. A series that the first half of the requests creates increases in the second half, and a series that the
-    // last request creates is scraped again after that request.
+    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates
+    // increases in the second half, and a series that the last request creates is scraped several times.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
@@ -166,7 +166,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     Ok((cluster, prometheus))
 }
 
-/// Returns the problem of a panel's expression, if it has one. `shown` are the workers that it must show if its legend names workers.
+/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the
+/// workers `shown`.
 async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,
@@ -208,7 +209,7 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
                 let (expr, legend) =
                     (target["expr"].as_str().context("the expression is not a string")?, &target["legendFormat"]);
                 let expr = expr.replace("$__rate_interval", RATE_INTERVAL);
-                // A repeated panel shows one worker at a time.
+                // A panel that is repeated for each worker shows one worker at a time.
                 let choices: Vec<&str> = if panel["repeat"] == "worker" { all.iter().copied().collect() } else { vec![".*"] };
                 for choice in choices {
                     let expr = expr.replace("$worker", choice);
@@ -242,7 +243,7 @@ async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
         if !runbook.contains(&format!("| `{name}` |")) {
             problems.push(format!("{name} has no row in deploy/README.md"));
         }
-        // In a healthy cluster an alert's expression has no data, but each of its selectors has.
+        // In a healthy cluster an alert's expression has no data, but each selector in it has data.
         for selector in selectors(expr) {
             problems.extend(
                 problem_of(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")),

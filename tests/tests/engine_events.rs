@@ -9,7 +9,7 @@ use tandem_adapter::{
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Setup {
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// Returns a batch whose only event contains this number.
+/// Returns a batch with one event, which contains this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
@@ -203,7 +203,7 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // The subscription may detect first the gap, or the missing answer to its request for a replay.
+    // Which loss is detected first depends on timing: the gap, or that the request for a replay is not answered.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),

@@ -1,4 +1,4 @@
-//! `tandem up` in front of servers that run already: fake vLLM servers, over real sockets.
+//! Tests of `tandem up` in front of servers that run before it starts: fake vLLM servers, over real sockets.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -12,10 +12,10 @@ use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token, tokeni
 use tempfile::TempDir;
 use tokio::time::timeout;
 
-/// Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Servers that run already.
+/// Fake vLLM servers that run before the cluster starts.
 struct Fleet {
     engines: Vec<FakeVllm>,
     settings: FakeSettings,
@@ -61,7 +61,7 @@ async fn view(cluster: &Cluster) -> Result<WorkersReply> {
     Ok(RouterClient::new(cluster.to_router()).workers(WorkersRequest {}).await?.into_inner())
 }
 
-/// Returns the instance id of a worker, once it is a member.
+/// Returns the instance id of a worker; `None` while the worker is not a member.
 async fn instance(cluster: &Cluster, worker_id: &str) -> Result<Option<String>> {
     let infos = view(cluster).await?.workers.into_iter().filter_map(|worker| worker.info);
     Ok(infos.into_iter().find(|info| info.worker_id == worker_id).map(|info| info.instance_id))
@@ -77,7 +77,7 @@ async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Resu
     timeout(LIMIT, polling).await.with_context(|| format!("in vain: {what}"))?
 }
 
-/// The text that the fake model continues `prompt` with.
+/// Returns the text with which the fake model continues `prompt`.
 fn continuation(prompt: &str, tokens: usize) -> String {
     let mut all: Vec<u32> = prompt.bytes().map(u32::from).collect();
     for _ in 0..tokens {
@@ -114,7 +114,7 @@ async fn one_command_serves_a_running_fleet_and_routes_to_the_cached_prefix() ->
     Ok(())
 }
 
-/// The prompt tokens of all engines, and those that they found in their caches.
+/// Returns the number of prompt tokens of all engines, and how many of them the engines found in their caches.
 fn sums(fleet: &Fleet) -> (u64, u64) {
     fleet.engines.iter().map(FakeVllm::counted).fold((0, 0), |(all, cached), (more, hits)| (all + more, cached + hits))
 }

@@ -15,7 +15,7 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens.
+/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens of the answer.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");

@@ -8,11 +8,11 @@ use tokio::time::Instant;
 /// The most peers that a path remembers: more than a cluster has workers of one role.
 pub(crate) const PEERS_MAX: usize = 256;
 
-/// The longest pauses are between this value and twice this value: five minutes at most.
+/// The longest pause is between this value and twice this value, so it is five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
-/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`]
-/// describes.
+/// Excludes a path to a peer for some time after each failure on that path. The time grows with each failure until a success, as
+/// [`Backoff`] describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
     /// The failures by peer; at most [`PEERS_MAX`] entries.
@@ -25,7 +25,7 @@ struct Failed {
 }
 
 impl PeerBackoff {
-    /// Excludes no peer at first. The first pause after a success is between `min` and twice that.
+    /// Returns a backoff that excludes no peer yet. The pause after a peer's first failure is between `min` and twice `min`.
     pub(crate) fn new(min: Duration) -> Self {
         Self { min, peers: Mutex::default() }
     }

@@ -22,7 +22,7 @@ pub enum TransferError {
     Ticket(#[from] TicketError),
 }
 
-/// The reason that a ticket cannot be used. Its sender has violated the protocol.
+/// The reason that a ticket cannot be used. The worker that sent the ticket has violated the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.
@@ -39,16 +39,17 @@ pub enum TicketError {
     NotOffered,
 }
 
-/// The state of blocks when [`SendPath::send`] returns.
+/// What a path has done with the blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends the blocks and has sent all earlier ones, so the call took as long as a transfer.
+    /// The path has sent the blocks of all earlier calls and is sending these. The calls together take as long as the transfer, so their
+    /// duration measures the bandwidth.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,
 }
 
-/// The sending half of a path, for the blocks of one ticket. Dropping it ends the transfer.
+/// The sending half of a path, for the blocks of one ticket. Dropping this value ends the transfer.
 #[tonic::async_trait]
 pub trait SendPath: Send {
     /// Returns the path's label in metrics and traces.
@@ -63,8 +64,8 @@ pub trait SendPath: Send {
     /// The transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may
-    /// wait for the next call. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If this future is not polled, the last
+    /// blocks may wait until the next call of a method. Cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.
@@ -74,27 +75,27 @@ pub trait SendPath: Send {
     async fn finish(self: Box<Self>) -> Result<(), TransferError>;
 }
 
-/// The choice of a path by its receiving half, for all tickets of one worker.
+/// The receiving half of a path. It decides which of a worker's tickets use the path.
 #[tonic::async_trait]
 pub(crate) trait ReceivePath: Send + Sync {
     /// Decides whether a ticket's blocks take this path, and sets the fields of the ticket.
     async fn offer(&self, offer: Offer<'_>) -> Decision;
 }
 
-/// The input of a [`Decision`]: a ticket for a peer.
+/// The ticket for which a path makes its [`Decision`], and the prefill worker that will receive the ticket.
 pub(crate) struct Offer<'a> {
-    /// The prefill worker's instance.
+    /// The instance id of the prefill worker.
     pub peer: &'a str,
     /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// The message to the prefill worker.
+    /// The message that carries the ticket to the prefill worker. The path sets the message's fields.
     pub ticket: &'a mut v1::Ticket,
 }
 
 /// A path's decision about one ticket.
 pub(crate) enum Decision {
-    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until the blocks are written.
+    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant is kept until the blocks are written.
     Accepted { label: &'static str, grant: Option<Box<dyn Grant>> },
     /// The ticket's blocks take the host path; once they are written, the grant prepares this path for later tickets.
     Prepares(Box<dyn Grant>),

@@ -21,7 +21,7 @@ pub struct SendSettings {
     pub instance_id: String,
     /// The paths that the worker may use.
     pub mode: TransferMode,
-    /// The engine's KV memory, if devices can reach it.
+    /// The engine's KV memory; `None` if other devices cannot access it.
     pub memory: Option<Arc<dyn KvMemory>>,
     /// The size of one block in bytes.
     pub block_bytes: usize,
@@ -40,7 +40,7 @@ struct Inner {
     block_bytes: usize,
     channels: Channels,
     capabilities: Option<TransferCapabilities>,
-    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot.
+    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot open it.
     ipc_handle: Vec<u8>,
     nccl: Option<NcclSender>,
     simulated: Option<Arc<SimulatedNetwork>>,
@@ -78,13 +78,14 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. They are not secret: knowing them gives no access to the
-    /// memory.
+    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. They are not secret: a process that knows them has
+    /// no access to the memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
 
-    /// Opens a transfer on the path that the ticket names. An unreachable decode worker is reported with the first blocks.
+    /// Opens a transfer on the path that the ticket names. If the decode worker is unreachable, the transfer fails when the first blocks
+    /// are sent.
     ///
     /// # Errors
     /// The ticket cannot be used, or its communicator is closed.
@@ -112,8 +113,9 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under
-    /// the ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
+    /// Prepares the paths that the ticket of a finished transfer requests. This is safe because the decode worker at the signed address has
+    /// written blocks under the ticket, which shows that the ticket's reservation was live. Returns the IPC handle, if the ticket requests
+    /// it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
         if ticket.path() == TransferPath::Tcp
@@ -132,7 +134,7 @@ pub struct Transfer {
     block_bytes: u64,
     started: Option<Instant>,
     sent: Sent,
-    /// The paths to prepare when the transfer has finished.
+    /// The ticket whose requested paths are prepared when the transfer has finished; `None`: no path is prepared.
     next: Option<(SendPaths, v1::Ticket)>,
 }
 
@@ -143,16 +145,17 @@ pub struct Sent {
     pub bytes: u64,
     /// The time from the first block to the reply that all blocks are written.
     pub duration: Duration,
-    /// The number of bytes over which the bandwidth was measured.
+    /// The bytes from which the bandwidth is measured: all of them, or, if the receiver copies blocks while later blocks are computed, only
+    /// the last ones.
     pub measured_bytes: u64,
-    /// The time that the sender waited for these bytes and no others.
+    /// The time for which the sender did nothing but wait for the transfer of the `measured_bytes`.
     pub measured: Duration,
-    /// The IPC handle of the whole KV memory, if the ticket requests it.
+    /// The IPC handle of the whole KV memory if the ticket requests it, otherwise empty.
     pub ipc_handle: Vec<u8>,
 }
 
 impl Transfer {
-    /// Makes a transfer on a path, of blocks of `block_bytes` bytes.
+    /// Makes a transfer that sends blocks of `block_bytes` bytes on `path`.
     pub fn new(path: Box<dyn SendPath>, block_bytes: usize) -> Self {
         Self { path, block_bytes: block_bytes as u64, started: None, sent: Sent::default(), next: None }
     }
@@ -175,7 +178,7 @@ impl Transfer {
         let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
         self.started.get_or_insert(began);
         if self.path.send(blocks).await? == Progress::Announced {
-            // Earlier blocks are copied while later ones are computed, so only the time of the last ones measures the bandwidth.
+            // Earlier blocks are copied while later blocks are computed, so only the time of the last blocks measures the bandwidth.
             (self.sent.measured_bytes, self.sent.measured) = (0, Duration::ZERO);
         }
         self.sent.bytes += bytes;
@@ -184,7 +187,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Continues the transfer of blocks that were sent; see [`SendPath::interrupted`].
+    /// Continues to transfer the blocks that were sent; resolves only if the transfer ends early. See [`SendPath::interrupted`].
     pub async fn interrupted(&mut self) -> TransferError {
         self.path.interrupted().await
     }

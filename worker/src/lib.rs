@@ -40,7 +40,7 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// The broker to which KV events are published in addition to the `Watch` streams.
+    /// The broker to which KV events are published in addition to the `Watch` streams; `None`: events are sent on `Watch` streams only.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
@@ -75,7 +75,7 @@ pub struct Worker {
     pub requests: Requests,
     /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
-    /// The shutdown of this worker: the worker stops it when its back end ends.
+    /// The shutdown of this worker's tasks. The worker stops them when its back end ends.
     pub shutdown: Shutdown,
     /// The settings from which the worker was made.
     pub settings: Arc<WorkerSettings>,
@@ -114,7 +114,8 @@ impl Worker {
         Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
     }
 
-    /// Returns the report of a prompt's cached tokens. `None` reports nothing, which differs from 0.
+    /// Returns the message that reports a prompt's cached tokens. If `cached` is `None`, the message has no count, which is not the same as
+    /// a count of 0.
     pub fn scheduled(&self, cached: Option<CachedTokens>) -> Scheduled {
         let reported = cached.filter(|_| !self.settings.withhold_cached_tokens);
         Scheduled {
@@ -148,7 +149,7 @@ impl Worker {
             () = self.metrics.follow(watch) => {}
             Some(()) = OptionFuture::from(published) => {}
         }
-        // Connections end with the instance: their clients must not take a later instance at this address for this one.
+        // The connections are closed with the instance, because clients must not mistake a later instance at this address for this one.
         self.shutdown.stop();
         serving.await?;
         Err(WorkerError::EngineEnded)

@@ -36,7 +36,7 @@ pub struct WorkerMetrics {
     reported: Mutex<Reported>,
 }
 
-/// The totals since the worker's start that load reports carry.
+/// The values that the worker adds to its load reports: totals since its start, and the bandwidth.
 #[derive(Default)]
 struct Reported {
     cache: v1::CacheTotals,
@@ -146,7 +146,7 @@ impl WorkerMetrics {
         );
     }
 
-    /// Completes a load report with the totals and the bandwidth.
+    /// Adds the totals and the bandwidth to a load report.
     pub(crate) fn add_to(&self, load: &mut v1::Load) {
         let reported = self.reported.lock();
         (load.cache, load.steps) = (Some(reported.cache), Some(reported.steps));
@@ -189,7 +189,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // The histograms lack the missed steps; the gauges are correct again with the next batch.
+                // Batches were missed. Their steps are absent from the histograms, but the next batch makes the gauges correct again.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }

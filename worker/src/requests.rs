@@ -18,10 +18,10 @@ use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
-/// The maximum of replies buffered for a slow client. While the buffer is full, the request's task waits.
+/// The most replies that are buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
-/// Time to send the last replies after the process was stopped.
+/// Time limit for sending the last replies after the process was stopped.
 const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// All requests of one worker. Cheap to clone.
@@ -40,7 +40,7 @@ pub struct Disconnected;
 #[derive(Debug)]
 pub struct ReplySender<T>(mpsc::Sender<Message<T>>);
 
-/// A reply, or the error that ends the stream; `None` ends it without an error.
+/// A reply, or the error that ends the stream; `None` ends the stream without an error.
 type Message<T> = Option<Result<T, Status>>;
 
 impl<T> ReplySender<T> {
@@ -61,7 +61,7 @@ impl<T> ReplySender<T> {
     }
 }
 
-/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this is dropped.
+/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this value is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<Message<T>>,

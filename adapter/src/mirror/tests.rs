@@ -118,7 +118,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // A report of blocks that were found also adds a block that the mirror lacks.
+    // If a report of found blocks contains a block that the mirror lacks, the mirror adds that block.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -248,7 +248,7 @@ fn engine_block_size_that_is_not_a_multiple_of_the_cluster_block_size_is_refused
 #[test]
 fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
-    // 8 blocks fit: two prompts of 2 engine blocks.
+    // The device has 8 blocks, which hold two prompts of 2 engine blocks each.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
     let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt).device_blocks;
     for prompt in &prompts[..2] {
@@ -321,13 +321,13 @@ impl Replica {
     }
 }
 
-/// A block of the simulated engine: one to four binary choices, which give its tokens and those before it, under one of two salts of one
-/// namespace.
+/// A block of the simulated engine: the number of one of two salts, and one to four binary choices. The choices determine the tokens of the
+/// block and of the blocks before it. Both salts belong to one namespace.
 type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on, on the device or (`true`) on the host.
+    /// Stores the blocks of the path from this depth on: on the host if the last value is true, otherwise on the device.
     Store(Path, usize, bool),
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
@@ -347,8 +347,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..60)
 }
 
-/// Returns the engine's hash of a block. Both salts have the same root hash, so the engine's hashes of two blocks differ by salt, and
-/// Tandem's do not.
+/// Returns the engine's hash of a block. Under the two salts one block has different engine hashes, but the same sequence hash, because
+/// both salts have the same root hash.
 fn engine_hash((salt, choices): &Path) -> EngineHash {
     EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
 }

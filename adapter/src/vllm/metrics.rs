@@ -1,21 +1,21 @@
-//! Reads an engine's constants from vLLM's `/metrics`.
+//! Reads constants of an engine from vLLM's page `/metrics`.
 
 /// The constants of an engine's KV cache, and when the server started.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EngineConstants {
     pub block_size: u32,
-    /// Number of blocks on the device. vLLM never uses the first.
+    /// The number of blocks in the device's memory. vLLM never uses the first block.
     pub blocks: u32,
     /// Whether the engine reuses the KV of prompts with equal prefixes.
     pub prefix_caching: bool,
     /// The data type of the cached KV.
     pub cache_dtype: String,
-    /// The start of the server, in seconds since 1970. It differs for each instance of the server.
+    /// The time at which the server started, in seconds since 1970. It identifies an instance of the server.
     pub started: f64,
 }
 
 impl EngineConstants {
-    /// Reads the constants of one data-parallel rank.
+    /// Reads the constants of one data-parallel rank; `None` if the metrics lack them.
     pub fn parse(metrics: &str, rank: u32) -> Option<Self> {
         let labels = samples(metrics, "vllm:cache_config_info")
             .map(|(labels, _)| labels)
@@ -29,13 +29,13 @@ impl EngineConstants {
         })
     }
 
-    /// Returns the number of blocks without the first, which the engine never uses.
+    /// Returns the number of blocks that the engine can use: all but the first.
     pub fn usable_blocks(&self) -> u64 {
         u64::from(self.blocks.saturating_sub(1))
     }
 }
 
-/// Returns the data-parallel ranks of the server, in order, each with the tokens that fit into its KV memory.
+/// Returns the data-parallel ranks of the server, in order, each with the number of tokens that fit into its KV memory.
 pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     let named = samples(metrics, "vllm:cache_config_info");
     let mut ranks: Vec<u32> = named.filter_map(|(labels, _)| label(labels, "engine").unwrap_or("0").parse().ok()).collect();
@@ -45,12 +45,12 @@ pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
-/// Returns when the server started, in seconds since 1970.
+/// Returns the time at which the server started, in seconds since 1970; `None` if the metrics do not report it.
 pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
 
-/// Returns the samples of a metric: the text of each sample's labels and value.
+/// Returns the samples of the metric `name`. Each sample consists of the text of its labels and the text of its value.
 fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &'a str)> {
     metrics.lines().filter_map(move |line| {
         let rest = line.strip_prefix(name)?;
@@ -61,7 +61,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// Returns the value of a label, which must have no escaped characters.
+/// Returns the value of a label; `None` if there is no such label. The value must have no escaped characters.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)

@@ -9,7 +9,7 @@ use tandem_kv::TokenId;
 /// The most logprobs that an engine returns by default (`--max-logprobs`).
 const LOGPROBS_MAX: u32 = 20;
 
-/// Seeds have 63 bits: vLLM maps larger ones to the largest.
+/// The mask that limits seeds to 63 bits. Without it, vLLM would treat every larger seed as the largest 63-bit number.
 const SEED_MASK: u64 = i64::MAX as u64;
 
 #[derive(Serialize)]
@@ -78,7 +78,8 @@ impl<'a> SamplingParams<'a> {
             stop_token_ids: &sampling.stop_token_ids,
             ignore_eos: true,
             detokenize: false,
-            // If the sampled token is none of the alternatives, it takes the place of the last one, so one more is requested.
+            // If the sampled token is none of the alternatives, vLLM returns it in place of the last alternative, so one alternative more
+            // is requested.
             logprobs: sampling.logprobs.map(|top| (top + 1).min(LOGPROBS_MAX)),
             prompt_logprobs: None,
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },

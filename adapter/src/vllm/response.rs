@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// The error, which is in an answer without any other field.
+    /// The error; an answer with an error has no other field. `None`: the request did not fail.
     error: Option<ErrorBody>,
 }
 
@@ -34,7 +34,7 @@ struct Logprobs {
     content: Vec<Sampled>,
 }
 
-/// A sampled token. The alternatives include it.
+/// The logprob of a sampled token, and its alternatives, which include the token itself.
 #[derive(Deserialize)]
 struct Sampled {
     logprob: f32,

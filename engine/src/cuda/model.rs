@@ -19,28 +19,28 @@ pub(super) struct Model<D: Device> {
     pub eps: f32,
     pub magnitude: f64,
     pub device: Arc<D>,
-    /// Bytes of device memory free after loading the weights.
+    /// The number of bytes of device memory that are free after loading the weights.
     pub free_bytes: usize,
     /// RoPE frequencies: radians per position for each pair of dimensions, as 64-bit floats.
     pub frequencies: Memory<D>,
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// The output head; `None` if the embedding is also the head, and on all ranks but the first, which alone computes the logits.
+    /// The output head. `None` if the embedding is also the head, and on all ranks except the first: only the first rank computes logits.
     head: Option<Memory<D>>,
 }
 
 /// The weights of one layer: matrices are row-major 16-bit floats, vectors 32-bit floats.
 pub(super) struct Layer<D: Device> {
     pub attention_norm: Memory<D>,
-    /// Queries, keys and values, concatenated for one GEMM.
+    /// The projections to queries, keys and values, concatenated for one GEMM.
     pub qkv: Memory<D>,
     pub qkv_biases: Option<Memory<D>>,
     pub query_norm: Option<Memory<D>>,
     pub key_norm: Option<Memory<D>>,
     pub attention_out: Memory<D>,
     pub ffn_norm: Memory<D>,
-    /// Gate and up, concatenated for one GEMM.
+    /// The gate and up projections, concatenated for one GEMM.
     pub gates: Memory<D>,
     pub down: Memory<D>,
 }

@@ -1,4 +1,4 @@
-//! The owner of an engine and its scheduler: handles commands, runs steps, and sends events.
+//! Owns an engine and its scheduler: handles commands, runs steps, and sends events.
 
 use super::{
     EngineSettings,
@@ -15,9 +15,10 @@ use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Tic
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
-/// The most events that a job can have once each: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
+/// The most events of a job that occur at most once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last
+/// event.
 const SINGLE_EVENTS: usize = 5;
-/// The most batches by which a slow subscriber may lag before it has to start again from a snapshot.
+/// The most batches of KV events by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 /// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
@@ -38,7 +39,8 @@ pub(super) type Accepted = (JobId, mpsc::Receiver<Event>);
 /// The sending end of a job's events.
 struct Subscriber {
     events: mpsc::Sender<Event>,
-    /// The number of buffered events at which the job pauses. Prefills never pause: they hold their blocks, sent or not.
+    /// The number of buffered events at which the job pauses. A prefill never pauses: it holds its blocks whether they were sent or not, so
+    /// a pause would not save memory.
     max_buffered_events: usize,
     paused: bool,
 }
@@ -47,7 +49,7 @@ pub(super) struct Driver {
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,
-    /// Sorted, so that blocks of several cancelled jobs are always released in the same order.
+    /// The jobs are sorted by id, so that the blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
     /// The number of buffered events at which a generation pauses, from the settings.
     pub max_buffered_events: usize,
@@ -105,7 +107,7 @@ impl Driver {
             }
             self.end_writes();
             self.update_backpressure();
-            // The clock is read once: a deadline that the plan does not see as passed must still be in the future below.
+            // The clock is read only once, so that the plan and the wait below agree about which deadlines have passed.
             let now = self.now();
             let plan = self.machine.plan(now);
             let succeeded = self.run_actions();
@@ -113,7 +115,7 @@ impl Driver {
                 return;
             }
             if !succeeded {
-                // The sequences of this plan have ended.
+                // The sequences of this plan have ended, so it is not executed.
                 continue;
             }
             let Some(plan) = plan else {
@@ -151,7 +153,7 @@ impl Driver {
             if self.is_lost {
                 return;
             }
-            // Other tasks of a simulation's runtime run between steps.
+            // Yields, so that the other tasks of a simulation's runtime can run between two steps.
             tokio::task::yield_now().await;
         }
     }
@@ -168,7 +170,7 @@ impl Driver {
                 self.accept(reply, blocks, usize::MAX, |machine, job| machine.prefill(job, prefill, now));
             }
             Command::Generate(generate, reply) => {
-                // In the step that fills the buffer each sample may add one more token, and each sample has a last event.
+                // Each sample needs capacity for two more events: one more token in the step that fills the buffer, and its last event.
                 let samples = (generate.samples as usize).max(generate.generated.len());
                 let (max, capacity) = (self.max_buffered_events, self.max_buffered_events + 2 * samples);
                 self.accept(reply, capacity, max, |machine, job| machine.generate(job, generate, now));
@@ -178,11 +180,12 @@ impl Driver {
                 let begun = self.machine.begin_write(ticket, &indices, now);
                 let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
                 let write = |blocks| ReservedWrite { ticket, indices, blocks, complete: false, ended, wake };
-                // If the caller no longer waits, the write is dropped here, which ends it.
+                // If the caller no longer waits, the write is dropped here, which ends the write.
                 let _ = reply.send(begun.map(|blocks| Box::new(write(blocks)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
-                // First cancel jobs whose clients have disconnected: blocks that arrive late for them are not misuse.
+                // Jobs whose clients have disconnected are cancelled first, because blocks that arrive late for a cancelled job are not
+                // misuse.
                 self.update_backpressure();
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }
@@ -259,7 +262,7 @@ impl Driver {
         self.machine.fail();
     }
 
-    /// Returns false if the device failed at an action; then all jobs have ended.
+    /// Carries out the machine's actions. Returns false if the device failed at one of them; then all jobs have ended.
     fn run_actions(&mut self) -> bool {
         let mut failure = None;
         for action in self.machine.take_actions() {
@@ -283,7 +286,7 @@ impl Driver {
         }
         let Some(error) = failure else { return true };
         self.fail(&error);
-        // The actions that `Machine::fail` has added only send the last events.
+        // The actions that `Machine::fail` has added only send the last events of the jobs.
         self.run_actions();
         false
     }
@@ -291,7 +294,7 @@ impl Driver {
     fn emit(&self, job: JobId, event: Event) {
         if let Some(Subscriber { events, .. }) = self.jobs.get(&job) {
             let sent = events.try_send(event);
-            // A closed channel is noticed before the next step.
+            // If the channel is closed, `update_backpressure` cancels the job before the next step.
             assert!(!matches!(sent, Err(TrySendError::Full(_))), "a job's channel has capacity for all its events");
         }
     }
@@ -311,7 +314,7 @@ impl Driver {
             self.load.send_replace(batch.load.clone());
         }
         if load_changed || step.is_some() || !batch.events.is_empty() || !batch.included_request_ids.is_empty() {
-            // There may be no subscriber.
+            // The send fails only if there is no subscriber.
             let _ = self.batches.send(Arc::new(batch));
         }
     }

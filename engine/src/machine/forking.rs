@@ -43,8 +43,8 @@ impl Machine {
         }
     }
 
-    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more; returns whether it did. The last sample
-    /// takes over the prompt's own blocks.
+    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more blocks. Returns whether the sample was
+    /// started. The last sample takes over the prompt's own blocks.
     pub(super) fn start_sample(&mut self, job: JobId, spare: usize) -> bool {
         let size = self.info.block_size as usize;
         let Some(index) = self.forking.iter().position(|parent| parent.job == job) else { return false };
@@ -54,7 +54,7 @@ impl Machine {
         let prompt = prompt_of(parent);
         let last = prompt.samples.len() == 1;
         let known = prompt.boundary + prompt.samples[0].tokens.len();
-        // A sample that begins with the last prompt token gets the block for it when it grows.
+        // A sample that begins with the last prompt token gets the block for this token when it grows.
         let known_blocks = if known == prompt_len { 0 } else { known.div_ceil(size) };
         let fresh = held.max(known_blocks) - if last { held } else { full };
         let counts = self.cache.counts();

@@ -1,4 +1,5 @@
-//! The scheduler on the simulated engine, whose text depends on every byte of KV. Texts are compared with those of each job running alone.
+//! Tests of the scheduler on the simulated engine, whose text depends on every byte of KV. The text of each job is compared with its text
+//! when it runs alone.
 
 mod burst;
 mod chunks;

@@ -19,7 +19,8 @@ pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Books the request with another router and resolves to that stream; `None` unless the current router was lost or drains.
+    /// Books the request with another router and resolves to the stream to that router; `None` unless the current router was lost or
+    /// drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
     /// The placement that another router has to book if the current router is lost.
     existing: ExistingPlacement,
@@ -76,6 +77,16 @@ impl Booking {
         self.existing.prefilling = false;
         // A rebooking that has already begun would count the prefill's load, although the prefill has ended.
         self.rebooking = None;
+        self.send_prefill_finished(cached_tokens).await;
+    }
+
+    /// Reports the number of cached tokens, which the worker has reported after the first token. If the router was lost meanwhile, the
+    /// number is not reported to another router instead: only the router that placed the request compares the number with its prediction.
+    pub(super) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
+        self.send_prefill_finished(Some(cached_tokens)).await;
+    }
+
+    async fn send_prefill_finished(&mut self, cached_tokens: Option<u32>) {
         if let Some(stream) = &self.stream {
             stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }

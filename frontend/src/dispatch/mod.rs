@@ -19,13 +19,18 @@ pub(crate) use routers::{MemberList, Routers};
 use crate::metrics::FrontendMetrics;
 use attempt::{Attempt, Work};
 use booking::Booking;
+use futures::FutureExt;
 use placement::Placement;
-use std::{sync::Arc, time::Duration};
+use std::{convert::Infallible, future::pending, sync::Arc, time::Duration};
 use tandem_proto::{
     channel::{Channels, Network},
-    v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, generate_reply::Message},
+    v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, Scheduled, generate_reply::Message},
 };
 use tokio::time::{Instant, timeout};
+
+/// The maximum time for which a complete answer's usage waits for cached tokens that are reported late. An engine reports them in the step after
+/// the generation was ended.
+const REPORT_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// Connections to the routers and the decode workers.
 pub(crate) struct Dispatcher {
@@ -89,9 +94,9 @@ impl Dispatcher {
     }
 
     /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
-    /// the attempt that generated the first token. Cancel-safe like [`Dispatcher::start`].
-    ///
-    /// # Errors
+    /// the attempt that generated the first token. If that attempt had not reported its cached tokens, they stay unreported: a later
+    /// attempt's report would also count the blocks that the first one stored. Cancel-safe like [`Dispatcher::start`].
+    /// Errors
     /// The generation may not be resumed again, or no attempt generated a token.
     pub(crate) async fn resume(
         &self,
@@ -100,7 +105,8 @@ impl Dispatcher {
         prompt: &Prompt,
         resumed: &[ResumedSample],
     ) -> Result<Generation, DispatchError> {
-        let Generation { facts, attempt, resumes, mut booking } = lost;
+        let Generation { mut facts, attempt, resumes, mut booking } = lost;
+        facts.lose_cached_tokens();
         let number = attempt.number;
         // End the old attempt first: its worker may be slow but not lost, and two workers must not generate the same answer at the same
         // time.
@@ -182,16 +188,57 @@ impl Dispatcher {
 }
 
 impl Generation {
-    /// Returns the worker's next message, and keeps the request booked while it waits. Cancel-safe.
-    ///
-    /// # Errors
+    /// Returns the worker's next message, and keeps the request booked during the wait. `Scheduled` is returned only if it reports cached
+    /// tokens that were announced for later. The router receives these cached tokens, too. Cancel-safe, unless the router's stream is full
+    /// when that report arrives.
+    /// Errors
     /// The attempt failed. The generation can be resumed.
     pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<Message, AttemptError> {
-        tokio::select! {
-            biased;
-            reply = self.attempt.next() => reply,
-            never = self.booking.maintain(prompt) => match never {},
+        loop {
+            let message = tokio::select! {
+                biased;
+                reply = self.attempt.next() => reply?,
+                never = self.booking.maintain(prompt) => match never {},
+            };
+            if let Message::Scheduled(scheduled) = &message {
+                if !self.facts.report_later(scheduled) {
+                    continue;
+                }
+                if let Some(cached_tokens) = scheduled.cached_tokens {
+                    self.booking.cached_tokens_reported(cached_tokens).await;
+                }
+            }
+            return Ok(message);
         }
+    }
+
+    /// Called when all samples have ended. If their cached tokens are still to be reported, ends the generation on the worker, and waits for the
+    /// report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is no report.
+    pub(crate) async fn late_report(&mut self, prompt: &Prompt) -> Option<Scheduled> {
+        if !self.facts.awaits_cached_tokens() {
+            return None;
+        }
+        let finish = self.attempt.finish(prompt);
+        let report = async {
+            loop {
+                match self.next(prompt).await {
+                    Ok(Message::Scheduled(scheduled)) => return Some(scheduled),
+                    Ok(_) => {}
+                    Err(_) => return None,
+                }
+            }
+        };
+        let report = tokio::select! {
+            biased;
+            report = timeout(REPORT_WAIT_MAX, report) => report.ok().flatten(),
+            never = finish.then(|()| pending::<Infallible>()) => match never {},
+        };
+        if report.is_none() {
+            tracing::debug!(request_id = %prompt.request_id, "the worker has not reported the cached tokens");
+        }
+        // The cached tokens of an answer are reported only once, so no further report is awaited.
+        self.facts.lose_cached_tokens();
+        report
     }
 
     /// Returns the error for the current attempt if a reply of its decode worker is invalid or reports a failure.

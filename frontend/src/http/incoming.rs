@@ -31,7 +31,7 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
-    /// The client to whose limits this request counts; `None`: only the limits for all clients apply.
+    /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
     pub(super) body: body::Held,
@@ -92,7 +92,7 @@ impl Incoming {
         Ok(served.clone())
     }
 
-    /// Returns the model's prompt with these tokens. `index` is its position in the request, from which its id is made.
+    /// Returns the model's prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.
     pub(super) fn prompt(
         &self,
         Served { model, identity }: &Served,

@@ -25,7 +25,7 @@ pub(super) enum NotReady {
     ClusterMismatch(Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    /// The router reports why it cannot place a request. This is its message.
+    /// The router's message about why it cannot place a request.
     #[error("{0}")]
     Cluster(String),
 }
@@ -88,7 +88,7 @@ impl App {
         if self.admission.shutdown.is_draining() { first } else { answers.into_iter().fold(first, Readiness::or) }
     }
 
-    /// Returns the readiness before any router has answered.
+    /// Returns the result of the check before any router has answered: this process drains, or no router is reachable.
     fn without_routers(&self) -> Readiness {
         let why = if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router };
         Readiness(vec![Err(why); self.models.len()])

@@ -18,7 +18,7 @@ pub(super) struct Samples {
 }
 
 struct Sample {
-    /// The number of tokens at the beginning of the sample in whose text stop strings are ignored.
+    /// Stop strings are ignored in the text of this many tokens at the beginning of the sample.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,
@@ -77,10 +77,11 @@ impl Samples {
                 self.events.push_back(event);
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
+            Message::Scheduled(scheduled) => self.events.push_back(AnswerEvent::Scheduled(scheduled)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These messages precede an attempt's first token, so here they come from a resume. They do not change the facts of the attempt
+            // This message precedes an attempt's first token, so here it comes from a resume. It does not change the facts of the attempt
             // that generated the first token.
-            Message::Scheduled(_) | Message::DecodeStarted(_) => {}
+            Message::DecodeStarted(_) => {}
         }
         Ok(())
     }
@@ -191,7 +192,8 @@ impl Sample {
         self.ended = true;
     }
 
-    /// Emits the logprobs of the tokens that begin in emitted text. If no text is held back, emits the logprobs of all tokens.
+    /// Emits the logprobs of the tokens whose text begins within the emitted text. If no text is held back, emits the logprobs of all
+    /// tokens.
     fn emit_logprobs(&mut self, delta: &mut Delta) {
         let all = self.emitted_len == self.text_len;
         while self.logprobs.front().is_some_and(|entry| all || entry.text_offset < self.emitted_len) {

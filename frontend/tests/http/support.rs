@@ -49,6 +49,7 @@ pub struct Cluster {
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
     calls: mpsc::UnboundedReceiver<Call>,
+    finishes: mpsc::UnboundedReceiver<FinishRequest>,
     routes: mpsc::UnboundedReceiver<Received>,
     pub server: JoinHandle<Result<(), tandem_frontend::FrontendError>>,
 }
@@ -75,7 +76,10 @@ struct FakeRouter {
     received: mpsc::UnboundedSender<Received>,
 }
 
-struct FakeDecode(mpsc::UnboundedSender<Call>);
+struct FakeDecode {
+    calls: mpsc::UnboundedSender<Call>,
+    finishes: mpsc::UnboundedSender<FinishRequest>,
+}
 
 #[tonic::async_trait]
 impl Router for FakeRouter {
@@ -134,12 +138,13 @@ impl Decode for FakeDecode {
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<tonic::Response<Self::GenerateStream>, Status> {
         let (replies, stream) = mpsc::channel(64);
         let request = request.into_inner();
-        self.0.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
+        self.calls.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
         Ok(tonic::Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
-    async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
-        Err(Status::unimplemented("the fake worker reports cached tokens at the start"))
+    async fn finish(&self, request: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
+        self.finishes.send(request.into_inner()).map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(tonic::Response::new(FinishReply {}))
     }
 }
 
@@ -167,6 +172,7 @@ impl Cluster {
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
+        let (finish, finishes) = mpsc::unbounded_channel();
         let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a port is free") };
         let (router_listener, decode_listener, listener) = (bind().await, bind().await, bind().await);
         let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound");
@@ -176,16 +182,17 @@ impl Cluster {
             FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
-        let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));
+        let serve =
+            tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode { calls: call, finishes: finish }));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
         change(&mut settings);
         let server = tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
-        Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, routes, server }
+        Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, finishes, routes, server }
     }
 
-    /// Sets the router's next answer.
+    /// Appends an answer to the list of the router's next answers.
     pub fn place(&self, reply: route_reply::Message) {
         self.placements.lock().expect("no test panics with the lock").push_back(Some(reply));
     }
@@ -214,6 +221,16 @@ impl Cluster {
 
     pub fn no_call(&mut self) -> bool {
         self.calls.try_recv().is_err()
+    }
+
+    /// Waits for the call with which the frontend ends a generation on the worker while the attempt's cached tokens are still to be
+    /// reported.
+    pub async fn finish(&mut self) -> FinishRequest {
+        soon(self.finishes.recv()).await.expect("the fake worker runs")
+    }
+
+    pub fn no_finish(&mut self) -> bool {
+        self.finishes.try_recv().is_err()
     }
 
     /// Waits for the next message that the router receives.
@@ -383,6 +400,17 @@ impl Call {
     /// Reports that the prefill has begun, and that the decode worker has the prompt's KV.
     pub async fn begin(&self, cached_tokens: Option<u32>) {
         self.send(scheduled(cached_tokens)).await;
+        self.start().await;
+    }
+
+    /// Like [`Call::begin`], but announces that the cached tokens are reported later.
+    pub async fn begin_uncounted(&self) {
+        let scheduled = Scheduled { reported_later: true, ..Scheduled::default() };
+        self.send(generate_reply::Message::Scheduled(scheduled)).await;
+        self.start().await;
+    }
+
+    async fn start(&self) {
         let started = DecodeStarted { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
         self.send(generate_reply::Message::DecodeStarted(started)).await;
     }

@@ -1,4 +1,4 @@
-//! One behaviour per test. Blocks have two tokens.
+//! Tests of the cache, one behaviour each. All blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
 use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
@@ -305,7 +305,7 @@ fn colliding_block_is_evicted_when_unpinned() {
 #[test]
 fn colliding_block_is_evicted_with_its_descendants() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // A tree that forks after its second block, and whose branches become unused in another order.
+    // The blocks form a tree that forks after its second block. The branch that is added first becomes unused last.
     let short = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 2, 2, 4, 4]);
     release(&mut cache, &short);
@@ -362,7 +362,7 @@ fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     assert_eq!(cache.counts(), Counts { free: 3, cached: 0, in_use: 3 });
     assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[5, 5])), (0, 0));
 
-    // Neither a block after an outdated one nor an outdated one itself is shared, even if it begins a prompt.
+    // A block that follows an outdated block is not shared, and neither is an outdated block itself, even if it begins a prompt.
     let after = cache.allocate().unwrap();
     assert_eq!(cache.commit(&namespace(), Some(blocks[1]), after, &[3, 3]), after);
     assert_eq!(cache.commit(&namespace(), None, blocks[2], &[3, 3]), blocks[2]);

@@ -15,7 +15,7 @@ use tandem_proto::channel::{self, InvalidAddress};
 
 /// Interval between polls of a file. An added worker is found within two polls, and a poll costs almost nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// The largest file that is read.
+/// The maximum size of a member file. A larger file is an error.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// A file that is polled.
@@ -24,7 +24,7 @@ pub(super) struct Watched {
     path: PathBuf,
     /// The file's text at the last poll.
     text: String,
-    /// The last error that was logged, so that it is logged once.
+    /// The last error that was logged, which is not logged again; `None` after a valid read.
     reported: Option<DiscoveryError>,
 }
 
@@ -42,7 +42,7 @@ impl Watched {
             let path = self.path.clone();
             let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("the reading task does not panic");
             let listed = match polled {
-                // The writer of the file may not have finished.
+                // The text has changed since the last poll, so its writer may not have finished.
                 Ok(text) if text != self.text => {
                     self.text = text;
                     continue;

@@ -45,7 +45,7 @@ struct Registrar {
     record: MemberRecord,
     connected: Gauge,
     again: Counter,
-    /// The newest lease, and the client through which it was granted.
+    /// The newest lease, and the client through which it was granted; `None` before the first lease.
     held: Option<(Client, i64)>,
 }
 

@@ -1,4 +1,5 @@
-//! Blocks are transferred while later chunks are computed: a prompt's handoff to a decode engine, measured in milliseconds of virtual time.
+//! Tests that blocks are transferred while later chunks are computed. They measure a prompt's handoff to a decode engine in milliseconds of
+//! virtual time.
 
 use super::*;
 use std::{
@@ -25,10 +26,10 @@ const BLOCK: u32 = 16;
 /// Tokens in a chunk, except where a test sets another number.
 const CHUNK: u32 = 64;
 const CHUNKS: u32 = 10;
-/// Ten chunks, and the last token, which the decode worker computes.
+/// Tokens in a prompt: ten chunks, and the last token, which the decode worker computes.
 const PROMPT: u32 = CHUNK * CHUNKS + 1;
 const DECODED: u32 = 24;
-/// Timers are late by less than a millisecond each; there is one per chunk.
+/// The longest total delay of the timers. There is one timer per chunk, and each timer is late by less than a millisecond.
 const LATE: Duration = Duration::from_millis(CHUNKS as u64);
 
 /// The time that the computation and the transfer of [`CHUNK`] tokens take.
@@ -58,14 +59,14 @@ impl Pace {
     }
 }
 
-/// A prefill worker, and the engine of a decode worker that it reaches over a simulated network.
+/// A prefill worker, and the engine of a decode worker to which it sends blocks over a simulated network.
 struct Pair {
     prefill: Worker,
     decode: EngineHandle,
     /// The indices of written blocks, and the time of each.
     written: Arc<Mutex<Vec<(u32, Instant)>>>,
     network: Arc<SimulatedNetwork>,
-    /// A decode worker that computes the same prompts itself.
+    /// The engine of another decode worker, which computes the same prompts itself.
     alone: EngineHandle,
     _drivers: JoinSet<()>,
 }
@@ -106,7 +107,7 @@ impl SendPath for InProcess {
 
 /// The times of a handoff, counted from the submission of the prefill, and the generated tokens.
 struct Handoff {
-    /// When all KV was on the decode worker.
+    /// The time at which the decode worker had all KV.
     started: Duration,
     /// The index of each block and the time at which it was written, in the order of the writes.
     written: Vec<(u32, Duration)>,
@@ -168,7 +169,7 @@ impl Pair {
         let span = Span::default();
         let sending = async {
             let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
-            // A decode worker does this when it receives `PrefillDone`.
+            // A decode worker confirms the blocks when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };
@@ -256,7 +257,7 @@ async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     assert!(handoff.written.is_sorted(), "blocks are written in order: {:?}", handoff.written);
 }
 
-/// The case without overlap, for comparison: nothing is left to compute while the only chunk is sent.
+/// The case without overlap, for comparison: the prompt is one chunk, so nothing is left to compute while that chunk is sent.
 #[tokio::test(start_paused = true)]
 async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };

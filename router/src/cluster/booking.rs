@@ -28,7 +28,8 @@ pub(super) struct Booking {
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request.
+    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once it was
+    /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Decides placements from the router's state. The decision itself is in the pure module [`crate::route`].
+//! Decides placements from the router's state. The pure module [`crate::route`] makes the decision itself.
 
 use super::{
     members::{Member, Members},
@@ -17,7 +17,7 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements, and measures how long answers take, because the decisions depend on that time.
+/// Decides placements. Also measures the duration of answers, on which the decisions depend.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
@@ -27,19 +27,19 @@ pub(super) struct Placer {
 /// What was placed for one model. Models share no worker, so no history concerns another model.
 #[derive(Clone, Copy, Default)]
 struct ModelHistory {
-    /// Placements decided so far.
+    /// The number of placements decided so far.
     placements: u64,
-    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first answer has ended.
+    /// The mean time in milliseconds from the end of a prompt's prefill to the end of its answer; `None` until an answer has ended.
     answer_ms: Option<f64>,
 }
 
-/// A decision and its input. Lists are in the order of `members`.
+/// A decision and the input on which it is based. Lists are in the order of `members`.
 pub(super) struct Decision<'a> {
     pub(super) model: Arc<str>,
     /// The members that serve the model.
     pub(super) members: Vec<&'a Member>,
     pub(super) query: PlacementQuery,
-    /// The prompt's blocks that a worker may reuse.
+    /// The hashes of those of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
@@ -54,8 +54,8 @@ impl Placer {
         Self { policy: route::policy(settings.policy), settings, by_model: BTreeMap::new() }
     }
 
-    /// Decides where to place the request; `attempt` counts its placements from 1. Workers that have failed the request, and workers whose
-    /// circuit breakers are open, are used only if no other worker is eligible.
+    /// Decides on which workers to place the request. `attempt` is 1 for the request's first placement. Workers that have failed the
+    /// request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
     pub(super) fn decide<'a>(
         &mut self,
         members: &'a Members,
@@ -76,7 +76,7 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns the decision that would be made now for the first placement of a request. If several workers have equal costs, the next real
+    /// Returns the decision for the first placement of a request, if it were made now. If several workers have equal costs, the next real
     /// placement may choose another of them.
     pub(super) fn preview<'a>(
         &self,
@@ -86,7 +86,7 @@ impl Placer {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
-    /// Records how long an answer of the model took, once it has ended.
+    /// Records the duration of an answer of the model that has ended.
     pub(super) fn on_answer(&mut self, model: &str, took: Duration) {
         let Some(ModelHistory { answer_ms, .. }) = self.by_model.get_mut(model) else { return };
         let took = took.as_secs_f64() * 1e3;
@@ -124,7 +124,7 @@ fn query<'a>(
     attempt: u32,
 ) -> (PlacementQuery, &'a [SequenceHash]) {
     let &PlacementRequest { prompt_tokens, prompt_logits, .. } = request;
-    // At least one token is always computed. Logits are never cached, so a prompt whose logits are requested reuses no block.
+    // A worker always computes at least one token. Logits are not cached, so a prompt whose logits are requested reuses no block.
     let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
     let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
     let prefill = match settings.prefill {
@@ -135,7 +135,7 @@ fn query<'a>(
 }
 
 impl Decision<'_> {
-    /// Returns the message for a placement on the chosen members.
+    /// Returns the message to the frontend that names the chosen members.
     pub(super) fn placement(&self, choice: Choice) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];

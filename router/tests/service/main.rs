@@ -221,10 +221,16 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached.
-    routes[0].prefill_finished(Some(16));
+    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached, even if
+    // that number comes later, and only once.
+    routes[0].prefill_finished(None);
     router.until(bookings(2, 3, 3)).await;
-    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
+    routes[0].prefill_finished(Some(16));
+    routes[0].prefill_finished(Some(0));
+    let overestimated = |view: &tandem_proto::v1::WorkersReply| {
+        worker(view, "p").and_then(|worker| worker.placements.as_ref()).map(|placements| placements.overlap_over_tokens)
+    };
+    router.until(move |view| overestimated(view) == Some(16)).await;
     // One client closes its side of the stream; another drops the stream.
     let closing = routes.remove(1);
     drop(closing.requests);
@@ -234,6 +240,7 @@ async fn booking_lasts_until_its_stream_ends() {
     routes.pop();
     router.until(bookings(0, 0, 0)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(0.0));
+    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
     assert_eq!(router.metric(r#"tandem_router_placements_total{worker="p",kind="prefill"}"#), Some(3.0));
     at_decode.heartbeat(0, Load::default(), &["a", "b", "c"]);
 }
@@ -247,7 +254,7 @@ async fn reported_requests_are_not_counted_twice() {
     let [zero, one] = &mut prefills;
     let watches = [zero.join().await, one.join().await];
     router.until(|view| view.workers.len() == 3).await;
-    // 10 blocks are booked on one worker and 15 are reported by the other, so the first has less load.
+    // 10 blocks are booked on the worker `mine`. The worker `other` reports 15 blocks, so `mine` has less load.
     let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
     let (taken, ..) = chosen(first.placement().await.prefill).expect("the placement has a prefill worker");
     let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
@@ -261,7 +268,8 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // If the booking counted in addition to the report, the first worker would have 20 blocks, more than the other worker. It has 10.
+    // The worker `mine` reports the booked request. If the booking counted as well, `mine` would have a load of 20 blocks, more than
+    // `other`. Its load is 10 blocks.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -340,7 +348,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
     twice.placement().await;
     assert_eq!(twice.reply().await.expect_err("the second start message is refused").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // A failure without an instance id excludes no instance, and a second end of prefill changes nothing.
+    // A failure without an instance id excludes no instance, and a second end of prefill releases nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);
@@ -366,7 +374,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams
         router.shutdown.draining().await;
         route.draining().await;
         if patient {
-            // The request can still be retried.
+            // While the router drains, an attempt of this request can still be retried.
             route.failed("");
             route.placement().await;
             drop(route);

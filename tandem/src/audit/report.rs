@@ -2,7 +2,8 @@
 //!
 //! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not
 //! billed. A prompt is in no sum if its count or outcome is missing because a worker was killed before it had written that line. The report
-//! has the number of such prompts.
+//! has the number of such prompts. A prompt whose cached tokens the engine did not report is summed as computed, and counted in
+//! `unreported_prompts`.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -27,9 +28,11 @@ struct Sum {
     prompt_tokens: u64,
     cached_tokens: u64,
     computed_tokens: u64,
+    /// Prompts whose cached tokens are not known.
+    unreported_prompts: u64,
 }
 
-/// The sums of a ledger.
+/// The sums over all ledgers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
@@ -71,7 +74,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             continue;
         };
         for count in &winner.counts {
-            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else {
+            let Some(LedgerLine::Scheduled { at, model, account, cached, .. }) = scheduled.get(&(prompt, count.attempt)) else {
                 continue;
             };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
@@ -83,6 +86,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             sum.prompt_tokens += count.prompt;
             sum.cached_tokens += count.cached;
             sum.computed_tokens += count.prompt - count.cached;
+            sum.unreported_prompts += u64::from(cached.is_none());
         }
     }
     for (key, requests) in requests {
@@ -102,7 +106,7 @@ fn day(unix_seconds: u64) -> String {
 }
 
 impl Report {
-    /// Returns an array of JSON objects.
+    /// Returns the sums as a JSON array of objects.
     pub fn json(&self) -> String {
         #[derive(Serialize)]
         struct Line<'a> {
@@ -115,24 +119,33 @@ impl Report {
         serde_json::to_string_pretty(&lines).expect("sums can be serialized") + "\n"
     }
 
-    /// Returns CSV as RFC 4180 defines it, with a header line.
+    /// Returns the sums as CSV (RFC 4180) with a header line.
     pub fn csv(&self) -> String {
-        const NAMES: [&str; 8] =
-            ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+        const NAMES: [&str; 9] = [
+            "day",
+            "account",
+            "model",
+            "requests",
+            "prompts",
+            "prompt_tokens",
+            "cached_tokens",
+            "computed_tokens",
+            "unreported_prompts",
+        ];
         let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
         let written = writer.write_record(NAMES).and_then(|()| self.sums.iter().try_for_each(|line| writer.serialize(line)));
         written.expect("writing to memory does not fail");
         String::from_utf8(writer.into_inner().expect("writing to memory does not fail")).expect("the fields are UTF-8")
     }
 
-    /// Returns aligned columns.
+    /// Returns the sums as a table of aligned columns.
     pub fn table(&self) -> String {
         let csv = self.csv();
         let records = csv::ReaderBuilder::new().has_headers(false).from_reader(csv.as_bytes()).into_records();
         text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
-    /// Returns a remark on prompts that are in no sum; `None` if there are none.
+    /// Returns a note that says how many prompts are in no sum, and why; `None` if there are no such prompts.
     pub fn note(&self) -> Option<String> {
         let note =
             "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
@@ -145,7 +158,7 @@ mod tests {
     use super::*;
     use tandem_worker::Outcome;
 
-    /// 2026-02-28 23:59:59 UTC.
+    /// 2026-02-28 23:59:59 UTC, in seconds since 1970.
     const FEBRUARY: u64 = 1_772_323_199;
 
     fn scheduled(prompt: &str, attempt: u32, [tokens, cached]: [u32; 2], account: &str, at: Option<u64>) -> LedgerLine {
@@ -167,7 +180,8 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
+    /// Returns a ledger with six requests: one with two prompts, one retried, one cancelled, one on the next day, one whose worker was
+    /// killed, and one without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -196,15 +210,15 @@ mod tests {
         let report = report(&ledger()).expect("the ledger has no contradiction");
         assert_eq!(
             report.csv(),
-            "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens\n\
-             -,-,\"m,1\",1,1,5,0,5\n\
-             2026-02-28,-,\"m,1\",1,1,100,64,36\n\
-             2026-02-28,acme,\"m,1\",1,2,150,48,102\n\
-             2026-03-01,acme,\"m,1\",1,1,10,0,10\n"
+            "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens,unreported_prompts\n\
+             -,-,\"m,1\",1,1,5,0,5,0\n\
+             2026-02-28,-,\"m,1\",1,1,100,64,36,0\n\
+             2026-02-28,acme,\"m,1\",1,2,150,48,102,0\n\
+             2026-03-01,acme,\"m,1\",1,1,10,0,10,0\n"
         );
         let json: serde_json::Value = serde_json::from_str(&report.json()).expect("the report is JSON");
         let expected = serde_json::json!({ "day": "2026-02-28", "account": "acme", "model": "m,1", "requests": 1, "prompts": 2,
-            "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102 });
+            "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102, "unreported_prompts": 0 });
         assert_eq!((&json[2], json.as_array().map(Vec::len)), (&expected, Some(4)));
         let table = report.table();
         assert!(
@@ -216,7 +230,8 @@ mod tests {
                 "2",
                 "150",
                 "48",
-                "102"
+                "102",
+                "0"
             ])),
             "{table}"
         );
@@ -228,6 +243,25 @@ mod tests {
         assert_eq!((&killed.sums, note(&killed).get(..1)), (&report.sums, Some("2")));
         let nothing = super::report(&[]).expect("an empty ledger has no contradiction");
         assert!(nothing.table().starts_with("day") && nothing.note().is_none());
+    }
+
+    #[test]
+    fn prompts_without_a_reported_count_are_counted_as_such() {
+        let mut ledger = vec![
+            scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)),
+            ended("a-0", 1, Outcome::Won),
+            scheduled("b-0", 1, [30, 0], "acme", Some(FEBRUARY)),
+            ended("b-0", 1, Outcome::Won),
+            scheduled("c-0", 1, [70, 0], "acme", Some(FEBRUARY)),
+            ended("c-0", 1, Outcome::Cancelled),
+        ];
+        for line in &mut ledger[2..] {
+            if let LedgerLine::Scheduled { cached, computed, by_tier, .. } = line {
+                (*cached, *computed, *by_tier) = (None, None, BTreeMap::new());
+            }
+        }
+        let csv = report(&ledger).expect("nothing contradicts").csv();
+        assert_eq!(csv.lines().nth(1), Some(r#"2026-02-28,acme,"m,1",2,2,130,48,82,1"#));
     }
 
     #[test]

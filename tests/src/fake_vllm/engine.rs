@@ -31,10 +31,10 @@ impl Cache {
     }
 
     /// Finds the leading blocks of a prompt with this salt, stores its other blocks, and drops the oldest blocks beyond the capacity. If
-    /// `report_hits`, the events include the found blocks. Without `lookup` no block is found.
+    /// `report_hits` is true, the events include the found blocks. If `lookup` is false, no block is found.
     pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
         let hashes = hashes(tokens, salt, self.block_size);
-        // The last token is always computed.
+        // The last token is always computed, so the block that ends with it is not reused.
         let reusable = tokens.len().saturating_sub(1) / self.block_size;
         let found = if lookup { hashes.iter().take(reusable).take_while(|hash| self.held.contains(hash)).count() } else { 0 };
         let (hits, new) = hashes.split_at(found);
@@ -62,6 +62,13 @@ impl Cache {
         if report_hits && found > 0 {
             events.push(stored(hits, 0));
         }
+        // As in vLLM, blocks are removed before others are stored in their place, so that the events never exceed the capacity.
+        while self.used.len() + new.len() > self.capacity {
+            let Some(hash) = self.used.pop_front() else { break };
+            self.held.remove(&hash);
+            let hashes = vec![EngineHash::Number(hash)];
+            events.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
+        }
         if !new.is_empty() {
             events.push(stored(&hashes[hashes.len() - new.len()..], hashes.len() - new.len()));
         }
@@ -69,14 +76,6 @@ impl Cache {
             self.held.insert(hash);
             self.used.push_back(hash);
         }
-        let mut dropped = Vec::new();
-        while self.used.len() > self.capacity {
-            let Some(hash) = self.used.pop_front() else { break };
-            self.held.remove(&hash);
-            let hashes = vec![EngineHash::Number(hash)];
-            dropped.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
-        }
-        events.extend(dropped);
         Stored { cached_tokens: found * self.block_size, events }
     }
 

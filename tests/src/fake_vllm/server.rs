@@ -1,4 +1,4 @@
-//! The HTTP side of a fake vLLM server, with the paths and bodies of vLLM 0.32.
+//! The HTTP server of a fake vLLM engine, with the paths and bodies of vLLM 0.32.
 
 use super::{
     engine::{Cache, Fabric, HeldKv, next_token},
@@ -46,11 +46,11 @@ pub struct FakeSettings {
     pub lease: Duration,
     /// The network from which the engine pulls the KV of other engines.
     pub fabric: Fabric,
-    /// The id of its model.
+    /// The id of the engine's model.
     pub model: String,
-    /// The directory from which it says to have loaded its model.
+    /// The directory from which the engine reports to have loaded its model; `None`: it reports none.
     pub root: Option<PathBuf>,
-    /// The port at which it listens; 0: a free one.
+    /// The port at which the server listens; 0 stands for any free port.
     pub port: u16,
 }
 
@@ -90,7 +90,7 @@ struct Engine {
     requests: AtomicUsize,
     next: AtomicU64,
     fails: AtomicBool,
-    /// The bodies of all requests for tokens.
+    /// The bodies of all requests to generate tokens.
     seen: Mutex<Vec<Value>>,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
@@ -137,7 +137,7 @@ impl FakeVllm {
         format!("http://{}", self.address)
     }
 
-    /// Returns its port.
+    /// Returns the server's port.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
@@ -147,7 +147,7 @@ impl FakeVllm {
         self.engine.requests.load(Ordering::SeqCst)
     }
 
-    /// Returns the bodies of all requests for tokens so far.
+    /// Returns the bodies of all requests to generate tokens so far.
     pub fn seen(&self) -> Vec<Value> {
         self.engine.seen.lock().clone()
     }
@@ -162,12 +162,12 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Returns the publisher of the engine's KV events, if the engine publishes them.
+    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }
 
-    /// Sets whether every request for tokens fails with HTTP 500.
+    /// Sets whether every request to generate tokens fails with HTTP 500.
     pub fn fail(&self, fails: bool) {
         self.engine.fails.store(fails, Ordering::SeqCst);
     }
@@ -260,7 +260,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let transfer = &body["kv_transfer_params"];
     let pulled = if transfer["do_remote_prefill"] == true {
         let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
-        // Like vLLM, the fake checks neither that the KV belongs to this prompt nor that the lease is still valid.
+        // Like vLLM, the fake server checks neither that the KV belongs to this prompt nor that the lease is still valid.
         match engine.settings.fabric.lock().remove(&key) {
             Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
             _ if body["stream"] == true => {
@@ -319,7 +319,8 @@ struct Generation {
 }
 
 impl Generation {
-    /// Generates a token. Returns the token (`None` if the request was aborted), and the finish reason if it is the last one.
+    /// Generates a token. Returns the token, which is `None` if the request was aborted, and the finish reason, which is `None` if more
+    /// tokens follow.
     async fn step(&mut self) -> (Option<u32>, Option<&'static str>) {
         let step = self.run.engine.settings.step;
         tokio::select! {

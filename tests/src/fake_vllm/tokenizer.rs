@@ -7,7 +7,7 @@ use std::path::Path;
 /// The token that ends an answer; the fake engine never generates it.
 pub const END: u32 = 256;
 
-/// Writes the files that a frontend needs of the fake model into a directory. There are no weights.
+/// Writes the files of the fake model that a frontend needs into a directory. They include no weights.
 pub fn write(directory: &Path) -> Result<()> {
     let vocabulary: Map<_, _> = (0..=255).map(|byte: u8| (character(byte).to_string(), byte.into())).collect();
     let end = json!({
@@ -29,7 +29,7 @@ pub fn write(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The character that stands for a byte in vocabularies of byte-level BPE: GPT-2's table.
+/// Returns the character that stands for a byte in vocabularies of byte-level BPE, as in GPT-2's table.
 fn character(byte: u8) -> char {
     let is_shown = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if is_shown(byte) {

@@ -36,7 +36,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// Both limits are the same as in production (`tandem/cluster/parts`).
+/// This limit and the next one have the same values as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
@@ -112,7 +112,7 @@ impl SimulatedCluster {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number that means the clients' host in a fault.
+    /// Returns the number by which a fault names the clients' host.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -269,7 +269,7 @@ impl SimulatedCluster {
         self.engine.hash_key
     }
 
-    /// Returns a description of the first difference from an idle cluster, if there is one.
+    /// Returns a description of the first sign that the cluster is not idle; `None` if it is idle.
     pub(super) async fn unsettled(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {
@@ -303,7 +303,8 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks for each worker that the overlap of a prompt that the router reports is the number of leading blocks in the worker's cache.
+    /// Checks, for each worker, that the router reports as a prompt's overlap the number of the prompt's leading blocks that the worker has
+    /// cached.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),

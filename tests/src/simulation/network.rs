@@ -1,6 +1,6 @@
 //! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or interrupted.
 //!
-//! It affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
+//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
 //! connection broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
@@ -22,9 +22,9 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// The buffer of a connection, in bytes, at each end and in flight.
+/// The number of bytes that a connection can buffer at each end, and that can be in flight in each direction.
 const BUFFER_BYTES: usize = 64 << 10;
-/// Connections that have not been accepted yet; more are refused, as by an operating system.
+/// The most connections of a host that have not been accepted yet. Further connections are refused, as by an operating system.
 const BACKLOG: usize = 1_024;
 
 /// A host's name.
@@ -37,7 +37,8 @@ pub(super) struct Link {
     pub(super) open: bool,
     /// The shortest delay of a chunk. A random time of up to half this delay is added for each chunk.
     pub(super) delay: Duration,
-    /// The pause between two chunks. It does not depend on their size, which varies between runs because HTTP headers contain the date.
+    /// The pause between two chunks. It does not depend on the sizes of the chunks, which vary between runs because HTTP headers contain
+    /// the date.
     pub(super) pause: Duration,
 }
 
@@ -60,8 +61,8 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and the tasks that wait until it opens. The tasks wake in the order in which they began to wait, which a `watch` does not
-/// guarantee.
+/// A link and the tasks that wait until it opens. The tasks are woken in the order in which they began to wait, which a `watch` channel
+/// would not guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
@@ -77,7 +78,8 @@ struct Open {
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// The host that dialled, or the host that was dialled, is down: the other host detects that when the network delivers a packet.
+    /// One host is down: the dialled host if `dialled`, otherwise the dialling host. The remaining host detects this when the network
+    /// delivers a packet.
     HostDown { dialled: bool },
 }
 
@@ -101,12 +103,12 @@ impl SimulatedNetwork {
         self.state.lock()
     }
 
-    /// Returns the network as this host uses it.
+    /// Returns the network as this host uses it: connections are opened from this host.
     pub(super) fn of(&self, host: &Name) -> Network {
         Network::memory(self.dial_from(host), self.key.clone())
     }
 
-    /// Returns the connector of this host.
+    /// Returns the function with which this host connects to other hosts.
     pub(super) fn dial_from(&self, host: &Name) -> Arc<Dial> {
         let (network, host) = (self.clone(), host.clone());
         Arc::new(move |address: &str| {
@@ -233,7 +235,7 @@ impl Direction {
         self.open().await;
     }
 
-    /// Forwards bytes until the sender closes; fails if the receiver has closed. Calls `passed` for every chunk.
+    /// Forwards bytes until the sender closes; fails if the receiver has closed. Calls `passed` before each chunk is delivered.
     async fn forward(
         &mut self,
         mut from: impl AsyncRead + Unpin,

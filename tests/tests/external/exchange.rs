@@ -1,10 +1,10 @@
-//! Transfers of KV from one external engine to another by handles.
+//! Tests of the transfer of KV from one external engine to another with handles.
 
 use super::*;
 use tandem_engine::{KvHandle, Prefill};
 use tandem_worker::KvExchange;
 
-/// Returns a prefilling and a decoding engine on the same network.
+/// Returns two engines on the same network, one for prefill and one for decode.
 async fn pair() -> Result<(External, External)> {
     let fake = FakeSettings::default();
     Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))
@@ -56,6 +56,20 @@ async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
     assert_eq!(pull(&decode.adapter, &prompt, handle).await?.other, ["PullFailed"]);
     let (_, handle) = export(&prefill.adapter, &prompt).await?;
     assert_eq!(pull(&decode.adapter, &prompt, handle).await?.tokens_of(0), continuation(&prompt, 6, None));
+    Ok(())
+}
+
+#[tokio::test]
+async fn cancelled_prefill_ends_with_its_count_and_without_a_handle() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(50), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    let prompt = prompt(1, 100);
+    let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
+    let mut job = adapter.prefill(prefill).await?;
+    until("the engine has it", || fake.running() == 1).await?;
+    job.cancel();
+    let report = read(&mut *job).await?;
+    assert_eq!(report, Report { cached: Some(Some(CachedTokens::on_device(0))), ..Report::default() });
     Ok(())
 }
 

@@ -143,6 +143,29 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> R
     Ok(())
 }
 
+/// Only the first sample reports the number of cached tokens. It must be reported whichever sample ends first.
+#[tokio::test]
+async fn cancelled_samples_end_with_their_count() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    for round in 0..20 {
+        let mut job = adapter.generate(Generate { samples: 3, ..generate(&prompt(round, 100), 3_000) }).await?;
+        // In every other round the job is cancelled before its first token.
+        let mut begun = [round % 2 == 1; 3];
+        while begun.contains(&false) {
+            if let Some(Event::Token { sample, .. }) = next(&mut *job).await? {
+                begun[sample as usize] = true;
+            }
+        }
+        until("the engine has it", || fake.running() > 0).await?;
+        job.cancel();
+        let report = read(&mut *job).await?;
+        assert_eq!((report.cached, report.finished), (on_device(0), Vec::new()), "round {round}");
+        until("the engine is idle", || fake.running() == 0).await?;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };

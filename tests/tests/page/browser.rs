@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Limit on each reply of the browser, which may start slowly on a busy machine.
+/// Time limit for each reply of the browser, which may start slowly on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Interval of polling for states that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
@@ -32,7 +32,7 @@ const FLAGS: [&str; 9] = [
     "--no-proxy-server",
 ];
 
-/// A running Chromium. Dropping it kills it.
+/// A running Chromium. Dropping this value kills the process.
 pub struct Browser {
     process: Child,
     requests: ChildStdin,
@@ -113,7 +113,7 @@ impl Browser {
     pub async fn value(&mut self, expression: &str) -> Result<Value> {
         let params = json!({
             "expression": expression, "awaitPromise": true, "returnByValue": true,
-            // The page's content security policy applies here, too.
+            // The expression is subject to the page's content security policy, too.
             "allowUnsafeEvalBlockedByCSP": false,
         });
         let found = self.call("Runtime.evaluate", params).await?;
@@ -172,7 +172,7 @@ impl Browser {
         Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("the screenshot has no data")?)?)
     }
 
-    /// Returns the errors and warnings so far.
+    /// Returns the errors and warnings on the page's console so far.
     pub fn console_errors(&self) -> &[String] {
         &self.console_errors
     }
@@ -180,13 +180,13 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Chromium's other processes end with this one. `kill` fails if it has ended by itself.
+        // Chromium's other processes end with this process. `kill` fails if this process has already ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Returns the error or warning that an event reports, if it reports one.
+/// Returns the error or warning that an event reports; `None` if it reports neither.
 fn console_error(event: &Value) -> Option<String> {
     let params = &event["params"];
     let bad = match event["method"].as_str()? {

@@ -14,13 +14,13 @@ use std::time::Duration;
 use tandem_tests::{Client, Endpoint, prose, sum, wait_until};
 use tokio::time::Instant;
 
-/// Names that are markup if they are not escaped.
+/// These names would be interpreted as markup if the page did not escape them.
 const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
 const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 /// A text that is in every prompt and must not appear on the page.
 const SECRET: &str = "wisteria";
-/// Limit on the time until the page shows the current numbers.
+/// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -52,7 +52,7 @@ async fn traffic(client: &Client) -> Result<()> {
     wait_until("all requests have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
 }
 
-/// Returns the numbers in every row or tile that `selector` finds, by worker.
+/// Returns the numbers in all rows or tiles that `selector` finds, by worker (empty in a tile) and field.
 async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
     let cells = browser
         .value(&format!(
@@ -118,7 +118,7 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // This polls, because workers report their totals every second, and the page is updated every two seconds.
+    // The page is polled, because workers report their totals only every second, and the page is updated only every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;
@@ -158,7 +158,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     Ok(())
 }
 
-/// Asserts keyboard use: Tab selects a request, Enter opens its timeline, Escape closes it.
+/// Asserts that the page can be used with the keyboard: Tab selects a request, Enter opens its timeline, Escape closes it.
 async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     browser.value("document.getElementById('order').value = 'total'").await?;
     browser.value("document.getElementById('order').dispatchEvent(new Event('change'))").await?;
@@ -225,7 +225,7 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the page explains a placement as the API does.
+/// Asserts that the page shows the same explanation of a placement as the API.
 async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     let text = format!("{}{SECRET} again", prose("3", 280));
     let body = Endpoint::Completions.request(MODEL, &text, json!({ "max_tokens": 1 }));

@@ -20,11 +20,11 @@ pub struct DeviceAccess {
     pub ipc: bool,
     /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While this gate is closed, no copy and no batch arrives.
+    /// While this gate is closed, no copy over IPC ends and no blocks are received over NCCL.
     pub copy_gate: Gate,
-    /// The number of peers' memories that are open.
+    /// The number of memories of peers that the device has open.
     pub open_memories: watch::Sender<usize>,
-    /// 1 if sending the next batch must break its communicator, else 0.
+    /// 1 if the next call that sends blocks over NCCL must break its communicator, else 0.
     pub break_next_batch: Arc<AtomicU64>,
     /// The number of communicators that a sending end has begun to join.
     pub joins_started: watch::Sender<u64>,
@@ -33,7 +33,7 @@ pub struct DeviceAccess {
 }
 
 impl DeviceAccess {
-    /// Returns when no memory is open.
+    /// Waits until the device has no peer's memory open.
     pub async fn closed(&self) {
         let mut open = self.open_memories.subscribe();
         tokio::time::timeout(TIMEOUT, open.wait_for(|open| *open == 0))
@@ -43,14 +43,14 @@ impl DeviceAccess {
     }
 }
 
-/// A device's blocks as its peers see them, and the peers' writes that its engine has not applied yet.
+/// A device's blocks as its peers see them, and the writes of peers that the device's engine has not applied yet.
 #[derive(Default)]
 struct Blocks {
     visible: BTreeMap<u32, Vec<u8>>,
     peer_writes: BTreeMap<u32, Vec<u8>>,
 }
 
-/// The part of a device's memory that its peers can access.
+/// A device's KV memory as its peers access it.
 #[derive(Clone)]
 pub struct DeviceMemory {
     access: DeviceAccess,
@@ -76,7 +76,7 @@ impl DeviceMemory {
         Self { access, blocks, number }
     }
 
-    /// Copies the peers' writes into the engine. Called before the engine reads its blocks.
+    /// Copies the peers' writes into the engine. Must be called before the engine reads its blocks.
     pub fn apply_peer_writes(&self, engine: &mut SimEngine) {
         let written = std::mem::take(&mut self.blocks.lock().expect("no test panics with the lock").peer_writes);
         for (block, bytes) in written {
@@ -101,7 +101,7 @@ impl DeviceMemory {
         }
     }
 
-    /// Reads a block as its peers see it, including their writes.
+    /// Reads a block as the device's peers see it, including their writes.
     pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
         into.copy_from_slice(&Self::read(&self.blocks, block));
     }
@@ -159,7 +159,7 @@ impl KvMemory for DeviceMemory {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // Unbounded: like NCCL with free buffers, the sender does not wait for the receiver.
+            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

@@ -9,12 +9,12 @@ use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
 use tandem_transfer::TransferMode;
 
-/// Returns the access of workers on one host: the decode worker opens the prefill worker's memory.
+/// Returns the device access of workers on one host: the decode worker can open the prefill worker's memory.
 fn one_host() -> DeviceAccess {
     DeviceAccess { ipc: true, ..DeviceAccess::default() }
 }
 
-/// Returns the access of workers on two hosts: they use NCCL.
+/// Returns the device access of workers on two hosts: they use NCCL.
 fn two_hosts() -> DeviceAccess {
     DeviceAccess { nccl: true, ..DeviceAccess::default() }
 }
@@ -27,7 +27,7 @@ async fn cluster(access: &DeviceAccess) -> Cluster {
     Cluster::start(setup(access), setup(access)).await
 }
 
-/// Returns the bytes that a worker has sent or received over this transport.
+/// Returns the number of bytes that a worker has sent or received over this transfer path.
 fn transferred_bytes(worker: &Worker, transport: &str) -> f64 {
     let (name, direction) = (&worker.info.worker_id, if worker.info.role == 1 { "sent" } else { "received" });
     let labels = format!(r#"{{worker="{name}",transport="{transport}",direction="{direction}"}}"#);
@@ -43,8 +43,8 @@ fn path_label(access: &DeviceAccess) -> &'static str {
     }
 }
 
-/// Sends prompts until the blocks of a prompt are transferred from device to device. Returns the number of prompts before that prompt. The
-/// prompts, numbered from `first`, differ from those of the tests.
+/// Sends prompts until the blocks of one prompt are transferred from device to device. Returns the number of prompts that were sent before
+/// that one. The prompts are numbered from `first` on; the tests must not use these numbers for their own prompts.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);
@@ -79,7 +79,7 @@ async fn every_transfer_path_gives_the_text_of_local_prefill() {
         let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
         assert_eq!(transferred_bytes(&cluster.decode, path) - before, sent as f64, "{path}");
         assert_eq!(transferred_bytes(&cluster.prefill, path), transferred_bytes(&cluster.decode, path));
-        // Received blocks are cached like computed ones.
+        // Received blocks are cached like computed blocks.
         let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
         assert_eq!(again.cached_tokens(), Some(992), "{path}");
         cluster.idle().await;

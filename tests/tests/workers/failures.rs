@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
-/// A decode worker, as its prefill worker sees it: the test sends its messages.
+/// A decode worker whose messages to the prefill worker are sent by the test.
 pub struct FakeDecodeWorker {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,

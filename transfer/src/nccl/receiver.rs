@@ -1,8 +1,8 @@
 //! The receiving half of the NCCL path.
 //!
-//! A peer's entry is created with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill
-//! worker then opens a control stream, which receives batches until the stream or the communicator ends. A [`Connection`] owns the entry
-//! throughout; dropping it closes the communicator, removes the entry and starts the peer's backoff.
+//! A peer's entry is created with the ticket that names a communicator. Both ends join the communicator when that ticket's blocks have been
+//! written. The prefill worker then opens a control stream, which receives batches until the stream or the communicator ends. A
+//! [`Connection`] owns the entry all the time. Dropping it closes the communicator, removes the entry and starts the peer's backoff.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{
@@ -21,7 +21,7 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// The longest time from this end's joining until the prefill worker opens the control stream.
+/// The longest time from the moment at which this end has joined until the prefill worker opens the control stream.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
 /// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator
@@ -38,7 +38,7 @@ struct Inner {
     destination: Arc<dyn Destination>,
     backoff: PeerBackoff,
     lifetime: Lifetime,
-    /// The peers by the prefill worker's instance; at most [`PEERS_MAX`].
+    /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
     peers: Mutex<HashMap<String, Peer>>,
     /// [`JOINS_MAX`] permits. Each is taken when a ticket names a communicator and released when this end has joined it.
     joins: Arc<Semaphore>,
@@ -85,7 +85,8 @@ impl NcclReceiver {
         (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
+    /// Adds an entry for a peer. Returns `None` if the peer has an entry already, if there are too many peers, or if too many communicators
+    /// are being joined.
     fn enter(&self, peer: &str) -> Option<Joining> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
@@ -181,7 +182,7 @@ impl Joining {
         let Inner { memory, lifetime, peers, .. } = &*receiver.0;
         let memory = Arc::clone(memory);
         let joining = spawn_blocking(move || {
-            // The thread may run longer than the task that waits for it.
+            // The permit is held by the thread, which may run longer than the task that waits for it.
             let _permit = permit;
             memory.join(&id, CommunicatorEnd::Receiver)
         });
@@ -216,7 +217,7 @@ impl Joining {
 
 impl Connection {
     /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and
-    /// discarded. `None`: the communicator is broken.
+    /// discarded. Returns `None` if the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
         let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());
@@ -239,7 +240,7 @@ impl Connection {
         received.ok()
     }
 
-    /// Resolves when the worker has drained, so no more batches are sent to it.
+    /// Resolves when the worker has drained. No more batches are sent to the worker then.
     pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
         self.receiver.0.lifetime.drained.clone()
     }

@@ -58,7 +58,7 @@ pub async fn spent_ticket_is_refused(rig: Rig) {
     assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket is refused");
 }
 
-/// For each number of polls, drops a transfer of three blocks after as many polls.
+/// Drops a transfer of three blocks before its first poll, the next transfer after one poll, and so on, until a transfer finishes.
 pub async fn transfer_dropped_at_any_poll_has_written_only_complete_blocks(rig: Rig) {
     let mut polls = 0;
     for ticket in 1.. {
@@ -127,7 +127,7 @@ enum Fault {
     Dropped,
 }
 
-/// One sender of an interleaving: its blocks, and its fault at one of them.
+/// One of the senders that are interleaved: its blocks, its fault, and the position in `indices` at which the fault occurs.
 #[derive(Debug)]
 struct Sender {
     ticket: u64,

@@ -10,7 +10,7 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     rig.memory.issue(TICKET, 0..1);
     rig.source.break_next();
     assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Closed(_))));
-    // Tickets name the closed communicator until the receiver has noticed that it is closed.
+    // Tickets name the closed communicator until the receiver has noticed that the communicator is closed.
     let falls_back = async {
         for ticket in TICKET + 1.. {
             let (issued, negotiated) = rig.negotiate("prefill-0", ticket).await;
@@ -45,7 +45,8 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     );
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
     assert_eq!(named, 4, "the other joins are not queued");
-    // A ticket whose blocks were not written releases its place, and the path to its peer is excluded for some time.
+    // The tickets are dropped before their blocks were written. So their communicators no longer count as being joined, and the paths to
+    // these peers are excluded for some time.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;
     assert!(again.communicator.is_empty(), "the path to peer-0 has just failed");

@@ -75,7 +75,7 @@ impl Worker {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Prompts of a family have a common prefix.
+    /// The number of the request's family. All prompts of a family have a common prefix.
     family: u64,
     len: usize,
     max_tokens: u32,
@@ -129,8 +129,9 @@ const SETTINGS: EngineSettings = EngineSettings {
     step_max: std::time::Duration::from_secs(60),
 };
 
-/// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in
-/// batches of any composition, preempted for lack of blocks, and on any number of threads.
+/// Compares two runs of the same requests. In the first run each request runs alone, without a cache and in one chunk. In the second run
+/// requests are cached, computed in chunks of any budget and in batches of any composition, preempted for lack of blocks, and run on any
+/// number of threads.
 #[test]
 fn requests_in_any_history_give_the_same_bits_as_single_requests() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));

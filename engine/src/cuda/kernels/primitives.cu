@@ -1,7 +1,7 @@
 // The device operations that the kernels need beyond plain CUDA C++: 16-bit floats, warp shuffles, tensor cores, asynchronous copies.
 //
-// emulation/shim.h defines the same names for the host, after the description of each instruction in the PTX ISA manual. All other files
-// compile with either. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
+// emulation/shim.h defines the same names for the host, as the PTX ISA manual describes each instruction. All other files compile with
+// either of the two. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
 //
 // Compile-time option: HALF_IS_FLOAT16 (1: 16-bit floats are IEEE half precision, 0: bfloat16).
 
@@ -65,7 +65,7 @@ DEVICE void warp_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
-/// Returns a bit per lane, lane 0 in the lowest, set where `yes` is true.
+/// Returns one bit per lane: 1 where `yes` is true. The lowest bit is that of lane 0.
 DEVICE u32 ballot(bool yes) { return __ballot_sync(ALL_LANES, yes); }
 
 /// d += a × b on tensor cores: 16 × 16 by 16 × 8, in the fragment layouts of PTX's mma.m16n8k16.
@@ -105,7 +105,7 @@ DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
                  : "memory");
 }
 
-/// Makes the copies that this thread has started since the last call one group.
+/// Combines the copies that this thread has started since the last call into one group.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until all but the last `LEFT` of this thread's groups are complete and visible to this thread.

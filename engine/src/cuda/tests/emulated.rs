@@ -20,8 +20,8 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Orders of execution, as sums of bits. With 1, threads and blocks run from last to first; with 2, asynchronous copies are done
-/// immediately rather than as late as possible.
+/// Orders of execution, as sums of bits. With bit 1, threads and blocks run from last to first; with bit 2, asynchronous copies are done
+/// immediately instead of as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
@@ -31,13 +31,13 @@ pub(super) struct Emulated {
     allocated: Arc<Mutex<HashMap<u64, usize>>>,
     /// The work captured so far; `None` if no capture is in progress.
     capture: Mutex<Option<Vec<Captured>>>,
-    /// Captures and replays; see `capture_counts`.
+    /// The numbers of captures and of replays, which `capture_counts` returns.
     counts: Arc<[AtomicUsize; 2]>,
     /// The GEMMs that this stream has prepared.
     prepared: Mutex<HashSet<Gemm>>,
-    /// See `refuse_capture`.
+    /// Whether every capture fails; set by `refuse_capture`.
     refuses_capture: Arc<AtomicBool>,
-    /// See `fail_after`.
+    /// The number of all-reduces until the device is lost; set by `fail_after`.
     sums_left: Arc<AtomicUsize>,
     /// Whether the stream waits for an all-reduce that will not end until its communicators are dropped.
     stuck: AtomicBool,
@@ -50,7 +50,7 @@ pub(super) enum Captured {
     Gemm(Gemm, Operands),
 }
 
-/// Returns the kernels for a shape, built once per process.
+/// Returns the library with the kernels for a shape. Each library is built once per process.
 fn library(shape: &Shape) -> Arc<Library> {
     static BUILT: Mutex<Vec<(Vec<String>, Arc<Library>)>> = Mutex::new(Vec::new());
     let definitions = shape.definitions();
@@ -120,7 +120,7 @@ impl Emulated {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Adds an operation to the current capture, if there is one; returns whether there is.
+    /// Adds an operation to the current capture, if there is one; returns whether there is a capture.
     fn defer(&self, what: impl FnOnce() -> Captured) -> bool {
         let mut capture = self.capture.lock().unwrap();
         if let Some(recorded) = &mut *capture {
@@ -129,12 +129,12 @@ impl Emulated {
         capture.is_some()
     }
 
-    /// Operations that a capture cannot contain call this.
+    /// Panics during a capture. Must be called by each operation that a capture cannot contain.
     fn assert_not_capturing(&self) {
         assert!(self.capture.lock().unwrap().is_none(), "not allowed during a capture");
     }
 
-    /// Operations that wait for the stream call this.
+    /// Panics if the stream is stuck or is being captured. Must be called by each operation that waits for the stream.
     fn assert_not_stuck(&self) {
         self.assert_not_capturing();
         assert!(!self.stuck.load(Ordering::Relaxed), "the host waits for a rank that waits for a lost rank");
@@ -356,7 +356,7 @@ impl Device for Emulated {
         Ok(())
     }
 
-    /// Only checks and remembers the GEMMs.
+    /// Checks and remembers the GEMMs; does not time them.
     fn prepare(&self, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             self.check(operands.weights, outputs * inputs * 2);
@@ -433,7 +433,7 @@ impl Device for Emulated {
     }
 }
 
-/// Ranks connected for all-reduces.
+/// The ranks that are connected for all-reduces. Dropping this value ends their waits for a lost rank.
 pub(super) struct EmulatedCommunicators(Vec<Arc<Emulated>>);
 
 impl Drop for EmulatedCommunicators {
@@ -447,7 +447,7 @@ enum PipeEnd {
     Receives(mpsc::Receiver<Vec<Vec<u8>>>),
 }
 
-/// A peer communicator within this process.
+/// One end of a communicator between two ranks of this process.
 pub(super) struct Pipe {
     device: Emulated,
     end: Mutex<PipeEnd>,

@@ -29,7 +29,7 @@ enum Operation {
         index: usize,
         blocks: usize,
     },
-    /// Like `Write`, but concurrently with the steps.
+    /// Begins a write that runs concurrently with the steps; otherwise like `Write`.
     Begin {
         index: usize,
         blocks: usize,
@@ -144,7 +144,7 @@ proptest! {
                     if !writing.is_empty() {
                         let (begun, prompt) = writing.swap_remove(index % writing.len());
                         let ticket = begun.ticket();
-                        // A failed write leaves garbage in its blocks, even if they belong to another sequence by then.
+                        // A failed write leaves garbage in its blocks, even if the reservation has ended in the meantime.
                         world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
                         world.confirm(ticket);
                     }

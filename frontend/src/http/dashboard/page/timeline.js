@@ -48,7 +48,7 @@ function bars(list, steps) {
 function facts(record) {
   const tiers = Object.entries(record.cached_tokens_by_tier).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(', ');
   const source = { worker: 'counted by the worker', router_estimate: 'estimated by the router', unknown: 'not known' };
-  const cached = record.cached_tokens === null ? 'no first token'
+  const cached = record.cached_tokens === null ? (record.steps.first_token_ms === null ? 'no first token' : 'not reported before the end')
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
     : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
