@@ -17,7 +17,7 @@ use crate::{
 };
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
-use tandem_adapter::vllm::ServerDescription;
+use tandem_adapter::ServerDescription;
 use tandem_engine::EngineHandle;
 use tandem_frontend::ServedModel;
 use tandem_node::{Shutdown, discovery::MemberSource};
@@ -98,13 +98,13 @@ impl Cluster {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         let prefills = match settings.model.engine {
-            EngineKind::Vllm => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Vllm | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
         };
         if settings.router.prefill == PrefillPlace::Remote && !prefills {
             return Err(StartError::NoPrefillWorker);
         }
-        if settings.model.engine != EngineKind::Vllm && !settings.frontend.extra_models.is_empty() {
+        if settings.model.engine.server().is_none() && !settings.frontend.extra_models.is_empty() {
             return Err(StartError::OneModel);
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
@@ -130,7 +130,7 @@ impl Cluster {
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         let (workers, served) = match settings.model.engine {
-            EngineKind::Vllm => external_workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Vllm | EngineKind::LlamaCpp => external_workers(&parts, &settings, &mut config, &back).await?,
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
                 let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
                 (workers, vec![served])
@@ -185,6 +185,7 @@ impl Served for Cluster {
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
             EngineKind::Vllm => "on vLLM",
+            EngineKind::LlamaCpp => "on llama.cpp",
         };
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
@@ -253,7 +254,7 @@ async fn external_workers(
         config.worker.external.engine_kv_connector = KvConnector::Nixl;
     }
     let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
-    let inspections = all.map(|(role, url)| (role, config.vllm(url, &parts.key)));
+    let inspections = all.map(|(role, url)| (role, config.server(url, &parts.key)));
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
@@ -265,7 +266,7 @@ async fn external_workers(
             Some(at) => models.remove(at),
             None => {
                 let source = tokenizer_of(settings, &id, models.is_empty()).or_else(|| external::source(server));
-                let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url.clone() })?;
+                let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url().to_owned() })?;
                 weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?
             }
         };
