@@ -1,0 +1,134 @@
+"""Questions about more documents than one engine can cache find their document cached; the router's index equals the engines' caches.
+
+Two mixed engines, eight documents with five questions each, eight clients. With KV-aware placement at least 95 % of what could be cached is
+cached, and at least 1.5 times the share of random placement. Afterwards the index is compared with the engines' replayed KV events, block
+by block.
+"""
+
+import statistics
+
+import kv_events
+from client import Table, prose, together, wait_until
+from cluster import Tandem
+from engines import BLOCK_SIZE, LAYOUTS
+
+LAYOUT = LAYOUTS["p+d"]
+DOCUMENTS, QUESTIONS = 8, 5
+# About 1,200 tokens.
+DOCUMENT_WORDS = 850
+ANSWER_TOKENS = 6
+TANDEM_BLOCK = 16
+# An ordinary token. It makes the last block of a prompt one that may be reused.
+ONE_MORE = 1_000
+OF_POSSIBLE_MIN, OF_RANDOM_MIN = 0.95, 1.5
+PROMPTS_AT_ONCE = 8
+
+
+def conversation(name, document, question):
+    return [
+        {"role": "system", "content": prose(f"{name} {document}", DOCUMENT_WORDS)},
+        {"role": "user", "content": f"Question {question}: what about {prose(f'{document} {question}', 6)}?"},
+    ]
+
+
+def possible(engine, name):
+    """Returns the tokens of all prompts, and those of them that an unbounded cache would find: full blocks of an earlier prompt."""
+    total = cached = 0
+    for document in range(DOCUMENTS):
+        earlier = []
+        for question in range(QUESTIONS):
+            status, answer = engine.post("/tokenize", {"messages": conversation(name, document, question)})
+            assert status == 200, answer
+            tokens = answer["tokens"]
+            total += len(tokens)
+            cached += max((common(tokens, other) for other in earlier), default=0)
+            earlier.append(tokens)
+    return total, cached
+
+
+def common(tokens, other):
+    equal = next((at for at, (one, two) in enumerate(zip(tokens, other)) if one != two), min(len(tokens), len(other)))
+    return min(equal, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def ask_all(client, name):
+    """Each client asks all questions about its document, one after the other."""
+
+    def questions(document):
+        return [
+            client.ask("chat", conversation(name, document, question), stream=True, max_tokens=ANSWER_TOKENS).check()
+            for question in range(QUESTIONS)
+        ]
+
+    return [answer for answers in together([lambda document=document: questions(document) for document in range(DOCUMENTS)]) for answer in answers]
+
+
+def prefixes(engine):
+    """Returns the beginnings of prompts that the engine has cached for Tandem, in Tandem's blocks, and the salts of their blocks."""
+    chains = kv_events.chains(kv_events.cache(kv_events.replay(engine.event_sources()[1])))
+    of_tandem = [(tokens, keys) for tokens, keys in chains if len(keys) == 1 and len(keys[0]) == 80]
+    found = {tokens[:end] for tokens, _ in of_tandem for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK)}
+    return found, {keys for _, keys in of_tandem}
+
+
+def leaves(beginnings):
+    inner = {tokens[:-TANDEM_BLOCK] for tokens in beginnings}
+    return sorted(tokens for tokens in beginnings if tokens not in inner)
+
+
+def compare(client, engines, router=None):
+    """Compares the router's index with the engines' caches. Returns the blocks in each cache and in the index, the number of prompts that were
+    looked up, and what differs. `router`: where the router's metrics are, if they are not the frontend's."""
+    caches = {worker: prefixes(engine) for worker, engine in engines.items()}
+    salts = set().union(*(salts for _, salts in caches.values()))
+    assert len(salts) <= 1, f"the caches have blocks of several namespaces: {salts}"
+    prompts = leaves(set().union(*(found for found, _ in caches.values())))
+    wrong = []
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        some = prompts[start : start + PROMPTS_AT_ONCE]
+        for tokens, workers in zip(some, client.explain([[*tokens, ONE_MORE] for tokens in some])):
+            for worker, (found, _) in caches.items():
+                held = max((end for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK) if tokens[:end] in found), default=0)
+                indexed = workers[worker]["overlap_blocks"] * TANDEM_BLOCK
+                if indexed != held:
+                    wrong.append(f"{worker}: {indexed} of {len(tokens)} tokens are indexed, {held} are cached")
+    sizes = {worker: (len(found), int((router or client).metric("tandem_router_index_blocks", worker=worker))) for worker, (found, _) in caches.items()}
+    wrong += [f"{worker}: {indexed} blocks are indexed, {held} are cached" for worker, (held, indexed) in sizes.items() if held != indexed]
+    return sizes, len(prompts), wrong
+
+
+def scenario(stage):
+    engines = {"decode-0": stage.engines["prefill"], "decode-1": stage.engines["decode"]}
+    table = Table("placement", "prompt tokens", "cached", "share", "of what is possible", "TTFT p50", "p90", "predicted too much", "too little")
+    shares = {}
+    for policy in ("random", "kv-aware"):
+        with Tandem(stage) as tandem:
+            client = tandem.up(policy, list(engines.values()), (), "--policy", policy)
+            answers = ask_all(client, policy)
+            prompt, cached = sum(answer.prompt_tokens for answer in answers), sum(answer.cached_tokens for answer in answers)
+            total, at_most = possible(stage.engines["decode"], policy)
+            assert prompt == total, f"{prompt} prompt tokens, but vLLM's template and tokenizer give {total}"
+            ttfts = statistics.quantiles((answer.ttft_s for answer in answers), n=100)
+            missed = [int(client.metric(f"tandem_router_overlap_{kind}_tokens_total")) for kind in ("over", "under")]
+            shares[policy] = cached / prompt
+            table.row(policy, prompt, cached, f"{cached / prompt:.3f}", f"{cached / at_most:.3f}", f"{ttfts[49]:.2f} s", f"{ttfts[89]:.2f} s", *missed)
+            if policy == "random":
+                continue
+            assert cached / at_most >= OF_POSSIBLE_MIN, f"{cached} of {at_most} possible tokens were cached"
+            last = None
+
+            def equal():
+                nonlocal last
+                last = compare(client, engines)
+                return not last[2]
+
+            try:
+                wait_until("the index equals the engines' caches", equal, 15, 1)
+            except AssertionError:
+                raise AssertionError("the index differs from the engines' caches:\n" + "\n".join(last[2])) from None
+            sizes, prompts, _ = last
+            for worker, (held, indexed) in sizes.items():
+                print(f"{worker}: the engine's cache has {held} blocks by its replayed events, the index {indexed}; {prompts} leaves were compared")
+    ratio = shares["kv-aware"] / shares["random"]
+    print(f"KV-aware placement caches {ratio:.2f} times the share of random placement")
+    assert ratio >= OF_RANDOM_MIN, f"only {ratio:.2f} times the share of random placement"
