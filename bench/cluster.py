@@ -23,7 +23,7 @@ WARM_UPS = 1
 PROMPT = 2_000
 BLOCK = 16
 CHUNK = 512
-# A chunk budget above the prompt's length, so that nothing is computed during the transfer.
+# A chunk budget above the prompt's length, so that no tokens are computed during the transfer.
 ONE_CHUNK = 2_048
 # Ids of ordinary words in the default model's vocabulary. Lower ids are single bytes and special tokens.
 WORDS = range(1_000, 40_000)
@@ -31,10 +31,10 @@ WARM_MAX = 1 / 5
 REMOTE_MAX = 1.10
 READY_MAX_MIB = 450e6 / 2**20
 FILLED_MAX_MIB = 1.5 * 1024
-# Concurrent prompts while the caches are being filled, and the maximum number of prompts for that; some are placed on full caches.
+# The number of prompts that run at once while the caches are filled, and the most prompts for that. Some of them find full caches.
 FILLERS = 4
 FILLS_MAX = 60
-# A load average above this means that other work affects the figures.
+# A load average above this value means that other work affects the figures.
 QUIET_MAX = 0.5
 
 
@@ -53,7 +53,7 @@ class Cluster:
         command += ["--prefill", prefill, "--prefill-chunk-budget", str(chunk)]
         settings = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         self.remote = prefill == "remote"
-        # In its own process group, so that Ctrl-C reaches this script only, which then ends the process.
+        # The process has its own process group, so that Ctrl-C reaches only this script, which then ends the process.
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings, process_group=0)
         introduction = ""
         while not (found := re.search(r"frontend +http://(\S+)", introduction)):

@@ -59,7 +59,7 @@ class Side:
 
     def __init__(self, name, command):
         self.name = name
-        # In its own process group, so that Ctrl-C reaches this script only, which then ends the process.
+        # The process has its own process group, so that Ctrl-C reaches only this script, which then ends the process.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, process_group=0
         )

@@ -76,7 +76,7 @@ def small_models():
 
 def random_model(config, dtype):
     torch.manual_seed(7)
-    # Releases of transformers name the argument for the type differently, but all follow torch's default type.
+    # Releases of transformers have different names for the argument that sets the type, but all use torch's default type.
     torch.set_default_dtype(dtype)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
@@ -115,7 +115,7 @@ def check_model(name, config, dtype, folder):
             sequence.append(token)
     if not worst < ERROR_MAX[dtype]:
         failures.append(f"logits are wrong by {worst:.2e} of their size")
-    # Also checks the tokens of sequences that are decoded together, and blocks that are received from another engine.
+    # This also checks the tokens of sequences that are decoded together, and blocks that are received from another engine.
     for check in ("replayed", "transfer"):
         output, error = run_bench(check, folder)
         if error or output.strip() != "equal":

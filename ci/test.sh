@@ -131,8 +131,8 @@ timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "total without the run of
 printf '\n== timings\n'
 printf '%s\n' "${timings[@]}"
 printf '\n== tests\n'
-# The tests run last, so that cargo's own summary ends the output. libtest names a test that hangs ("has been running for over 60 seconds"),
-# and this line must stay visible after the timeout.
+# The tests run last, so that cargo's own summary is at the end of the output. libtest prints the name of a test that hangs ("has been
+# running for over 60 seconds"), and this line must stay visible after the timeout.
 timeout 40m cargo test --workspace --release --locked --no-fail-fast || {
     status=$?
     [ "$status" -ne 124 ] || fail "a test hangs: its name is above, with 'has been running for over 60 seconds'"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs Tandem's scenarios against real vLLM engines on this machine's CPU. By hand and before a release; not part of ci/test.sh.
+# Runs Tandem's scenarios against real vLLM engines on this machine's CPU. To be run by hand and before a release; ci/test.sh does not run
+# it.
 #
 #   ci/vllm.sh                        installs what is missing, then runs all scenarios of ci/vllm/scenarios
-#   ci/vllm.sh NAME...                these scenarios only
+#   ci/vllm.sh NAME...                runs only these scenarios
 #   ci/vllm.sh setup                  installs only: vLLM, and the default model in vLLM's format (3.3 GB in target/ci-vllm)
-#   ci/vllm.sh engines p+d|mixed [--dev]   starts two engines, prints where they are, and ends them at Ctrl-C
+#   ci/vllm.sh engines p+d|mixed [--dev]   starts two engines, prints their addresses, and ends them at Ctrl-C
 #
 # Needs Linux on x86-64, Python 3.11 to 3.13 with venv, binutils and a C compiler; 8 GiB of free memory while engines run.
 # PYTHON: the Python to use [default: python3]. TANDEM_MODEL: the model's GGUF file [default: the default model, fetched].
@@ -14,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${CARGO_TARGET_DIR:-$PWD/target}/ci-vllm"
 case "$folder" in /*) ;; *) folder="$PWD/$folder" ;; esac
 tandem="${CARGO_TARGET_DIR:-target}/release/tandem"
-# Everything that is started ends after this time, whatever happens.
+# Every process that this script starts ends after this time.
 limit_seconds=3600
 
 fail() {
@@ -26,7 +27,7 @@ usage() {
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
 }
 
-# A step is skipped when its inputs were the same the last time that it succeeded.
+# Skips a step if its inputs are the same as at its last success.
 unless_done() {
     local step=$1 inputs=$2 done_file="$folder/$1.done"
     shift 2
@@ -53,7 +54,7 @@ install_vllm() {
     local site
     rm -rf "$folder/venv" "$folder/stubs"
     "$python" -m venv "$folder/venv" || fail "no venv: install Python 3 with venv (Debian: apt-get install python3-venv)"
-    # Only uv takes overrides of what a package asks for.
+    # Only uv can override the dependencies of a package.
     "$folder/venv/bin/python" -m pip install -q uv==0.13.9 || fail "uv was not fetched: see what pip says above"
     "$folder/venv/bin/uv" pip install -q --python "$folder/venv/bin/python" --only-binary :all: --no-cache \
         --override ci/vllm/overrides.txt --requirement ci/vllm/requirements.txt || fail "vLLM was not installed: see what uv says above"
@@ -91,7 +92,7 @@ setup() {
     unless_done model "$TANDEM_MODEL $(stat -c '%s %Y' "$TANDEM_MODEL") $(sha256sum ci/vllm/model_folder.py)" make_model "$TANDEM_MODEL"
 }
 
-# Lets the Python program end its engines; what it leaves is killed.
+# Requests that the Python program end its engines, then kills the processes that are left.
 end_engines() {
     local file
     if [ -n "${program:-}" ] && kill -TERM "$program" 2>/dev/null; then
@@ -106,7 +107,7 @@ end_engines() {
     done
 }
 
-# Runs a Python program in the background: bash runs its traps at once only while it waits.
+# Runs a Python program in the background, because bash runs traps immediately only while it waits.
 with_engines() {
     local program_file=$1 status=0
     shift

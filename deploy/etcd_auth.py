@@ -1,7 +1,6 @@
-"""Makes etcd ask for passwords: a user `root`, and a user `tandem` with rights to the keys below /tandem/ and nothing else.
+"""Makes etcd require passwords: a user `root`, and a user `tandem` with rights to the keys below /tandem/ and nothing else.
 
-Usage: etcd_auth.py URL ROOT_PASSWORD_FILE PASSWORD_FILE. It may be run again: it sets the
-password of `tandem` then. That of `root` stays what it was at first.
+Usage: etcd_auth.py URL ROOT_PASSWORD_FILE PASSWORD_FILE. A further run sets the password of `tandem` again, but not the password of `root`.
 """
 
 import base64
@@ -20,7 +19,7 @@ def text_of(path):
 
 
 def ask(url, method, body, token=None):
-    """An answer of etcd's JSON gateway, or None when it says that this is there already."""
+    """Returns the reply of etcd's JSON gateway, or None if the item to create exists already."""
     headers = {"authorization": token} if token else {}
     request = urllib.request.Request(f"{url}/v3/{method}", json.dumps(body).encode(), headers)
     try:

@@ -4,9 +4,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# docker-compose 1.29 or Compose 2, and the project's name if there is one.
+# Uses docker-compose 1.29 or Compose 2, with the project's name if one is set.
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
-# Seconds; longer than a worker takes to load a model.
+# The seconds to wait for a new container: longer than a worker takes to load a model.
 patience=${PATIENCE_SECONDS:-300}
 
 healthy() {
@@ -24,7 +24,7 @@ for service in "${services[@]}"; do
     predecessors=$("${compose[@]}" ps -q "$service")
     for container in $predecessors; do
         running=$("${compose[@]}" ps -q "$service" | wc -l)
-        # The new container starts first, so that there is never one fewer.
+        # The new container starts first, so that the number of running containers never falls.
         "${compose[@]}" up -d --no-deps --no-recreate --scale "$service=$((running + 1))" "$service"
         all=$("${compose[@]}" ps -q "$service")
         for successor in $all; do healthy "$successor"; done

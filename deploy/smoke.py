@@ -1,4 +1,4 @@
-"""Asks a cluster over HTTP: `cached` tries the cached-token count, `load` streams until it is interrupted and counts what was lost."""
+"""Sends requests to a cluster: `cached` checks the cached-token count; `load` streams until it is interrupted, and counts lost answers."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ CLIENTS = 3
 
 
 def chat(base, text, max_tokens):
-    """The frames of a streamed answer."""
+    """Yields the frames of a streamed answer."""
     model = json.load(urllib.request.urlopen(f"{base}/v1/models", timeout=60))["data"][0]["id"]
     body = {
         "model": model,

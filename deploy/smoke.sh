@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Starts docker-compose.yml unchanged, sends requests, replaces every container of Tandem and kills some while answers run, and reports
-# what was lost.
+# Starts docker-compose.yml unchanged, sends requests, replaces every container of Tandem, kills some while requests run, and reports how
+# many requests were lost.
 #   bash deploy/smoke.sh          builds images unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name local ones
-# Needs the right to kill containers' processes, such as root's. It uses a separate project (tandem-smoke), ports 18000, 18001, 19090 and 13000, and removes everything at the end.
+# The script needs the right to kill containers' processes, which root has. It uses a separate project (tandem-smoke) and the ports 18000,
+# 18001, 19090 and 13000, and removes everything at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export COMPOSE_PROJECT_NAME=tandem-smoke TANDEM_PORT=127.0.0.1:18000 TANDEM_OPERATOR_PORT=127.0.0.1:18001 PROMETHEUS_PORT=127.0.0.1:19090 GRAFANA_PORT=127.0.0.1:13000
 if command -v docker-compose >/dev/null; then compose=(docker-compose); else compose=(docker compose); fi
-# Grafana is not needed for serving: without its image (Debian has none) the rest is tested.
+# Grafana is not started: it is not needed for serving, and its image may not be available.
 services=(etcd etcd-auth nats model router prefill decode frontend proxy prometheus)
 docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: the Docker engine does not answer; start it" >&2; exit 1; }
 SECRETS_DIR=$(mktemp -d)
@@ -33,10 +34,10 @@ load=$!
 trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    # The first container. The whole output of docker-compose is read, otherwise it would end with SIGPIPE.
+    # Takes the first container. The whole output of docker-compose is read, otherwise docker-compose would end with SIGPIPE.
     mapfile -t containers < <("${compose[@]}" ps -q "$service")
     victim=${containers[0]:?no container of $service runs}
-    # Like a crash: Docker does not restart containers that it kills itself.
+    # The process is killed from outside, like a crash: Docker does not restart containers that it kills itself.
     kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$victim")"
     printf '%s: killed %s\n' "$service" "${victim:0:12}"
     sleep 5
@@ -44,11 +45,11 @@ done
 kill -INT "$load"
 wait "$load" && lost=0 || lost=$?
 cat "$log"
-# The killed processes run again and are scraped.
+# By now the killed processes must run again, and Prometheus must scrape them.
 sleep 10
 for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
-    # Empty while no target is known, which is not an error.
+    # The output is empty while Prometheus knows no target. This is not an error.
     up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
     printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1

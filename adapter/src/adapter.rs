@@ -1,4 +1,4 @@
-//! The back end: jobs, the mirror of the engine's cache, and the engine's health.
+//! A worker's back end for an engine in another process.
 
 use crate::{api::Api, job, shared::Shared};
 use std::sync::Arc;
@@ -6,14 +6,14 @@ use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
 use tokio::sync::watch;
 
-/// An engine in another process, driven over the network. Cheap to clone.
+/// The back end of a worker whose engine is another process, driven over the network. Cheap to clone.
 #[derive(Clone)]
 pub struct Adapter {
     pub(crate) shared: Arc<Shared>,
     pub(crate) api: Arc<dyn Api>,
-    /// The family of engines with which it exchanges KV; absent: it exchanges none.
+    /// The family of engines with which this engine exchanges KV; `None` if it exchanges none.
     pub(crate) family: Option<Arc<str>>,
-    /// Whether the engine answers.
+    /// Whether the engine hangs: its last health check timed out.
     pub(crate) hung: watch::Receiver<bool>,
 }
 
@@ -48,7 +48,7 @@ impl Backend for Adapter {
     async fn hung(&self) {
         let mut hung = self.hung.clone();
         if hung.wait_for(|hung| *hung).await.is_err() {
-            // The engine is not watched any more: the worker ends.
+            // The health checks have stopped because the engine has ended, and the worker ends as well.
             std::future::pending().await
         }
     }

@@ -1,4 +1,4 @@
-//! What an adapter needs of an engine's server: one request in, tokens out. Each kind of engine implements it over its own protocol.
+//! The requests that an adapter sends to an engine's server. Each kind of engine implements them with its own protocol.
 
 use crate::http::HttpError;
 use futures::stream::BoxStream;
@@ -6,19 +6,19 @@ use std::borrow::Cow;
 use tandem_engine::{KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 
-/// A server that computes requests.
+/// The server of an engine.
 #[tonic::async_trait]
 pub(crate) trait Api: Send + Sync + 'static {
-    /// Computes a prompt and holds its KV for another engine.
+    /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
     /// The engine refused the request or failed.
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
 
-    /// Generates. The stream ends with a chunk that has [`Chunk::usage`]; dropping it cancels the request.
+    /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
     ///
     /// # Errors
-    /// The engine refused the request or failed; so do the stream's items.
+    /// The engine refused the request or failed. An item of the stream is an error for the same reasons.
     async fn generate(
         &self,
         call: &Call,
@@ -26,20 +26,20 @@ pub(crate) trait Api: Send + Sync + 'static {
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
 
-    /// Returns the logprobs of the prompt's tokens with `top` alternatives; `None` for the first token.
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives. The first token has none.
     ///
     /// # Errors
     /// The engine refused the request or failed.
     async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure>;
 
-    /// Ends a request. What it has reported by then, it still reports: its stream ends with the usage.
+    /// Ends a request early. Its stream still ends with a chunk that has [`Chunk::usage`].
     async fn abort(&self, request_id: &str);
 }
 
 /// One request to the engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
-    /// Unique in the engine.
+    /// The request's id, unique in the engine.
     pub request_id: String,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
@@ -49,11 +49,11 @@ pub(crate) struct Call {
 #[derive(Debug)]
 pub(crate) struct Exported {
     pub handle: KvHandle,
-    /// Tokens that the engine found in its prefix cache; `None`: it does not report them.
+    /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }
 
-/// A part of an answer.
+/// A chunk of a streamed answer.
 #[derive(Debug, Default)]
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
@@ -71,38 +71,38 @@ pub(crate) enum Finish {
     Aborted,
 }
 
-/// What the engine reports about a request at its end.
+/// The engine's report about a request that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Tokens that the engine found in its prefix cache; `None`: it does not report them.
+    /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }
 
 /// Why the engine did not serve a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EngineFailure {
-    /// It takes no more requests now.
+    /// The engine accepts no more requests now.
     #[error("the engine is at capacity: {0}")]
     Full(String),
-    /// It can never serve this request.
+    /// The engine can never serve this request.
     #[error("the engine refuses the request: {0}")]
     Invalid(String),
-    /// It refuses the adapter, not the request.
+    /// The engine refuses the adapter, not the request: for example, the key is wrong.
     #[error("the engine refuses the adapter (HTTP {status}): {message}")]
     Denied { status: u16, message: String },
-    /// It failed while it served the request.
+    /// The engine failed while it served the request.
     #[error("the engine failed: {0}")]
     Failed(String),
-    /// It cannot be reached, or its answer broke.
+    /// The engine is unreachable, or the connection was lost before the answer was complete.
     #[error("the connection to the engine failed")]
     Connection(#[from] HttpError),
-    /// It sent what its protocol does not allow.
+    /// The engine's answer violates the protocol.
     #[error("the engine sent an invalid answer: {0}")]
     Protocol(String),
 }
 
 impl EngineFailure {
-    /// The refusal that a worker reports, if the request and not the engine is at fault.
+    /// Returns the refusal that the worker reports, or `None` if the worker reports a failure.
     pub fn refusal(&self) -> Option<Refusal> {
         match self {
             Self::Full(_) => Some(Refusal::Full),

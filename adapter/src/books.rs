@@ -1,17 +1,17 @@
-//! What the adapter knows of its engine's load: the requests it has queued and submitted, and what it has measured.
+//! The engine's load as the adapter knows it: the queued and submitted requests, and the measured rates.
 
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::Load;
 use tokio::{sync::Notify, time::Instant};
 
-/// A prompt with fewer computed tokens says little about the rate: other times dominate.
+/// The fewest computed tokens of a prompt from which the prefill rate is measured. With fewer, other costs dominate the time.
 const MEASURED_TOKENS_MIN: usize = 256;
 
 /// The weight of a new measurement in a moving average.
 const WEIGHT: f64 = 0.1;
 
-/// All requests of the worker.
+/// The load of all requests of the worker.
 #[derive(Default)]
 pub(crate) struct Books {
     state: Mutex<State>,
@@ -24,7 +24,7 @@ struct State {
     running: u32,
     waiting: u32,
     pending_prefill_tokens: u64,
-    /// Tokens whose KV running requests hold.
+    /// The number of tokens whose KV the running requests use.
     tokens: u64,
     included: Vec<String>,
     prefill_tokens_per_second: f64,
@@ -33,7 +33,7 @@ struct State {
 }
 
 impl Books {
-    /// Returns the load without its blocks, and the tokens whose KV running requests hold.
+    /// Returns the load with its numbers of blocks at 0, and the number of tokens whose KV the running requests use.
     pub fn load(&self) -> (Load, u64) {
         let state = self.state.lock();
         let load = Load {
@@ -48,7 +48,7 @@ impl Books {
         (load, state.tokens)
     }
 
-    /// Takes the ids of the requests that were queued since the last call.
+    /// Returns the ids of the requests that were queued since the last call.
     pub fn take_included(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().included)
     }
@@ -59,7 +59,7 @@ impl Books {
     }
 }
 
-/// One request in the books; dropping it takes it out.
+/// A request's share of the load. Dropping it removes the request from [`Books`].
 pub(crate) struct Work {
     books: Arc<Books>,
     queued_at: Instant,
@@ -71,14 +71,14 @@ pub(crate) struct Work {
 #[derive(Default)]
 struct WorkState {
     submitted_after: Option<Duration>,
-    /// Tokens of the prompt that are still to be computed.
+    /// The number of the prompt's tokens that the engine has not computed yet.
     pending: u64,
     generated: u64,
     last_chunk_at: Option<Instant>,
 }
 
 impl Work {
-    /// Enters a request into the queue. `new_tokens`: those that the engine is expected to compute.
+    /// Adds a queued request, of whose prompt the engine is expected to compute `new_tokens` tokens.
     pub fn new(books: &Arc<Books>, request_id: String, new_tokens: usize, (prompt_tokens, samples): (usize, usize)) -> Self {
         books.update(|state| {
             state.waiting += 1;
@@ -94,7 +94,7 @@ impl Work {
         }
     }
 
-    /// The request was submitted to the engine.
+    /// Records that the request was submitted to the engine.
     pub fn submitted(&self) {
         self.state.lock().submitted_after = Some(self.queued_at.elapsed());
         self.books.update(|state| {
@@ -104,12 +104,12 @@ impl Work {
         });
     }
 
-    /// Returns the time that it waited in the queue.
+    /// Returns the time that the request waited in the queue.
     pub fn queued(&self) -> Duration {
         self.state.lock().submitted_after.unwrap_or_default()
     }
 
-    /// The prompt is computed: the engine computed this many tokens in this time.
+    /// Records that the engine has computed the prompt: `computed` tokens in the time `took`.
     pub fn begun(&self, computed: usize, took: Duration) {
         let pending = std::mem::take(&mut self.state.lock().pending);
         self.books.update(|state| {
@@ -121,7 +121,7 @@ impl Work {
         });
     }
 
-    /// Tokens of a sample have come together.
+    /// Records that one chunk with this many tokens of a sample has arrived.
     pub fn generated(&self, tokens: usize) {
         if tokens == 0 {
             return;
@@ -131,7 +131,7 @@ impl Work {
             state.generated += tokens as u64;
             let now = Instant::now();
             let before = state.last_chunk_at.replace(now);
-            // The chunks of several samples are interleaved.
+            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times as long.
             before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
         };
         self.books.update(|state| {
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn request_counts_from_its_queueing_to_its_end() {
+    async fn load_includes_a_request_from_its_queueing_to_its_end() {
         let books = Arc::new(Books::default());
         let counts = || {
             let (load, tokens) = books.load();

@@ -1,8 +1,8 @@
-//! What an engine reports of its prefix cache, whatever its wire format.
+//! The events with which an engine reports changes of its prefix cache, independent of their wire format.
 
 use tandem_kv::TokenId;
 
-/// The engine's own name of a block and all blocks before it. Opaque: only equality means something.
+/// The engine's own hash of a block and all blocks before it. Tandem only compares these hashes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum EngineHash {
     /// A hash that is sent as a number.
@@ -16,7 +16,7 @@ pub enum EngineHash {
 pub enum EngineEvent {
     /// Blocks were stored. An engine that holds the same content in two blocks reports both.
     Stored(BlocksStored),
-    /// Blocks were dropped, once for each block that was stored.
+    /// Blocks were dropped. An engine that holds the same content in two blocks reports the removal of each.
     Removed(BlocksRemoved),
     /// All blocks were dropped, in every medium.
     Cleared,
@@ -29,19 +29,19 @@ pub struct BlocksStored {
     pub hashes: Vec<EngineHash>,
     /// The hash of the block before the first of these blocks; `None` if they begin a prompt.
     pub parent: Option<EngineHash>,
-    /// The tokens of all blocks. Empty if the engine does not know them.
+    /// The tokens of all blocks. Empty if the engine does not report them.
     pub tokens: Vec<TokenId>,
     /// Tokens in a block.
     pub block_size: u32,
-    /// The blocks were computed with a LoRA adapter.
+    /// Whether the blocks were computed with a LoRA adapter.
     pub lora: bool,
-    /// What else than the tokens is part of each block's hash; one for each block, or empty if there is nothing.
+    /// The inputs of each block's hash besides the tokens: one entry for each block, or no entries if there are no such inputs.
     pub extra_keys: Vec<ExtraKeys>,
-    /// Where the blocks are.
+    /// The memory in which the blocks are.
     pub medium: Medium,
-    /// The layers whose KV the blocks hold; engines with several kinds of attention have a group for each.
+    /// The group of layers whose KV the blocks hold. An engine with several kinds of attention has a group for each kind.
     pub group: Option<u32>,
-    /// The kind of attention of the group.
+    /// The kind of attention of the group's layers.
     pub kind: Option<String>,
     /// The session of the request that stored the blocks, if the request named one.
     pub session: Option<String>,
@@ -52,21 +52,21 @@ pub struct BlocksStored {
 pub struct BlocksRemoved {
     /// The hashes of the blocks.
     pub hashes: Vec<EngineHash>,
-    /// From where they were dropped.
+    /// The memory from which they were dropped.
     pub medium: Medium,
-    /// The layers whose KV they held.
+    /// The group of layers whose KV they held.
     pub group: Option<u32>,
 }
 
-/// What else than the tokens is part of a block's hash.
+/// The inputs of a block's hash besides the block's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ExtraKeys {
-    /// There is nothing else.
+    /// There are none.
     #[default]
     None,
     /// One text: a cache salt, or the name of a LoRA adapter.
     Text(String),
-    /// Anything else, such as an image.
+    /// Other inputs, such as an image.
     Other,
 }
 
@@ -77,6 +77,6 @@ pub enum Medium {
     Device,
     /// The host's memory.
     Host,
-    /// Storage, another machine, or a memory that is not known here.
+    /// Storage, another machine, or a memory that Tandem does not know.
     Elsewhere,
 }

@@ -1,4 +1,4 @@
-//! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer, whole or streamed answers.
+//! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer token, whole or streamed answers.
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
@@ -20,18 +20,19 @@ use rustls::{
 use std::{sync::Arc, time::Duration};
 use tokio::time::timeout;
 
-/// The time for a connection.
+/// The longest time in which a connection may be made.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Idle connections are closed before servers close theirs (uvicorn: 5 s), so that no request meets a closing one.
+/// The time after which an idle connection is closed. Servers close theirs later (uvicorn: after 5 s), so no request is sent on a
+/// connection that the server is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Why there is no answer.
+/// Why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HttpError {
-    /// The server cannot be reached, or the connection broke before the answer.
+    /// The server cannot be reached, or the connection was lost before the answer began.
     #[error("the request was not answered")]
     Request(#[from] hyper_util::client::legacy::Error),
-    /// The connection broke within the answer.
+    /// The connection was lost before the answer was complete.
     #[error("the connection broke within the answer")]
     Body(#[from] hyper::Error),
     /// The server took too long.
@@ -57,14 +58,14 @@ pub enum ClientError {
 #[derive(Clone)]
 pub(crate) struct HttpClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    /// Scheme, authority and the beginning of every path, without a slash at the end.
+    /// The scheme, the authority and the beginning of every path, without a slash at the end.
     base: Arc<str>,
     host: Arc<str>,
     bearer: Option<HeaderValue>,
 }
 
 impl HttpClient {
-    /// Returns a client of the server at `url`. `ca`: PEM certificates of authorities besides the public ones.
+    /// Returns a client of the server at `url`. `ca` has PEM certificates of authorities that are trusted besides the public ones.
     pub fn new(url: &str, key: Option<&str>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
         let invalid = || ClientError::Url(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| invalid())?;
@@ -86,15 +87,15 @@ impl HttpClient {
         Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
     }
 
-    /// The server's host.
+    /// Returns the server's host.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// Sends a request with a JSON body, or without one; returns the answer once its head has come.
+    /// Sends a request with a JSON body, or without one; returns the answer when its head has arrived.
     ///
     /// # Errors
-    /// The server cannot be reached, or the connection broke.
+    /// The server cannot be reached, or the connection was lost.
     pub async fn send(
         &self,
         method: Method,
@@ -109,7 +110,7 @@ impl HttpClient {
         all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         all.extend(self.bearer.clone().map(|bearer| (AUTHORIZATION, bearer)));
         for (name, value) in headers {
-            // A request id with characters that a header cannot have is left out.
+            // The header is left out if the request id has characters that a header cannot have.
             all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
         }
         Ok(self.client.request(request).await?)
@@ -118,7 +119,7 @@ impl HttpClient {
     /// Sends a request and reads the whole answer.
     ///
     /// # Errors
-    /// The server cannot be reached, the connection broke, or the answer did not come in time.
+    /// The server cannot be reached, the connection was lost, or the answer was not complete within `limit`.
     pub async fn read(
         &self,
         method: Method,
@@ -135,15 +136,15 @@ impl HttpClient {
     }
 }
 
-/// Reads the rest of an answer.
+/// Returns the body of an answer.
 ///
 /// # Errors
-/// The connection broke.
+/// The connection was lost.
 pub(crate) async fn whole(answer: Response<Incoming>) -> Result<Bytes, HttpError> {
     Ok(answer.into_body().collect().await?.to_bytes())
 }
 
-/// The bytes of an answer as they come. Dropping the stream closes the connection.
+/// Returns the bytes of an answer as they arrive. Dropping the stream closes the connection.
 pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<Bytes, HttpError>> + Send {
     BodyStream::new(answer.into_body()).filter_map(async |frame| match frame {
         Ok(frame) => frame.into_data().ok().map(Ok),
@@ -151,7 +152,7 @@ pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<By
     })
 }
 
-/// TLS with the public authorities and these.
+/// Returns a TLS configuration that trusts the public authorities and those in `ca`.
 fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
     for certificate in CertificateDer::pem_slice_iter(ca.unwrap_or_default()) {
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_http_addresses_without_a_query_are_accepted() {
+    fn invalid_url_key_or_certificate_is_refused() {
         for url in ["http://engine:8000", "https://engine", "http://[::1]:8000/base/"] {
             HttpClient::new(url, Some("secret"), None).expect(url);
         }

@@ -1,4 +1,4 @@
-//! A job on an external engine: a task that waits for a place, drives the engine's requests and reports their events.
+//! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
     api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
@@ -24,10 +24,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Events that wait for a slow reader; the engine's answer is not read on before there is room.
+/// The most events that wait for a slow reader. At this number, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
-/// A job's half for the worker. Dropping it ends the engine's requests.
+/// The worker's handle of a job. Dropping it ends the job's requests in the engine.
 pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
@@ -42,7 +42,7 @@ impl Job for AdapterJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
-        // A job that has ended says so by its events.
+        // An error means that the job has ended, which its events report.
         self.handle.take().map(|sender| sender.send(handle));
     }
 
@@ -51,7 +51,7 @@ impl Job for AdapterJob {
     }
 }
 
-/// What the task of a job has.
+/// The resources of a job's task.
 struct Task {
     api: Arc<dyn Api>,
     shared: Arc<Shared>,
@@ -59,7 +59,7 @@ struct Task {
     cancelled: CancellationToken,
 }
 
-/// Why a job ends without its last regular event.
+/// Why a job ends early.
 enum Ended {
     /// The job was dropped or cancelled.
     Dropped,
@@ -78,7 +78,7 @@ impl From<EngineFailure> for Ended {
     }
 }
 
-/// Starts a task that waits for its place and then does `run`.
+/// Starts a task that waits for the request's place in the engine and then runs `run`.
 fn start<F>(
     shared: &Arc<Shared>,
     api: &Arc<dyn Api>,
@@ -110,7 +110,7 @@ where
         }
         tokio::select! {
             biased;
-            // Dropping the requests ends them in the engine.
+            // The worker has dropped the job. Dropping the future of `run` ends the requests in the engine.
             () = closed.closed() => {}
             ended = run(task, running) => {
                 if let Err(Ended::Event(event)) = ended {
@@ -128,7 +128,7 @@ struct Waiting {
     work: Work,
 }
 
-/// A request that has its place.
+/// A request that has its place in the engine.
 struct Running {
     _slot: Slot,
     work: Work,
@@ -136,7 +136,7 @@ struct Running {
     submitted: Instant,
 }
 
-/// Starts a prefill whose KV is exported.
+/// Starts a job that computes a prompt and exports its KV.
 pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
     let Prefill { request_id, account, namespace, prompt } = prefill;
     let queued = shared.slots.enqueue(&account, shared.blocks(prompt.len()))?;
@@ -146,7 +146,7 @@ pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill
     Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.export(call, running).await }))
 }
 
-/// Starts a generation.
+/// Starts a job that generates the samples of a prompt.
 pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
     let queued = shared.slots.enqueue(&generate.account, shared.blocks(generate.prompt.len()))?;
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
@@ -193,7 +193,7 @@ impl Task {
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
-            // The engine reads nothing from its cache for this.
+            // The engine does not use its prefix cache for this request.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -223,7 +223,7 @@ impl Task {
     }
 }
 
-/// The samples of one generation. Each is a request of its own with its own seed, as in Tandem's engine.
+/// The samples of one generation. Each is a separate request to the engine, with its own seed, as in Tandem's engine.
 struct Answer<'a> {
     task: &'a Task,
     generate: &'a Generate,
@@ -231,11 +231,13 @@ struct Answer<'a> {
     tiers: Tiers,
     work: &'a Work,
     submitted: Instant,
-    /// Cancelled when the first sample has its first token: the others then find the prompt in the cache.
+    /// Cancelled when the first sample has its first token. Then the other samples are submitted, and find the prompt in the engine's
+    /// cache.
     begun: CancellationToken,
-    /// `Started` is still to be reported.
+    /// Whether the first sample reports [`Event::Started`]. If prompt logprobs were requested, it was reported before.
     reports_prompt: bool,
-    /// The count of cached tokens is this worker's: that of the first sample, because the others find what that one has stored.
+    /// Whether the first sample reports how many tokens were cached; the other samples also find the blocks that the first one has stored.
+    /// Not if prompt logprobs were requested, or if the KV comes from another worker.
     counts_prompt: bool,
 }
 
@@ -249,7 +251,7 @@ impl Answer<'_> {
         sampling.seed = sampling.seed.wrapping_add(sample.into());
         sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
-        // The engine generates at least one token, which is not reported then.
+        // The engine generates at least one token. With a limit of 0, this token is not reported.
         let silent = sampling.max_tokens == Some(0);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
         if silent && !(first && (self.reports_prompt || handle.is_some())) {
@@ -269,7 +271,7 @@ impl Answer<'_> {
         self.task.send(Event::Finished { sample, reason }).await
     }
 
-    /// Runs one request to its end; `None`: it was cancelled.
+    /// Runs one request to its end. The finish reason is `None` if the request was cancelled.
     async fn run(
         &self,
         call: &Call,
@@ -278,7 +280,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<(Option<FinishReason>, Usage), Ended> {
         let Self { task, work, .. } = self;
-        // Engines do not compare the time with their lease, which is twice the time for which the handle is valid.
+        // An engine also pulls KV after the lease on it has ended, so the adapter checks the time. The lease is twice the time for which
+        // the handle is valid.
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
@@ -331,7 +334,7 @@ impl Answer<'_> {
         }
     }
 
-    /// A sample has its first token.
+    /// Handles the first token of a sample. That of the first sample starts the other samples and is reported as [`Event::Started`].
     async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
         if !first {
             return Ok(());

@@ -1,15 +1,17 @@
-//! The adapter's copy of what an engine's prefix cache holds, in Tandem's blocks.
+//! The adapter's copy of an engine's prefix cache, in Tandem's blocks.
 //!
-//! An engine's block is k = `engine_block_size` ÷ `block_size` Tandem blocks, whose sequence hashes follow from its tokens, the block before it,
-//! and, for a prompt's first block, the salt. A block that cannot be identified in this way is not routable: neither it nor a block after it is
-//! reported, and [`Unroutable`] counts it.
+//! An engine's block has `engine_block_size` ÷ `block_size` Tandem blocks. Their sequence hashes are computed from the block's tokens and
+//! the block before it or, for a prompt's first block, the salt. A block that cannot be identified in this way is not routable: neither it
+//! nor a block after it is reported, and [`Unroutable`] counts it.
 //!
-//! Invariants: every block that the engine holds in device or host memory, as far as it was identified, is counted as often as the engine has
-//! reported it, because engines keep duplicates; a Tandem block is *reported* while some engine block holds it and its parent is reported, so
-//! what is reported is prefix-closed, as the router's index needs it, even while an engine has dropped a block and kept its children; replaying
-//! the own events from a snapshot gives what is reported now.
+//! Invariants:
+//! - Every identified block in the engine's device or host memory is counted as often as the engine has reported it, because engines keep
+//!   duplicates.
+//! - A Tandem block is *reported* while an engine block holds it and its parent is reported. So the reported blocks are prefix-closed, as
+//!   the router's index needs them, even while an engine has dropped a block and kept its children.
+//! - A snapshot and the mirror's later events together give the blocks that are reported now.
 //!
-//! An engine without usable events has a mirror of assumptions instead ([`Mirror::assume_stored`]).
+//! The mirror of an engine without usable events has assumed blocks instead ([`Mirror::assume_stored`]).
 
 mod assumed;
 mod blocks;
@@ -25,7 +27,7 @@ use blocks::{Blocks, Tier};
 use std::collections::{BTreeSet, HashMap};
 use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, child_hashes, sequence_hashes};
 
-/// Constants of a mirror.
+/// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorSettings {
     /// The key of the cluster's sequence hashes.
@@ -36,14 +38,14 @@ pub struct MirrorSettings {
     pub engine_block_size: u32,
     /// The capacity of the engine's device memory in the cluster's blocks: the bound on assumed blocks.
     pub device_blocks: u32,
-    /// The engine also reports the leading blocks that a request found in the cache, as stored blocks without a parent (vLLM's
+    /// Whether the engine also reports the leading blocks that a request found in the cache, as stored blocks without a parent (vLLM's
     /// `kv_cache_report_mode: full`).
     pub hits_are_reported: bool,
-    /// The largest number of engine blocks that are mirrored, in all tiers. What an engine stores beyond it is not routable.
+    /// The most engine blocks that are mirrored, in all tiers. Blocks that an engine stores beyond this number are not routable.
     pub engine_blocks_max: usize,
 }
 
-/// The block sizes of cluster and engine do not fit together.
+/// The engine's block size is not a multiple of the cluster's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the engine's blocks of {engine_block_size} tokens are not a multiple of the cluster's blocks of {block_size} tokens")]
 pub struct WrongBlockSize {
@@ -53,32 +55,32 @@ pub struct WrongBlockSize {
     pub block_size: u32,
 }
 
-/// Engine blocks that were stored but are not routable, by the reason. They only grow.
+/// The numbers of engine blocks that were stored but are not routable, by reason. They never decrease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unroutable {
-    /// A prompt's first block without a salt of this cluster.
+    /// First blocks of prompts without a Tandem salt.
     pub namespace: u64,
-    /// A block after a block that is not routable or not known.
+    /// Blocks after a block that is not routable or not known.
     pub parent: u64,
-    /// A block whose KV depends on more than tokens and salt, such as a LoRA adapter or an image.
+    /// Blocks whose KV depends on more than tokens and salt, such as a LoRA adapter or an image.
     pub extra_keys: u64,
-    /// A block of layers without full attention, or of a second group of layers.
+    /// Blocks of layers without full attention, or of a second group of layers.
     pub group: u64,
-    /// A block of another size, or without its tokens.
+    /// Blocks of another size, or without their tokens.
     pub block_size: u64,
-    /// A block in storage or on another machine.
+    /// Blocks in storage or on another machine.
     pub elsewhere: u64,
-    /// A block above the bound on mirrored blocks.
+    /// Blocks beyond the largest number of mirrored blocks.
     pub excess: u64,
 }
 
-/// What an engine's prefix cache holds.
+/// A mirror of one engine's prefix cache.
 pub struct Mirror {
     settings: MirrorSettings,
     engine_blocks: HashMap<EngineHash, EngineBlock>,
     blocks: Blocks,
     assumed: Assumed,
-    /// The group of layers whose blocks are mirrored: the first one with full attention that was seen.
+    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported.
     group: Option<u32>,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
@@ -86,15 +88,15 @@ pub struct Mirror {
 
 /// An engine's block that is in at least one tier.
 struct EngineBlock {
-    /// The Tandem block before it.
+    /// The Tandem block before this block; `None` at the start of a prompt.
     parent: Option<SequenceHash>,
-    /// Its Tandem blocks.
+    /// The block's Tandem blocks.
     hashes: Box<[SequenceHash]>,
     device: u32,
     host: u32,
 }
 
-/// What comes before a block in its prompt.
+/// The block before a block in its prompt.
 #[derive(Clone, Copy)]
 enum Before {
     Nothing,
@@ -102,9 +104,9 @@ enum Before {
     Unidentified,
 }
 
-/// Kinds of attention for which a cached prefix needs all of its blocks, and nothing else.
+/// The kinds of attention for which a cached prefix needs all of its blocks, and no other state.
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
-/// The largest number of names of other kinds that are kept for the log: vLLM has ten kinds.
+/// The most names of other kinds of attention that are kept for the log; vLLM has ten kinds.
 const IGNORED_KINDS_MAX: usize = 16;
 
 impl Mirror {
@@ -128,7 +130,7 @@ impl Mirror {
         })
     }
 
-    /// Applies what the engine reports, in its order.
+    /// Applies events in the order in which the engine reported them.
     pub fn apply(&mut self, events: &[EngineEvent]) {
         for event in events {
             match event {
@@ -139,22 +141,22 @@ impl Mirror {
         }
     }
 
-    /// Assumes that the engine has cached a prompt that it computed. Blocks that were not used for the longest time are dropped first, children
-    /// before their parents, so that no more than `device_blocks` are assumed. For engines without usable events.
+    /// Assumes that the engine has cached a prompt that it computed, for an engine without usable events. At most `device_blocks` blocks
+    /// are assumed: the least recently used ones are dropped first, children before their parents.
     pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
         let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
         let hashes = self.sequence_hashes(namespace, &tokens[..whole]);
         self.assumed.store(&hashes, &mut self.blocks);
     }
 
-    /// Drops everything.
+    /// Drops all blocks.
     pub fn clear(&mut self) {
         self.engine_blocks.clear();
         self.assumed.clear();
         self.blocks.clear();
     }
 
-    /// Returns the changes since the last call. Their ids have no gaps in the mirror's life.
+    /// Returns the changes of the reported blocks since the last call. The ids of all changes of a mirror have no gaps.
     pub fn take(&mut self) -> Vec<KvEvent> {
         self.blocks.take()
     }
@@ -174,17 +176,17 @@ impl Mirror {
         self.blocks.reported()
     }
 
-    /// Returns the leading blocks of a prompt that the engine finds in its caches.
+    /// Returns how many leading blocks of a prompt the engine has cached, by tier.
     pub fn cached_prefix(&self, namespace: &Namespace, tokens: &[TokenId]) -> PrefixTiers {
         self.blocks.prefix(&self.sequence_hashes(namespace, tokens))
     }
 
-    /// Returns how many blocks were not routable since the start.
+    /// Returns the numbers of blocks that were not routable.
     pub fn unroutable(&self) -> &Unroutable {
         &self.unroutable
     }
 
-    /// Returns the kinds of attention whose blocks were ignored since the start, as the engine names them.
+    /// Returns the kinds of attention whose blocks were ignored, as the engine names them.
     pub fn ignored_kinds(&self) -> &BTreeSet<String> {
         &self.ignored_kinds
     }
@@ -205,7 +207,8 @@ impl Mirror {
         let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
         let begins_held =
             stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
-        // A prompt whose first block is computed had no hit, so a first block that is held already was found, not stored.
+        // A prompt whose first block the engine holds finds that block in the cache, so the event reports blocks that were found, not
+        // stored.
         let are_hits = self.settings.hits_are_reported && begins_held;
         let mut before = match &stored.parent {
             None => Before::Nothing,
@@ -229,7 +232,8 @@ impl Mirror {
         }
     }
 
-    /// Returns the block with this index, taken out of the table if it is known, or the count of blocks that are not routable for the same reason.
+    /// Returns the block at `index`, which is removed from the table if it is known. If it is not routable, returns the counter of the
+    /// reason.
     fn identify(&mut self, stored: &BlocksStored, index: usize, before: Before) -> Result<EngineBlock, &mut u64> {
         if let Some(block) = self.engine_blocks.remove(&stored.hashes[index]) {
             return Ok(block);
@@ -272,8 +276,8 @@ impl Mirror {
         }
     }
 
-    /// Whether the blocks of a group are mirrored. A hit needs a prompt's blocks of every group, and they are dropped together in the main, so one
-    /// group stands for all.
+    /// Whether the blocks of a group are mirrored. A hit needs a prompt's blocks of every group, and engines usually drop them together, so
+    /// one group represents all groups.
     fn is_mirrored(&mut self, group: Option<u32>, kind: Option<&str>) -> bool {
         if let Some(kind) = kind.filter(|kind| !FULL_ATTENTION.contains(kind)) {
             if self.ignored_kinds.len() < IGNORED_KINDS_MAX {
@@ -303,7 +307,7 @@ impl EngineBlock {
         }
     }
 
-    /// Counts one block less; a removal that was not preceded by a store changes nothing.
+    /// Counts one block less in the tier. Changes nothing if the engine has not reported that it stored the block.
     fn release(&mut self, tier: Tier, blocks: &mut Blocks) {
         let count = self.count(tier);
         let was_last = *count == 1;

@@ -1,8 +1,8 @@
-//! The `cache_salt` by which an engine keeps namespaces apart, and by which its blocks are recognised.
+//! The `cache_salt` of a request. It keeps namespaces apart in an engine, and identifies the namespace of the engine's blocks.
 //!
-//! An engine hashes the salt into a prompt's first block and repeats it in the event that reports the block. The salt is 80 hexadecimal digits:
-//! the root hash of the namespace, from which the sequence hashes follow, then the namespace's SHA-256, so that two namespaces with one root hash
-//! share no block either. The namespace itself does not fit: vLLM accepts at most 128 characters.
+//! An engine hashes the salt into a prompt's first block and repeats it in the event that reports the block. The salt is 80 hexadecimal
+//! digits: first the namespace's root hash, from which the sequence hashes are computed, then the namespace's SHA-256, so that two
+//! namespaces with the same root hash share no blocks either. The namespace itself may be too long: vLLM accepts at most 128 characters.
 
 use ring::digest::{SHA256, digest};
 use tandem_kv::{HashKey, Namespace, SequenceHash};
@@ -19,7 +19,7 @@ pub fn cache_salt(key: &HashKey, namespace: &Namespace) -> String {
     root.iter().chain(namespace.as_ref()).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Returns the root hash of the namespace with this salt; `None`: it is not a salt of this cluster.
+/// Returns the root hash in a salt; `None` if the text does not have the form of a Tandem salt.
 pub(crate) fn root_hash(salt: &str) -> Option<SequenceHash> {
     let is_salt = salt.len() == DIGITS && salt.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
     let root = salt.get(..ROOT_DIGITS).filter(|_| is_salt)?;
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn salt_has_the_root_hash_and_separates_namespaces() {
+    fn salt_encodes_the_root_hash_and_differs_between_namespaces() {
         let key = HashKey::new([7; 16]);
         let namespaces = ["", "tenant-a", "tenant-b", &"x".repeat(4096)].map(|salt| Namespace::new("model", "main", "", salt));
         let salts = namespaces.each_ref().map(|namespace| cache_salt(&key, namespace));
@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_not_salts() {
+    fn text_that_is_not_a_salt_has_no_root_hash() {
         let salt = cache_salt(&HashKey::NONE, &Namespace::new("model", "", "", ""));
         let wrong = [
             String::new(),

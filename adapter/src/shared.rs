@@ -1,4 +1,4 @@
-//! What all jobs of an adapter share: the mirror of the engine's cache, the places in the engine, and the books.
+//! The state that all jobs of an adapter share: the mirror of the engine's cache, the places in the engine, and the load.
 
 use crate::{
     api::Call,
@@ -16,7 +16,7 @@ use tandem_kv::{KvBatch, Load, Namespace, Snapshot, TokenId};
 use tandem_worker::CacheWatch;
 use tokio::sync::broadcast;
 
-/// Batches that a slow reader may be behind before it has to read a snapshot.
+/// The most batches that wait for a slow reader. A reader that is further behind starts again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 
 /// The state of one adapter.
@@ -24,7 +24,7 @@ pub(crate) struct Shared {
     pub info: EngineInfo,
     pub slots: Arc<Slots>,
     pub books: Arc<Books>,
-    /// Blocks are assumed to be stored by what was routed here, because the engine reports no usable events.
+    /// Whether the mirror assumes blocks from the requests that were routed here, because the engine reports no usable events.
     pub approximate: bool,
     mirror: Mutex<Mirror>,
     /// `None` once the engine has ended.
@@ -33,7 +33,7 @@ pub(crate) struct Shared {
     calls: AtomicU64,
 }
 
-/// Where the cached beginning of a prompt was when the prompt was submitted.
+/// The tiers that held a prompt's cached blocks when the prompt was submitted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiers {
     prefix: PrefixTiers,
@@ -41,13 +41,13 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    /// Returns the tokens that are known to be cached.
+    /// Returns how many leading tokens of the prompt are known to be cached.
     pub fn known(&self) -> usize {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Attributes the engine's number of cached tokens to tiers: those beyond the blocks on the device came from the host's memory, if blocks were
-    /// there at all.
+    /// Splits the engine's number of cached tokens by tier. Tokens beyond the blocks on the device came from the host's memory, if that
+    /// held any of the prompt's next blocks.
     pub fn split(&self, tokens: u32) -> CachedTokens {
         let host =
             if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
@@ -56,7 +56,7 @@ impl Tiers {
 }
 
 impl Shared {
-    /// Returns the state of an adapter whose engine has done nothing yet.
+    /// Returns the state of an adapter that has served no request yet.
     pub fn new(info: EngineInfo, slots: Arc<Slots>, mirror: Mirror, approximate: bool) -> Self {
         let (batches, _) = broadcast::channel(BATCHES_MAX);
         let shared = Self {
@@ -73,17 +73,17 @@ impl Shared {
         shared
     }
 
-    /// Returns the blocks that a prompt's KV needs.
+    /// Returns how many blocks the KV of this many tokens needs.
     pub fn blocks(&self, tokens: usize) -> u64 {
         tokens.div_ceil(self.info.block_size as usize) as u64
     }
 
-    /// Returns an id for a request in the engine: clients may use one id for several attempts at a time.
+    /// Returns an id that is unique in the engine, even for several attempts of a client with one request id.
     pub fn request_id(&self, request_id: &str) -> String {
         format!("{request_id}-{}", self.calls.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Returns where the cached beginning of the prompt is now.
+    /// Returns the tiers that hold the prompt's cached blocks now.
     pub fn tiers(&self, call: &Call) -> Tiers {
         Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
     }
@@ -95,7 +95,7 @@ impl Shared {
         known.min(tokens.len().saturating_sub(1))
     }
 
-    /// The engine has computed the request's prompt.
+    /// Records that the engine has computed the request's prompt.
     pub fn routed(&self, call: &Call) {
         if self.approximate {
             self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
@@ -109,7 +109,7 @@ impl Shared {
         self.publish();
     }
 
-    /// Publishes what has changed in the mirror and the books.
+    /// Publishes the mirror's changes and the load.
     pub fn publish(&self) {
         let batches = self.batches.lock();
         let Some(batches) = &*batches else { return };
@@ -126,14 +126,14 @@ impl Shared {
 
     /// Returns the snapshot, the load and all later batches; `None` if the engine has ended.
     pub fn watch(&self) -> Option<CacheWatch> {
-        // With this lock no batch is published meanwhile.
+        // While this lock is held, no batch is published.
         let batches = self.batches.lock();
         let batches = batches.as_ref()?.subscribe();
         let snapshot: Snapshot = self.mirror.lock().snapshot();
         Some(CacheWatch { snapshot, load: self.last.lock().clone(), batches })
     }
 
-    /// The engine has ended: ends all watches.
+    /// Ends all watches, because the engine has ended.
     pub fn end(&self) {
         self.batches.lock().take();
     }

@@ -1,5 +1,5 @@
-//! The queue in front of an external engine: a request is submitted when the engine can run it, so that the engine's own queue stays short and
-//! limits, fairness and drains keep their meaning.
+//! The queue in front of an external engine. A request is submitted when the engine can run it, so the engine's own queue stays short, and
+//! limits, fairness and drains work as with Tandem's engine.
 
 use parking_lot::Mutex;
 use std::{
@@ -12,16 +12,16 @@ use tokio::sync::oneshot;
 /// How many requests the engine runs at a time, and how many wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotLimits {
-    /// Requests in the engine.
+    /// The most requests in the engine.
     pub running: usize,
-    /// KV blocks of the engine that their prompts may need together. A request that needs more runs alone.
+    /// The most KV blocks that the prompts of these requests may need together. A request that needs more runs alone.
     pub blocks: u64,
-    /// Requests that wait.
+    /// The most requests that wait.
     pub waiting: usize,
 }
 
-/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine is next; an account's requests
-/// are submitted in their order.
+/// The places in the engine. The next place is for the account with the fewest requests in the engine, among those with waiting requests.
+/// An account's requests are submitted in the order of their arrival.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<State>,
@@ -56,7 +56,7 @@ pub(crate) struct Slot {
     blocks: u64,
 }
 
-/// A request in the queue; dropping it takes the request out.
+/// A request in the queue. Dropping it removes the request from the queue.
 pub(crate) struct QueuedRequest {
     slots: Arc<Slots>,
     account: Arc<str>,
@@ -65,7 +65,7 @@ pub(crate) struct QueuedRequest {
 }
 
 impl Slots {
-    /// Returns free places.
+    /// Returns a queue in front of an idle engine.
     pub fn new(limits: SlotLimits) -> Arc<Self> {
         Arc::new(Self { limits, state: Mutex::default() })
     }
@@ -99,7 +99,7 @@ impl Slots {
         (state.running, state.waiting)
     }
 
-    /// Grants places to waiting requests while there are any.
+    /// Grants places to waiting requests while there are free places.
     fn grant(self: &Arc<Self>) {
         loop {
             let granted = {
@@ -110,7 +110,7 @@ impl Slots {
                 })
             };
             let Some((granted, slot)) = granted else { return };
-            // A request that has left meanwhile gives its place back here.
+            // If the request has left the queue meanwhile, this drops its slot, which frees the place.
             drop(granted.send(slot));
         }
     }
@@ -121,7 +121,7 @@ impl State {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
-    /// Takes the next request out of the queue, if there is a place for it.
+    /// Removes the next request from the queue, if there is a place for it.
     fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
         let heads = self.accounts.iter().filter_map(|(name, account)| {
             let head = account.waiting.front()?;
@@ -146,7 +146,7 @@ impl QueuedRequest {
     pub async fn slot(&mut self) -> Slot {
         match (&mut self.granted).await {
             Ok(slot) => slot,
-            // The sender is dropped with the queue only.
+            // The sender is dropped only together with the queue.
             Err(_) => std::future::pending().await,
         }
     }
@@ -165,7 +165,7 @@ impl Drop for QueuedRequest {
         state.waiting -= removed;
         drop(state);
         if removed > 0 {
-            // It may have been the one that did not fit.
+            // The removed request may be one that did not fit, and the requests after it may fit.
             self.slots.grant();
         }
     }
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_wait_for_a_place_and_for_blocks_and_a_large_one_runs_alone() {
+    fn request_waits_for_a_slot_and_blocks_and_an_oversized_one_runs_alone() {
         let slots = slots(2, 10, 8);
         let mut requests: Vec<QueuedRequest> = [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("it may wait")).into();
         let first = granted(&mut requests[0]).expect("the engine is idle");
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn accounts_take_turns() {
+    fn account_without_running_requests_is_served_before_one_with_many() {
         let slots = slots(2, 100, 16);
         let mut many: Vec<QueuedRequest> = (0..6).map(|_| slots.enqueue("many", 1).expect("it may wait")).collect();
         let mut few = slots.enqueue("few", 1).expect("it may wait");
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn full_queue_refuses_and_a_request_that_leaves_frees_its_place_in_it() {
+    fn full_queue_refuses_requests_until_a_waiting_one_is_dropped() {
         let slots = slots(1, 10, 1);
         let mut first = slots.enqueue("", 1).expect("idle");
         let running = granted(&mut first).expect("idle");
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn request_that_leaves_with_its_grant_frees_the_place() {
+    fn request_dropped_before_it_uses_its_slot_releases_the_slot() {
         let slots = slots(1, 10, 4);
         let first = slots.enqueue("", 1).expect("idle");
         let mut second = slots.enqueue("", 1).expect("it may wait");

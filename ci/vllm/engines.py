@@ -1,6 +1,6 @@
-"""Stock vLLM engines on this machine, for scenarios and by hand: started with limits, and ended with everything that they started.
+"""Starts stock vLLM engines on this machine, with limits, for scenarios and by hand; ends each engine with all processes that it started.
 
-    python engines.py FOLDER RUN p+d|mixed [--dev]      starts two engines, prints where they are, and ends them at Ctrl-C
+    python engines.py FOLDER RUN p+d|mixed [--dev]      starts two engines, prints their addresses, and ends them at Ctrl-C
 
 `ci/vllm.sh setup` fills FOLDER; logs are in RUN. Each engine listens on 127.0.0.1 only.
 """
@@ -26,7 +26,8 @@ BLOCKS = 240
 MAX_MODEL_LEN = 4096
 # The time that a prefill engine keeps blocks which no decode engine has pulled. vLLM's default of 30 s is too short for two busy cores.
 LEASE_SECONDS = 60
-# No process may map more. An engine has three; its worker maps the most, 4.8 GB: torch, the weights and 0.6 GB of KV.
+# The limit on the address space of each process. An engine has three processes; its worker maps the most, 4.8 GB: torch, the weights and
+# 0.6 GB of KV.
 ADDRESS_SPACE_BYTES = 8 << 30
 MEMORY_PER_ENGINE_BYTES = 4 << 30
 LIFETIME_SECONDS = 1500
@@ -35,7 +36,7 @@ START_SECONDS = 600
 
 @dataclass(frozen=True)
 class Layout:
-    """What a scenario needs: engines with NIXL (`transfer`) can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info."""
+    """The engines of a scenario: with `transfer` (NIXL) they can pull KV from each other; `dev` adds /reset_prefix_cache and /server_info."""
 
     engines: tuple = ("mixed-a", "mixed-b")
     transfer: bool = False
@@ -64,8 +65,8 @@ class Engine:
         self.process, self.reports_cached = None, True
 
     def command(self):
-        # tcp://*:0 is vLLM's word for a free port of VLLM_HOST_IP, here 127.0.0.1; any other address of a TCP port that it binds has `*`
-        # for the host, which is every interface.
+        # With tcp://*:0, vLLM chooses a free port at VLLM_HOST_IP, here 127.0.0.1. Any other TCP address that vLLM binds has `*` as its
+        # host, which means every network interface.
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}
         command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), "nice", str(self.folder / "venv/bin/vllm"), "serve"]
         command += [str(self.folder / "model"), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -148,13 +149,13 @@ class Engine:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            # Of the session that `start` opened, and not a zombie.
+            # The process is in the session that `start` opened, and is no zombie.
             if self.process and int(fields[3]) == self.process.pid and fields[0] != "Z":
                 ids.append(int(stat.parent.name))
         return ids
 
     def unpin(self):
-        """NIXL binds an engine's worker to the last core; two engines would share it."""
+        """Lets the engine use all cores. NIXL binds an engine's worker to the last core, which two engines would share."""
         cores = os.sched_getaffinity(0)
         for process in self.processes():
             for thread in Path(f"/proc/{process}/task").glob("[0-9]*"):
@@ -215,7 +216,7 @@ class Engine:
             return error.code, json.loads(error.read() or b"null")
 
     def generate(self, token_ids, *, cache_salt=None, kv_transfer_params=None, **sampling_params):
-        """Returns the answer of the endpoint that takes token ids. Greedy, and without an end-of-sequence token, unless the caller says so."""
+        """Returns the answer of the endpoint that takes token ids. By default it is greedy and ignores the end of the sequence."""
         body = {"token_ids": token_ids, "sampling_params": {"temperature": 0, "ignore_eos": True, **sampling_params}}
         body |= {"cache_salt": cache_salt} if cache_salt else {}
         body |= {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else {}

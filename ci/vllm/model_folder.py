@@ -1,4 +1,4 @@
-"""Makes the folder that vLLM loads out of a Llama model in one GGUF file: weights as float32, configuration, tokenizer.
+"""Converts a Llama model in one GGUF file to a folder that vLLM loads: weights as float32, configuration and tokenizer.
 
     python model_folder.py MODEL.gguf FOLDER
 """
@@ -24,7 +24,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
 }
 MODEL_TENSORS = {"output": "lm_head", "output_norm": "model.norm", "token_embd": "model.embed_tokens"}
-# The special tokens' names for vLLM and in GGUF.
+# The names of special tokens for vLLM, and in GGUF.
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Types of tokens in GGUF: control and user-defined tokens are matched in the text as a whole.
 SPECIAL = (3, 4)

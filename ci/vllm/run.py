@@ -2,9 +2,9 @@
 
     python run.py FOLDER RUN TANDEM [NAME...]
 
-A scenario is a file in `scenarios/`: its docstring says what must hold, LAYOUT (of engines.py) which engines it needs, and
-`scenario(stage)` raises an error when something does not hold. One with CHANGES_ENGINES comes last, because the others need engines as they
-were started.
+A scenario is a file in `scenarios/`: its docstring says what must hold, LAYOUT (see engines.py) has the engines that it needs, and
+`scenario(stage)` raises an error when something does not hold. A scenario
+with CHANGES_ENGINES comes last, because the others need engines as they were started.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from engines import EngineFailed, Engines
 
 @dataclass(frozen=True)
 class Stage:
-    """What a scenario gets: the engines by name, Tandem's binary, and a folder of its own for logs."""
+    """The input of a scenario: the engines by name, Tandem's binary, and a folder of its own for logs."""
 
     engines: Engines
     tandem: Path

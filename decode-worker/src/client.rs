@@ -1,11 +1,12 @@
-//! The client of an attempt, with the records of the messages that it receives.
+//! The client of an attempt. Messages to the client are recorded in the attempt's span and in its ledger entry.
 
 use std::sync::Once;
 use tandem_node::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
 use tandem_worker::{Disconnected, LedgerEntry, ReplySender};
 
-/// The client of one attempt. Each message to it is recorded in the span, and decides the outcome in the ledger.
+/// The client of one attempt. Each message to the client is recorded in the span; the first token or failure decides the outcome in the
+/// ledger.
 pub(crate) struct Client {
     replies: ReplySender<GenerateReply>,
     entry: LedgerEntry,

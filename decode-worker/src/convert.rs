@@ -8,13 +8,13 @@ use tandem_proto::{
     v1::{self, GenerateRequest, WorkerRef, finished},
 };
 
-/// The maximum of samples of one prompt.
+/// The most samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
-/// The maximum of alternatives whose logprobs are returned for one token.
+/// The most alternatives whose logprobs are returned for one token.
 const LOGPROBS_MAX: u32 = 20;
-/// The maximum of tokens with a bias; a frontend allows as many.
+/// The most tokens with a bias. A frontend has the same limit.
 const BIASES_MAX: usize = 1_024;
-/// The maximum of tokens that end a sample: more than a frontend allows, including those of the model.
+/// The most tokens that end a sample: more than a frontend allows a client, plus those of the model.
 const STOP_TOKENS_MAX: usize = 1_024;
 /// The largest absolute value of penalties and biases: larger ones make no difference, and all logits stay finite.
 const WEIGHT_MAX: f32 = 1_000.0;

@@ -1,4 +1,5 @@
-//! Why an attempt ends before its last token, and what is reported to the client: the only table from causes to reasons.
+//! The causes for which an attempt ends before its last token, and the only table from these causes to the reasons that the client
+//! receives.
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;
@@ -54,7 +55,7 @@ pub(crate) enum Ended {
 }
 
 impl Ended {
-    /// Returns the failure to report to the client, unless that has disconnected; `instance_id` is this worker's.
+    /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is this worker's.
     pub(crate) fn report(self, instance_id: &str) -> Result<Failure, Disconnected> {
         let (message, this) = (self.to_string(), instance_id.to_owned());
         let (reason, instance_id) = match self {

@@ -1,4 +1,5 @@
-//! Attempts whose count of cached tokens is still to be reported, so that a client can end their generation and wait for it (`Finish`).
+//! Attempts whose cached tokens the engine reports late. A client that calls `Finish` ends the generation of such an attempt and still
+//! receives the report.
 
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
@@ -11,7 +12,7 @@ type Key = (String, u32);
 #[derive(Clone, Default)]
 pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
 
-/// One attempt in the list; dropping it takes it out.
+/// One attempt of the worker. Dropping this value removes the attempt from [`Finishing`].
 pub(crate) struct Attempt {
     all: Finishing,
     key: Key,
@@ -26,7 +27,7 @@ impl Finishing {
         Attempt { all: self.clone(), key, finish }
     }
 
-    /// Requests that an attempt finish. An unknown one has ended.
+    /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because it has ended then.
     pub(crate) fn finish(&self, request_id: String, attempt: u32) {
         if let Some(finish) = self.0.lock().get(&(request_id, attempt)) {
             finish.cancel();
@@ -35,7 +36,7 @@ impl Finishing {
 }
 
 impl Attempt {
-    /// Resolves when the client wants the attempt to finish.
+    /// Resolves when the client requests the end of the generation.
     pub(crate) async fn finish_requested(&self) {
         self.finish.cancelled().await;
     }

@@ -11,12 +11,13 @@ use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
 use tandem_worker::{Disconnected, Job, Worker};
 
-/// Tokens in one message: as many as a slow client receives at a time.
+/// The most tokens in one message. Tokens accumulate while the client is slow.
 const TOKENS_MAX: usize = 256;
 
 /// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
 ///
-/// With a `late` count the cached tokens are reported before the last sample's end, and the client may request the end before.
+/// With `late`, the engine reports the cached tokens only before the last sample's end. The client may request the end of the generation
+/// earlier, and still receives that report.
 pub(crate) async fn forward(
     job: &mut dyn Job,
     output: Output,
@@ -58,7 +59,7 @@ pub(crate) async fn forward(
             (event, _) => event,
         };
         match event {
-            // A stop token is no output; `Finished` names it.
+            // A stop token is not part of the output; `Finished` names it.
             Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
             Some(Event::Token { sample, token, logprobs }) => {
                 tokens.push(sample, convert::token(token, logprobs));
@@ -79,7 +80,7 @@ pub(crate) async fn forward(
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
             }
-            // `Failed`, or the engine has ended; no other events follow `Started`.
+            // The job has failed, or the engine has ended: no other event can follow `Started`.
             _ => {
                 tokens.flush(client).await?;
                 return Err(Ended::Engine);

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 /// The time for which used handles are remembered: longer than any lease.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
-/// What is needed to check handles.
+/// Checks handles, and remembers those that were used.
 pub(crate) struct Handles {
     pub(crate) hash_key: HashKey,
     hasher: RandomState,
@@ -33,7 +33,7 @@ impl Handles {
         Self { hash_key, hasher: RandomState::new(), used: Mutex::default() }
     }
 
-    /// Takes a handle for use: once, and for this prompt only.
+    /// Marks a handle as used and returns it. `None`: it was made for another prompt, is not valid, or was used before.
     pub(crate) fn take(&self, handle: v1::KvHandle, digest: u64) -> Option<KvHandle> {
         let v1::KvHandle { handle: bytes, prompt_digest, valid_ms } = handle;
         if prompt_digest != digest || valid_ms == 0 {

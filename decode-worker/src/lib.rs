@@ -40,9 +40,10 @@ use worker::{Receiving, Worker};
 pub struct DecodeWorkerSettings {
     /// The settings of workers of either role.
     pub worker: WorkerSettings,
-    /// `host:port` at which prefill workers reach this worker; absent: where it listens.
+    /// `host:port` at which prefill workers reach this worker; `None`: the address of the listener.
     pub advertise: Option<String>,
-    /// Requests that wait for a prefill on another worker; more are refused. Each keeps its prompt and a stream, but no blocks.
+    /// The most requests that wait for a prefill on another worker; further ones are refused. Each keeps its prompt and a stream, but no
+    /// blocks.
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub receive_timeout: Duration,
@@ -53,13 +54,13 @@ pub struct DecodeWorkerSettings {
 /// The reason that a decode worker ended.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeWorkerError {
-    /// It cannot serve, or its back end has ended.
+    /// The worker cannot serve, or its back end has ended.
     #[error(transparent)]
     Worker(#[from] WorkerError),
-    /// The socket has no address.
+    /// The address of the socket cannot be read.
     #[error("the decode worker's socket has no address")]
     Socket(#[from] std::io::Error),
-    /// It listens on all addresses, and none is advertised.
+    /// The worker listens on all addresses, and no address is advertised.
     #[error(
         "the decode worker listens on {0}, which other hosts cannot connect to; set --advertise to the host:port at which they reach it"
     )]
@@ -69,7 +70,7 @@ pub enum DecodeWorkerError {
 /// Serves `Decode`, `Transfer` and `Control` until the process drains and every request has ended.
 ///
 /// # Errors
-/// The worker has no address for others, the socket cannot be served, or the back end has ended.
+/// The worker has no address for prefill workers, the socket cannot be served, or the back end has ended.
 pub async fn run(
     listener: impl Into<Listener>,
     backend: impl Backend,

@@ -7,7 +7,7 @@ use tandem_kv::{BlockWrite, Ticket};
 use tandem_transfer::{Destination, Refused};
 use tandem_worker::WorkerMetrics;
 
-/// The engine's thread decides about every block; refused writes are counted by their reason.
+/// Writes to the engine's KV memory. The engine's thread allows or refuses each block; refused writes are counted by their reason.
 pub(crate) struct EngineMemory {
     engine: EngineHandle,
     metrics: Arc<WorkerMetrics>,

@@ -75,7 +75,7 @@ impl Prefill {
     }
 
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
-        // `next` reports a broken stream.
+        // If the stream is broken, `next` reports that.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 

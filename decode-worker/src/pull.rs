@@ -1,7 +1,8 @@
 //! A prompt that another worker's external engine prefills, and whose KV this worker's engine pulls with a handle.
 //!
-//! The request has its place in this worker's engine before the prefill is requested, so a handle never waits for one. What engines do not check is
-//! checked here: a handle is used once, for the prompt for which it was made, on the stream on which it came, and only while it is valid.
+//! The request gets its place in this worker's engine before the prefill is requested, so a handle never waits for a place. Engines do not
+//! check handles, so this module does: a handle is used once, for the prompt for which it was made, on the stream on which it came, and
+//! only while it is valid.
 
 use crate::{
     client::Client,
@@ -43,7 +44,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
-        // A handle that has expired is followed by the failure that says so.
+        // A failure message after the handle means that the handle has expired.
         let expired = prefill.next().now_or_never().is_some();
         let handle = handles.take(handle, digest).filter(|_| !expired);
         job.pull(handle.ok_or_else(|| Ended::BadHandle { prefill: culprit.clone() })?).await;
@@ -68,7 +69,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     Ok(())
 }
 
-/// Waits for the handle; reports meanwhile what the prefill worker reports.
+/// Waits for the handle. Meanwhile forwards the prefill worker's count of cached tokens to the client.
 async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: &Client) -> Result<v1::KvHandle, Ended> {
     let (mut reply, mut scheduled) = (first, false);
     loop {
@@ -90,7 +91,7 @@ async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: 
     }
 }
 
-/// Returns why an event, in place of the expected one, ends the attempt.
+/// Returns the reason for which an unexpected event ends the attempt.
 fn ended(event: Option<Event>, prefill: &str) -> Ended {
     match event {
         Some(Event::PullFailed) => Ended::NotPulled { prefill: prefill.to_owned() },

@@ -66,7 +66,7 @@ async fn run_with_transfers(
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
     let deadline = Instant::now() + worker.receive_timeout;
-    // Declared before the job, so dropped after it: blocks can be received as long as the ticket is live.
+    // This is declared before the job, so it is dropped after the job: blocks can be received as long as the ticket is live.
     let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.common.backend.generate(generate).await?;
     let received = receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, deadline).await?;
@@ -80,7 +80,7 @@ async fn run_with_transfers(
         duration.record(started.kv_transfer.as_secs_f64());
     }
     client.send(Message::DecodeStarted(convert::started(&started))).await?;
-    // If all blocks were cached here, closing the stream stops the prefill, which is not needed.
+    // If all blocks were cached here, the prefill is not needed: closing its stream stops it.
     drop(prefill);
     client.prefilled(chunks).await?;
     forward(&mut *job, output, client, None).await
@@ -88,7 +88,7 @@ async fn run_with_transfers(
 
 struct ReceivedBlocks {
     started: Started,
-    /// The chunks in which the prefill worker computed the prompt; none if all of it was cached here.
+    /// The chunks in which the prefill worker computed the prompt; empty if this worker had cached all of it.
     chunks: Vec<PrefillChunk>,
 }
 
@@ -104,11 +104,11 @@ async fn receive(
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
-            // The engine's events are handled before the prefill worker's messages about them.
+            // Events of the engine are handled before the prefill worker's messages about them.
             biased;
             event = job.next() => match event {
                 Some(Event::Reserved { ticket: secret, missing_blocks }) => {
-                    // With no missing blocks, no path is needed.
+                    // If no blocks are missing, no transfer path is needed.
                     let offered = prefill.offered.as_ref().filter(|_| !missing_blocks.is_empty());
                     let address = worker.address.clone();
                     let mut ticket =

@@ -22,13 +22,13 @@ pub(crate) struct Worker {
     pub(crate) receive_timeout: Duration,
 }
 
-/// How KV of other workers gets here.
+/// How this worker receives KV from other workers.
 pub(crate) enum Receiving {
     /// Block by block, into the engine's memory.
     Transfers(ReceivePaths),
-    /// The engine pulls it with a handle.
+    /// The engine pulls the KV with a handle.
     Handles(Handles),
-    /// Not at all.
+    /// The worker receives no KV.
     None,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct RemotePrompt<'a> {
     pub(crate) request: Request,
     pub(crate) start: PrefillStart,
     pub(crate) prefill: WorkerRef,
-    /// Its place among the requests that wait for a prefill.
+    /// The request's place among the requests that wait for a prefill.
     pub(crate) waiting: SemaphorePermit<'a>,
 }
 

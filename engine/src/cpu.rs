@@ -1,8 +1,8 @@
 //! The CPU back end for models of the Llama and Qwen families.
 //!
-//! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not on
-//! where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order, which the file of its
-//! kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
+//! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not
+//! on where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order, which the file of
+//! its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;

@@ -1,12 +1,12 @@
 //! Models on NVIDIA GPUs: the same Llama and Qwen families as on the CPU.
 //!
-//! The binary needs no part of CUDA to be built or started. [`CudaModel::load`] finds the driver, NVRTC and cuBLASLt at run time, compiles the
-//! kernels for the model's shape and the GPU (once; the result is cached on disk) and copies the weights. GEMMs run in cuBLASLt, everything
-//! else in our own kernels (`cuda/kernels`). The trait `device::Device` separates the host code from the GPU: tests run the same steps and the
-//! same kernel sources on the host (docs/adr/013-cuda.md).
+//! The binary needs no part of CUDA to be built or started. [`CudaModel::load`] finds the driver, NVRTC and cuBLASLt at run time, compiles
+//! the kernels for the model's shape and the GPU (once; the result is cached on disk) and copies the weights. GEMMs run in cuBLASLt,
+//! everything else in our own kernels (`cuda/kernels`). The trait `device::Device` separates the host code from the GPU: tests run the same
+//! steps and the same kernel sources on the host (docs/adr/013-cuda.md).
 //!
-//! Weights, activations, keys and values are 16-bit floats; the residual stream and all accumulators are 32-bit floats. Unlike on the CPU, the
-//! last bits of a result depend on the batch: cuBLASLt chooses its order of summation by the shape of a GEMM.
+//! Weights, activations, keys and values are 16-bit floats; the residual stream and all accumulators are 32-bit floats. Unlike on the CPU,
+//! the last bits of a result depend on the batch: cuBLASLt chooses its order of summation by the shape of a GEMM.
 
 mod buffers;
 mod compile;

@@ -4,26 +4,27 @@ use crate::{Refusal, TokenLogprobs, WriteRefused};
 use std::{fmt, time::Duration};
 use tandem_kv::{ReadyBlock, Ticket, TokenId};
 
-/// An event of a job. A prefill's events are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or `Reserved`,
-/// `Started`, `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked` and `WriteRefused` (both before `Started`) and
-/// `Failed` (at any time) end the job: no other event follows.
+/// An event of a job. A prefill's events are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or
+/// `Reserved`, `Started`, `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked` and `WriteRefused` (both
+/// before `Started`) and `Failed` (at any time) end the job: no other event follows.
 ///
-/// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of `Computed`.
-/// A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. `PullFailed` and `Refused` may be its last events, too.
+/// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of
+/// `Computed`. A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. `PullFailed` and `Refused` may be its
+/// last events, too.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The prompt has its blocks, and its prefill begins on this worker.
     Scheduled {
-        /// Tokens found in this worker's prefix cache: at most the prompt less one token; 0 if nothing was found or caching is off. `None`: the
-        /// external engine does not report them.
+        /// Tokens found in this worker's prefix cache: at most the prompt less one token; 0 if nothing was found or caching is off. `None`:
+        /// the external engine does not report them.
         cached: Option<CachedTokens>,
     },
-    /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as that engine reports it: at
-    /// the earliest with the first token.
+    /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as that engine reports
+    /// it: at the earliest with the first token.
     Submitted,
     /// The prompt has its blocks; another worker may write the KV of the missing ones.
     Reserved {
-        /// The one-time right to write them.
+        /// The one-time right to write the missing blocks.
         ticket: Ticket,
         /// The indices of the missing blocks in the prompt. If there are none, the prompt starts immediately.
         missing_blocks: Vec<u32>,
@@ -69,9 +70,9 @@ pub enum Event {
 /// Tokens of a prompt that were found in a worker's prefix cache, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachedTokens {
-    /// In the device's memory.
+    /// Tokens found in the device's memory.
     pub device: u32,
-    /// In the host's memory.
+    /// Tokens found in the host's memory.
     pub host: u32,
 }
 
@@ -90,7 +91,7 @@ impl CachedTokens {
 /// The right to pull one prompt's KV from the external engine that computed it. It can be used once, before it expires.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KvHandle {
-    /// The engine's own description, which only engines of the same family read. A secret: it is never logged.
+    /// The engine's own description of the KV, which only engines of the same family can read. It is secret and never logged.
     pub bytes: Vec<u8>,
     /// The time for which the KV is certain to be held, from now on.
     pub valid_for: Duration,

@@ -1,8 +1,8 @@
 //! Handles to the thread that owns an engine and its scheduler.
 //!
 //! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
-//! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each of
-//! its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each
+//! of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -29,7 +29,7 @@ pub struct EngineSettings {
     pub batch_max: u32,
     /// The most jobs that wait for their first blocks.
     pub queue_max: u32,
-    /// If off, no block is reused, and 0 cached tokens are reported.
+    /// Whether blocks are reused. If not, 0 cached tokens are reported.
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,

@@ -36,7 +36,8 @@ pub trait Engine: Send + 'static {
     ///
     /// # Errors
     ///
-    /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used again.
+    /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used
+    /// again.
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
 
     /// Copies one block's KV into a buffer of `block_bytes` bytes.

@@ -1,9 +1,9 @@
 //! The scheduler: decides which chunks make a step, by admission, chunked prefill, continuous batching and preemption. A state machine
 //! without I/O or clocks.
 //!
-//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between them.
-//! Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute all
-//! tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
+//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between
+//! them. Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute
+//! all tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
 
 mod admission;
 mod fair;

@@ -34,7 +34,8 @@ pub struct Generate {
     pub samples: u32,
     /// Where the prompt's KV comes from.
     pub kv: KvSource,
-    /// If set, logprobs of the prompt's own tokens are returned, with this many alternatives, and the prompt is computed without cache reads.
+    /// If set, logprobs of the prompt's own tokens are returned, with this many alternatives, and the prompt is computed without cache
+    /// reads.
     pub prompt_logprobs: Option<u32>,
     /// Samples that resume where another worker stopped; only these run. If empty, all samples start.
     pub generated: Vec<Generated>,
@@ -77,8 +78,8 @@ impl Generate {
         beyond.map_or(Ok(()), |needed| Err(Refusal::BeyondContext { needed, context_length: clamped(len_max) }))
     }
 
-    /// Returns the tokens that all samples share: the prompt, and the common beginning of what resumed samples have generated. The KV of all
-    /// but the last of them is computed once, on this worker or another.
+    /// Returns the tokens that all samples share: the prompt, and the common beginning of what resumed samples have generated. The KV of
+    /// all but the last of them is computed once, on this worker or another.
     pub fn shared(&self) -> Vec<TokenId> {
         let mut shared = self.prompt.clone();
         if let Some((first, others)) = self.generated.split_first() {
@@ -90,7 +91,8 @@ impl Generate {
         shared
     }
 
-    /// Returns the longest length of a sample in tokens, the prompt included. Without `max_tokens` it is limited by the context and the cache.
+    /// Returns the longest length of a sample in tokens, the prompt included. Without `max_tokens` it is limited by the context and the
+    /// cache.
     pub(crate) fn len_max(&self, info: &EngineInfo) -> usize {
         let prompt_len = self.prompt.len();
         if let Some(max_tokens) = self.sampling.max_tokens {

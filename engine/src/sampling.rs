@@ -1,8 +1,8 @@
 //! Samples a token from logits. The token depends only on the logits, the sample's history, its seed and its position.
 //!
 //! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched
-//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the same
-//! bits on every machine.
+//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the
+//! same bits on every machine.
 
 mod changes;
 mod request;
@@ -22,7 +22,7 @@ pub struct Sampling {
     pub max_tokens: Option<u32>,
     /// Stop tokens are not sampled before this many new tokens.
     pub min_tokens: u32,
-    /// The logits are divided by it; 0 selects the likeliest token.
+    /// The number by which logits are divided; 0 selects the likeliest token.
     pub temperature: f32,
     /// Keeps the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_follow_the_softmax() {
+    fn token_frequencies_follow_the_softmax() {
         let logits = [0.0f32, 1.0, 2.0, -1.0];
         let tokens = sampled(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
         let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_keep_the_documented_tokens() {
+    fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         // The probabilities are 0.4, 0.3, 0.2 and 0.1.
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let kept = |sampling: Sampling| {
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn top_p_may_keep_more_than_the_first_sorted_candidates() {
+    fn top_p_keeps_tokens_beyond_the_first_sorted_candidates() {
         let logits = vec![0.0f32; 5_000];
         let sampler = Sampler::new(Sampling { top_p: 0.5, ..Sampling::default() }, &[]);
         assert_eq!(sampler.candidates(&logits).len(), 2_500);
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn lowest_temperatures_select_the_likeliest() {
+    fn lowest_temperatures_select_the_likeliest_token() {
         for temperature in [1e-3, 1e-8, f32::MIN_POSITIVE, 1e-45] {
             assert_eq!(
                 sampled(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3),
@@ -448,7 +448,7 @@ mod tests {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("they were asked for");
+        let logprobs = logprobs.expect("they were requested");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
     }

@@ -100,7 +100,7 @@ pub struct SimEngine {
 pub struct SimClock(Arc<AtomicU64>);
 
 impl SimClock {
-    /// Adds to the duration of the step that runs now.
+    /// Adds a duration to that of the step that runs now.
     pub fn add(&self, duration: Duration) {
         self.0.fetch_add(duration.as_nanos() as u64, Relaxed);
     }
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn time_follows_the_cost_model() {
+    fn simulated_time_follows_the_cost_model() {
         let mut engine = SimEngine::new(SimSettings { speedup: 10.0, ..SimSettings::default() });
         let tokens = vec![1; 2_000];
         let blocks: Vec<BlockId> = (0..125).map(BlockId).collect();

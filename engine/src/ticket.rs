@@ -35,13 +35,13 @@ pub enum WriteRefused {
     /// The reservation is complete or was cancelled, for example with its request while blocks were in flight.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// Ends the reservation: the block was written before, or the ticket does not name it.
+    /// The block was written before, or the ticket does not name it. Ends the reservation.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
     /// The block does not have this worker's block size. Ends the reservation.
     #[error("the block's size differs from this worker's")]
     WrongSize,
-    /// Ends the reservation: the sender announced blocks in its memory, but the ticket does not name a path on which they can be copied.
+    /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. Ends the reservation.
     #[error("the blocks do not take the transfer path that the ticket names")]
     WrongPath,
     /// The engine has ended.
@@ -71,7 +71,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn tickets_of_the_system_are_all_different() {
+    fn system_tickets_are_unique_and_random_in_every_byte() {
         let mut draw = from_system();
         let tickets: BTreeSet<Ticket> = (0..1_000).map(|_| draw()).collect();
         assert_eq!(tickets.len(), 1_000);

@@ -61,7 +61,7 @@ fn engine(model: &Arc<CpuModel>, sequences: usize) -> CpuEngine {
     CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 
-/// Each sequence's blocks, interleaved with the others'.
+/// Returns the blocks of one sequence, interleaved with those of the other sequences.
 fn blocks(sequence: usize, sequences: usize) -> Vec<BlockId> {
     (0..SEQUENCE_BLOCKS).map(|i| BlockId((i * sequences + sequence) as u32)).collect()
 }
@@ -75,7 +75,7 @@ fn logprob(logits: &[f32], token: usize) -> f64 {
     f64::from(logits[token]) - largest - logits.iter().map(|logit| (f64::from(*logit) - largest).exp()).sum::<f64>().ln()
 }
 
-/// One sequence's logits of all tokens, computed in chunks of this many.
+/// Returns the logits of all tokens of a sequence, computed in chunks of this length.
 fn all_logits(engine: &mut CpuEngine, tokens: &[TokenId], chunk_len: usize) -> Vec<f32> {
     let blocks = blocks(0, 1);
     let chunks = tokens.chunks(chunk_len).enumerate();
@@ -153,7 +153,7 @@ fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {
 }
 
 #[test]
-fn chunks_of_any_length_give_the_same_bits() {
+fn logits_and_kv_have_the_same_bits_for_chunks_of_any_length() {
     let Some(model) = model() else { return };
     let tokens = document();
     let used = tokens.len().div_ceil(BLOCK_SIZE);
@@ -184,7 +184,7 @@ fn chunks_of_any_length_give_the_same_bits() {
 }
 
 #[test]
-fn batch_of_eight_gives_the_bits_of_each_sequence_alone() {
+fn logits_in_a_batch_of_eight_have_the_same_bits_as_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();
@@ -196,7 +196,7 @@ fn batch_of_eight_gives_the_bits_of_each_sequence_alone() {
     assert!(alone == together, "the logits of a batch are not those of its sequences alone");
 }
 
-/// Greedy decoding of all prompts together: each one's logits of every step.
+/// Decodes all prompts greedily in one batch. Returns the logits of each prompt and step.
 fn decode(engine: &mut CpuEngine, prompts: &[&[TokenId]], vocabulary: usize) -> Vec<Vec<Vec<f32>>> {
     const STEPS: usize = 12;
     let all_blocks: Vec<_> = (0..prompts.len()).map(|sequence| blocks(sequence, prompts.len())).collect();

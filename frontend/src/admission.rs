@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sequences_are_reserved_all_or_none_and_released() {
+    async fn request_reserves_all_its_sequences_or_none_and_releases_them() {
         let (admission, metrics, _shutdown) = admission(3, None);
         let three = admit(&admission, "a", 3).expect("three are free");
         assert!(metrics.render().contains("tandem_frontend_inflight_sequences 3"), "{}", metrics.render());
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_client_cannot_use_up_the_sequences_of_others() {
+    async fn one_client_cannot_use_more_than_its_share_of_sequences() {
         let (admission, _metrics, _shutdown) = admission(4, Some(2));
         let first = admit(&admission, "a", 2).expect("within its limit");
         assert!(matches!(admit(&admission, "a", 1), Err(ApiError::ClientLimit { max: 2 })));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn draining_refuses_new_and_waits_for_running_requests() {
+    async fn draining_frontend_refuses_new_requests_and_waits_for_running_ones() {
         let (admission, _metrics, shutdown) = admission(3, None);
         let running = admission.enter(Endpoint::Chat).expect("it does not drain");
         shutdown.run(std::time::Duration::ZERO).await;

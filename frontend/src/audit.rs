@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn folder_or_too_long_file_is_refused() {
+    fn audit_result_that_is_a_folder_or_too_long_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let kind = |path: &Path| AuditResult::read(path).expect_err("it is refused").cause.kind();
         assert_eq!(kind(folder.path()), io::ErrorKind::InvalidInput);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn hanging_read_yields_the_last_known_result() {
+    async fn last_known_audit_result_is_used_while_a_read_hangs() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("audit");
         let (audit, metrics) = last(&file);

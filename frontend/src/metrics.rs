@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn failure_counters_exist_from_the_start() {
+    fn failure_counters_exist_before_the_first_failure() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         metrics.attempt_failed(FailureReason::PrefillLost);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_that_stops_reporting_is_counted_once_each_time() {
+    fn worker_that_stops_reporting_cached_tokens_is_counted_once_each_time() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         use CachedSource::{RouterEstimate, Worker};

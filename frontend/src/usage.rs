@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn reported_number_is_used_and_only_a_missing_one_is_estimated() {
+    fn reported_cached_tokens_are_used_and_only_a_missing_report_is_estimated() {
         use CachedSource::{RouterEstimate, Unknown, Worker};
         let reported = |tokens| Some(Scheduled { cached_tokens: tokens, ..Scheduled::default() });
         let cases = [
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn tiers_are_as_reported() {
+    fn cached_tokens_by_tier_are_as_reported() {
         let by_tier = [("device".to_owned(), 32)];
         let scheduled =
             Scheduled { cached_tokens: Some(32), cached_tokens_by_tier: by_tier.clone().into(), reported_later: false };

@@ -16,7 +16,7 @@ const GOLDENS_MIN: usize = 250;
 
 #[test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
-fn golden_texts_have_llama_cpps_ids_and_decode_to_themselves() {
+fn golden_texts_encode_to_llama_cpps_ids_and_decode_to_themselves() {
     let Some(path) = std::env::var_os("TANDEM_MODEL") else {
         eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to compare the tokenizer with llama.cpp's");
         return;

@@ -105,7 +105,7 @@ struct Content {
     unused_since: u64,
 }
 
-/// What precedes a block's own tokens: its KV depends on both.
+/// What the KV of a block depends on besides the block's own tokens.
 #[derive(Clone, PartialEq, Eq)]
 enum Prefix {
     /// The block begins a prompt.

@@ -46,7 +46,7 @@ pub struct Snapshot {
 pub struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
-    /// `last_id` has been returned as the id of all changes so far, so no change may be merged into that event.
+    /// Whether `last_id` was returned as the id of all changes so far. Later changes must then not be merged into that event.
     last_id_returned: Cell<bool>,
 }
 

@@ -31,7 +31,7 @@ impl fmt::Debug for HashKey {
     }
 }
 
-/// Identifies a full block *and all blocks before it*. A hint: owners of KV compare tokens on every hit.
+/// Identifies a full block *and all blocks before it*. A hash is only a hint: owners of KV compare tokens on every hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceHash(pub u64);
 
@@ -90,7 +90,7 @@ impl SequenceHash {
     }
 }
 
-/// Tokens that are copied to the stack as bytes and hashed together: a block of the default size.
+/// The number of tokens that are copied to the stack as bytes and hashed together: a block of the default size.
 const HASHED_TOKENS: usize = 16;
 
 /// Returns the hashes of all full blocks of `tokens`, in order.
@@ -125,11 +125,11 @@ mod tests {
 
     const KEY: HashKey = HashKey([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
-    /// Computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the paper's
-    /// test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). Input: parts and tokens little-endian, lengths as 64 bits. If
+    /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
+    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). Input: parts and tokens little-endian, lengths as 64 bits. If
     /// this fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
-    fn hash_of_a_block_equals_reference_values() {
+    fn sequence_hashes_equal_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");
         let keyed = [0x16ae_ff87_33af_f2a0, 0xade2_3ee0_d229_5ed6, 0xb0ea_bf93_99cc_ae7d];
         let without_key = [0x77ec_c063_cc1c_5e70, 0xf040_1803_f65d_e9b0, 0x28f8_7d62_ed63_dec1];
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn debug_hides_the_key() {
+    fn debug_output_hides_the_key() {
         assert_eq!(format!("{KEY:?}"), "HashKey(…)");
     }
 
@@ -192,10 +192,10 @@ mod tests {
     }
 
     #[test]
-    fn namespace_encoding_is_unambiguous() {
+    fn namespaces_with_different_parts_have_different_encodings() {
         let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
         let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
-        // A part that contains an encoded length.
+        // One name contains bytes that look like an encoded length.
         bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));
         bytes.push(Namespace::new("a", "b", "", ""));
         bytes.sort();

@@ -6,7 +6,7 @@
 use crate::BlockId;
 use std::{error::Error, sync::Arc};
 
-/// How a prefill hands its computed blocks over.
+/// How a prefill hands over its computed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
     /// With a copy of each block's content, made when the block is ready: a later read would wait for a step of the engine.

@@ -7,7 +7,7 @@ use std::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket([u8; Ticket::BYTES]);
 
-/// A ticket has [`Ticket::BYTES`] bytes.
+/// The bytes are not a ticket, because there are not [`Ticket::BYTES`] of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a ticket has {} bytes; the sender must pass on the one that it was given", Ticket::BYTES)]
 pub struct InvalidTicket;
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn debug_hides_the_ticket() {
+    fn debug_output_hides_the_ticket() {
         assert_eq!(format!("{:?}", Ticket::from_bytes([0x5a; 16])), "Ticket(hidden)");
     }
 }

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn yarn_interpolates_between_two_pairs() {
+    fn yarn_scaling_interpolates_between_kept_and_divided_frequencies() {
         let scaling = |original_context| Scaling::Yarn {
             factor: 4.0,
             original_context,
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn linear_scaling_and_divisors_divide_frequencies() {
+    fn linear_scaling_and_rope_divisors_divide_frequencies() {
         let rope = Rope::new(Pairs::Halves, 4, 100.0, Some(&[1.0, 8.0]), Scaling::Linear { factor: 2.0 });
         assert_near(&rope.frequencies, &[0.5, 0.1 / 16.0]);
         assert_near(&Rope::new(Pairs::Halves, 4, 100.0, None, Scaling::None).frequencies, &[1.0, 0.1]);

@@ -43,7 +43,7 @@ fn config_error(writer: Writer) -> ModelError {
 }
 
 #[test]
-fn reader_returns_what_the_writer_wrote() {
+fn gguf_reader_returns_the_written_configuration_tensors_and_tokenizer() {
     let file = read(small()).unwrap();
     let config = ModelConfig::read(&file).unwrap();
     let expected = ModelConfig {
@@ -75,7 +75,7 @@ fn reader_returns_what_the_writer_wrote() {
 }
 
 #[test]
-fn mapped_file_equals_its_bytes() {
+fn mapped_file_has_the_same_tensors_as_its_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model.gguf");
     std::fs::write(&path, small().finish()).unwrap();
@@ -87,7 +87,7 @@ fn mapped_file_equals_its_bytes() {
 }
 
 #[test]
-fn optional_keys_have_defaults() {
+fn missing_optional_keys_have_defaults() {
     let writer = small()
         .without("tokenizer.ggml.pre")
         .without("tokenizer.ggml.token_type")
@@ -112,7 +112,7 @@ fn optional_keys_have_defaults() {
 }
 
 #[test]
-fn every_shorter_file_is_refused() {
+fn file_truncated_at_any_length_is_refused() {
     let whole = small().finish();
     for len in 0..whole.len() {
         match Gguf::from_bytes(whole[..len].to_vec()) {
@@ -125,7 +125,7 @@ fn every_shorter_file_is_refused() {
 }
 
 #[test]
-fn other_formats_and_versions_are_refused() {
+fn file_of_another_format_or_version_is_refused() {
     let mut file = small().finish();
     file[4..8].copy_from_slice(&2u32.to_le_bytes());
     assert!(matches!(Gguf::from_bytes(file.clone()), Err(ModelError::Version { found: 2 })));
@@ -175,7 +175,7 @@ fn malformed_files_are_refused() {
 }
 
 #[test]
-fn errors_name_missing_or_mistyped_keys() {
+fn error_names_the_missing_or_mistyped_key() {
     let file = read(small()).unwrap();
     let wrong = |error: ModelError| {
         assert!(matches!(&error, ModelError::WrongValue { key, .. } if error.to_string().contains(key)), "{error}")
@@ -205,7 +205,7 @@ fn inconsistent_tokenizers_are_refused() {
 }
 
 #[test]
-fn unsupported_models_are_refused() {
+fn unsupported_or_inconsistent_model_is_refused() {
     assert!(
         matches!(config_error(small().str("general.architecture", "gemma3")), ModelError::Architecture { found } if found == "gemma3")
     );
@@ -255,7 +255,7 @@ fn family(name: &str) -> Writer {
 }
 
 #[test]
-fn families_set_pairs_biases_and_norms() {
+fn architecture_determines_rope_pairs_biases_and_norms() {
     for (name, pairs, qkv_biases, qk_norms) in
         [("llama", Pairs::Adjacent, false, false), ("qwen2", Pairs::Halves, true, false), ("qwen3", Pairs::Halves, false, true)]
     {
@@ -266,7 +266,7 @@ fn families_set_pairs_biases_and_norms() {
 }
 
 #[test]
-fn rope_scalings_are_read() {
+fn rope_scaling_is_read_from_keys_and_tensors() {
     let rope = |writer| ModelConfig::read(&read(writer).unwrap()).unwrap().rope;
     let qwen = || family("qwen3").f32("qwen3.rope.freq_base", 100.0);
     assert_eq!(rope(qwen()).frequencies, [1.0, 0.1]);

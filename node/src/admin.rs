@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn serves_health_and_metrics_until_shutdown() {
+    async fn admin_listener_serves_health_and_metrics_until_shutdown() {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         metrics.counter("tandem_x_total", "X.", &[]).increment(3);
         let state = Arc::new(Mutex::new(Err("no \"decode\" worker".to_owned())));

@@ -258,7 +258,7 @@ pub fn without_password(server: &str) -> &str {
 fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
     let wrong = || NatsError::Server { server: without_password(server).to_owned() };
     let address: ServerAddr = server.parse().map_err(|_| wrong())?;
-    // An address is shown wherever settings are, so it must not contain a password.
+    // Addresses are shown with the settings, so they must not contain passwords.
     if address.has_user_pass() || address.host().is_empty() { Err(wrong()) } else { Ok(address) }
 }
 

@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recorders_are_separate_and_series_share_a_family() {
+    fn registries_are_separate_and_series_of_one_family_share_a_header() {
         let (one, other) = (Metrics::default(), Metrics::default());
         for worker in ["prefill-0", "prefill-1"] {
             one.counter("tandem_worker_prompt_tokens_total", "Prompt tokens.", &[("worker", worker)]).increment(3);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn series_of_a_part_are_removed_with_it() {
+    fn metrics_of_a_part_are_removed_when_it_is_dropped() {
         let metrics = Metrics::default();
         let placed = |metrics: &Metrics, worker| {
             metrics.counter("tandem_router_placements_total", "Placements.", &[("worker", worker)]).increment(1);

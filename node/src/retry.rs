@@ -16,7 +16,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Returns a backoff after no failures. Its delays grow from `min` to `max`.
+    /// Returns a backoff that has had no failures yet. Its delays grow from `min` to `max`.
     pub fn new(min: Duration, max: Duration) -> Self {
         Self { min, max, delays: exponential(min, max).build(), reported: None }
     }
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn delays_double_with_jitter_and_errors_are_new_once_until_reset() {
+    fn backoff_doubles_with_jitter_and_reports_each_new_error_once() {
         let ms = Duration::from_millis;
         let mut backoff = Backoff::new(ms(100), ms(350));
         for least in [100, 200, 350, 350] {

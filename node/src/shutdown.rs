@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn running_work_gets_the_grace_period_and_no_more() {
+    async fn shutdown_waits_for_running_tasks_until_the_grace_period_ends() {
         let shutdown = Shutdown::default();
         let (finished, result) = tokio::sync::oneshot::channel();
         shutdown.spawn(async move {

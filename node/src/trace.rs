@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sampling_follows_the_clients_trace_or_the_ratio() {
+    async fn trace_is_sampled_as_the_client_decided_or_by_the_ratio() {
         let (never, always) = (tracer(0.0), tracer(1.0));
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());

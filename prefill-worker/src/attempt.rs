@@ -145,13 +145,15 @@ async fn send(
     if !chunks.is_empty() {
         span.set("tandem.prefill_chunks", chunks.len() as u64);
     }
-    // The job pins its blocks until all are written: blocks that are read in place do not change, and copies of blocks do not exceed the cache.
+    // The job pins its blocks until all of them are written, so blocks that are read in place do not change, and copied blocks take no more
+    // memory than the cache.
     let sent = tokio::select! {
         biased;
         _ = job.next() => return Err(Ended::Engine),
         sent = transfer.finish() => sent?,
     };
-    // An engine that failed meanwhile may have reused blocks before the last one was read; it reports the failure before it computes again.
+    // If the engine failed meanwhile, it may have reused blocks before the last one was read. It reports the failure before it computes
+    // again.
     if job.next().now_or_never().is_some() {
         return Err(Ended::Engine);
     }
@@ -178,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticket_may_name_only_blocks_of_the_prompt_each_once() {
+    fn ticket_that_names_a_block_twice_or_beyond_the_prompt_is_refused() {
         let check = |missing: &[u32], prompt_tokens| check(missing, blocks(prompt_tokens, 16)).is_ok();
         // The decode worker computes the KV of the last token, so a prompt of 33 tokens has two blocks to send.
         assert!(check(&[], 1) && check(&[1, 0], 33) && check(&[0, 1, 2], 34));

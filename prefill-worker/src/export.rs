@@ -15,11 +15,11 @@ use tandem_worker::{Disconnected, ReplySender};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
-/// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine; KV of a handle that was sent is released when
-/// the engine's lease for it ends.
+/// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine. If the handle was sent already, the
+/// engine releases its KV when the engine's lease for the handle ends.
 ///
-/// A decode worker that was suspended for longer than the handle is valid finds the error behind the handle, and does not use it: engines do
-/// not check their leases.
+/// Engines do not check their leases. Therefore an expired handle is followed by an error on the stream: a decode worker that was suspended
+/// for longer than the handle is valid finds that error and does not use the handle.
 pub(crate) async fn export(
     worker: &Worker,
     hash_key: &HashKey,
@@ -67,7 +67,7 @@ pub(crate) async fn export(
     Ok(PrefillDone { chunks: chunks.collect(), ipc_handle: Vec::new() })
 }
 
-/// Counts what became of a handle. Unless it was pulled, the engine holds its blocks until the handle's lease ends.
+/// Counts the outcome of a handle when dropped. Unless the handle was pulled, the engine holds its blocks until the handle's lease ends.
 struct HandleOutcome<'a> {
     worker: &'a Worker,
     label: &'static str,
@@ -79,7 +79,7 @@ impl Drop for HandleOutcome<'_> {
     }
 }
 
-/// Returns why a message ends the attempt. A closed stream cancels it.
+/// Returns the reason for which a message ends the attempt. A closed stream cancels the attempt.
 fn unexpected(message: Result<Option<PrefillRequest>, Status>) -> Ended {
     match message {
         Ok(Some(_)) => Ended::Protocol(Protocol::UnexpectedMessage),

@@ -1,4 +1,4 @@
-//! Why an attempt ends early, and what is reported to the decode worker: the only table from causes to reasons.
+//! The causes for which an attempt ends early, and the only table from these causes to the reasons that the decode worker receives.
 
 use tandem_engine::Refusal;
 use tandem_proto::{

@@ -39,18 +39,18 @@ struct Worker {
     ticket_wait: Duration,
 }
 
-/// How KV leaves this worker.
+/// How this worker sends the KV of a prompt.
 enum Sending {
-    /// Block by block, to the places that a ticket names.
+    /// Block by block, into the reservation that a ticket names.
     Transfers(SendPaths),
-    /// By a handle for the prompt's KV; its digest uses this key.
+    /// As a handle for the prompt's KV. `hash_key` is the key of the prompt digest that the handle carries.
     Handles { hash_key: HashKey },
 }
 
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
 ///
 /// # Errors
-/// The socket cannot be served, the back end cannot give KV to other workers, or it has ended.
+/// The socket cannot be served, or the back end cannot give KV to other workers or has ended.
 pub async fn run(
     listener: impl Into<Listener>,
     backend: impl Backend,

@@ -1,7 +1,7 @@
 //! Connections between processes: the HTTP/2 settings that both ends of every connection share.
 //!
-//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle. Services notice the end
-//! of a peer by the end of its streams.
+//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle. A service notices that a peer has
+//! ended when the peer's streams end.
 
 mod guard;
 mod network;
@@ -30,13 +30,14 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// Bytes of one frame to a server. In HTTP/2's smallest frames (16 KiB), KV blocks cost both sides half as much processor time again;
-/// frames larger than this delay the other streams of their connection.
+/// Bytes of one frame to a server. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both sides 1.5 times as much processor
+/// time; frames larger than this delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
-/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. This alone bounds what is buffered for a reader that
-/// has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise streams that are not read would block
-/// the others. HTTP/2's allowance for small unread messages grows with that window as well; a connection that exceeds it breaks.
+/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. Only this limit bounds the bytes that are
+/// buffered for a reader that has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise
+/// streams that are not read would block the others. HTTP/2's allowance for small unread messages grows with that window as well; a
+/// connection that exceeds it breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
@@ -89,7 +90,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // This limit counts messages for streams that the client has reset, over the whole life of the connection.
+        // The limit is turned off: it would count messages for streams that the client has reset, over the whole life of the connection.
         .http2_max_local_error_reset_streams(None))
 }
 

@@ -15,7 +15,7 @@ pub enum WireError {
     /// The ids of a batch's events have gaps, or do not end with `last_event_id`.
     #[error("KV event id {found} follows {after}")]
     EventIds {
-        /// The id before it.
+        /// The id of the previous event.
         after: u64,
         /// The id that was found, or that the batch declares to be its last.
         found: u64,

@@ -53,7 +53,7 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
     }
     let events = std::mem::take(&mut batch.events);
     let without_events = |last_event_id| v1::KvEventBatch { last_event_id, ..batch.clone() };
-    // The size with the longest event id.
+    // The size of an empty batch with the longest event id.
     let empty = without_events(u64::MAX).encoded_len();
     let (mut batches, mut capacity) = (Vec::<v1::KvEventBatch>::new(), 0);
     for event in events {
@@ -81,7 +81,8 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
 /// Bytes of the tag and the length that precede an item of a list, at most.
 const ITEM_BYTES_MAX: usize = 6;
 
-/// Checks that the event ids of the batch have no gap. The receiver checks for a gap before the first one. `step` is not on the wire.
+/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. `step` is not on
+/// the wire.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 
@@ -147,12 +148,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batch_round_trips(batch in batch()) {
+        fn event_batch_round_trips(batch in batch()) {
             prop_assert_eq!(KvBatch::try_from(event_batch("i", &batch, 0)), Ok(batch));
         }
 
         #[test]
-        fn event_batch_omits_events_up_to_the_snapshot_only(batch in batch(), into in 0..12_u64) {
+        fn event_batch_omits_exactly_the_events_up_to_the_snapshot(batch in batch(), into in 0..12_u64) {
             let above = (batch.last_event_id - batch.events.len() as u64) + into;
             let wire = event_batch("i", &batch, above);
             prop_assert_eq!(wire.events.len() as u64, (batch.events.len() as u64).saturating_sub(into));
@@ -163,7 +164,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn split_batches_are_bounded_and_together_complete(batch in batch(), bytes_max in 40..900_usize) {
+        fn split_batches_are_bounded_and_contain_every_event_once(batch in batch(), bytes_max in 40..900_usize) {
             let wire = v1::KvEventBatch { load: None, ..event_batch("i", &batch, 0) };
             let batches = split_batch(wire.clone(), bytes_max);
             let mut wanted = wire.events.iter();

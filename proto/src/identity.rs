@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn fits_names_the_differing_field() {
+    fn mismatch_of_identities_names_the_differing_field() {
         for (other, field) in [
             (Identity { cluster: "d".into(), ..identity() }, "cluster"),
             (Identity { model: "n".into(), ..identity() }, "model"),
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn revisions_are_compared_whole_and_shown_shortened() {
+    fn revisions_are_compared_completely_and_shown_shortened() {
         let revision = |text: String| Identity { revision: text, ..identity() };
         let hash = "0123456789abcdef".repeat(4);
         let other = format!("{}0", &hash[..63]);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_fields_are_not_compared_and_can_be_filled() {
+    fn empty_fields_of_an_identity_are_not_compared_and_can_be_filled() {
         let nothing = Identity::default();
         assert_eq!(
             (nothing.fits(&identity()), identity().fits(&nothing), identity().fits(&identity())),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_of_one_generation_are_compatible() {
+    fn versions_with_the_same_first_nonzero_number_are_compatible() {
         for (one, other, fit) in [
             ("0.3.7", "0.3.0", true),
             ("0.3.7", "0.4.7", false),

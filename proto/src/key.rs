@@ -33,7 +33,7 @@ pub enum Purpose {
     Events,
     /// A worker's address, to which other workers connect.
     Address,
-    /// A process's registration in a directory to which others may write.
+    /// A process's registration in etcd, to which other programs may write.
     Registration,
 }
 
@@ -46,7 +46,8 @@ struct Subkeys {
     fingerprint: String,
     /// `Bearer` and 64 hex digits.
     bearer: MetadataValue<Ascii>,
-    /// The tag of `bearer` under `comparing`: the comparison of tags takes the same time for every presented value.
+    /// The tag of `bearer` under `comparing`. Tags are compared instead of tokens, so that the comparison takes the same time for every
+    /// presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
     /// One for each [`Purpose`], in their order.
@@ -173,7 +174,7 @@ mod tests {
     /// The values were computed with Python's `hmac` and `hashlib`: HMAC-SHA256(secret, "tandem/1/…"). If this test fails, processes of two
     /// versions can no longer authenticate each other.
     #[test]
-    fn derived_keys_are_stable() {
+    fn derived_keys_equal_reference_values() {
         assert_eq!(one().fingerprint(), "658b4719de0e0b76");
         assert_eq!(
             one().bearer().expect("there is a key").as_bytes(),

@@ -10,7 +10,7 @@ const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 /// Plausible milliseconds of a step: from a picosecond, as in simulations, to ten minutes, longer than any engine is allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// Plausible transfer rates in bytes per second: from one that is useless for serving to a thousand times the fastest network.
+/// Plausible transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
 /// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because `kv` does not know them; the sender sets them.

@@ -1,4 +1,4 @@
-//! A constructor of a message.
+//! The constructor of `PrefillChunk`.
 
 use crate::v1;
 use std::time::Duration;

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_of_a_placement_is_signed_in_its_role() {
+    fn addresses_in_a_placement_are_signed_for_their_roles() {
         let key = ClusterKey::random();
         let candidate = || Some(Candidate { worker: Some(worker()), ..Default::default() });
         let placement = Placement { decode: candidate(), prefill: candidate(), ..Default::default() }.with_signed_addresses(&key);

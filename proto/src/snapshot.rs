@@ -28,12 +28,12 @@ pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::Snapsh
                 capacity = CHUNK_HASHES_MAX;
             }
             let (now, later) = rest.split_at(rest.len().min(capacity));
-            chunks.last_mut().expect("there is always one").stored.push(stored(parent, now));
+            chunks.last_mut().expect("a snapshot has at least one chunk").stored.push(stored(parent, now));
             (parent, rest) = (now.last().copied(), later);
             capacity -= now.len();
         }
     }
-    chunks.last_mut().expect("there is always one").last = true;
+    chunks.last_mut().expect("a snapshot has at least one chunk").last = true;
     chunks
 }
 
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn assembly_accepts_consecutive_snapshots_but_refuses_mixed_ones() {
+    fn chunks_of_different_snapshots_are_not_assembled() {
         let chunk = |instance_id: &str, at_event_id, last| v1::SnapshotChunk {
             instance_id: instance_id.to_owned(),
             at_event_id,

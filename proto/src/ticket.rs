@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tickets_are_never_printed() {
+    fn debug_output_hides_the_secret_of_a_ticket() {
         let secret = vec![0xab; 16];
         let ticket = Ticket { ticket: secret.clone(), communicator: secret.clone(), ..Ticket::default() };
         let push = PushRequest { ticket: secret.clone(), payload: secret.clone().into(), ..PushRequest::default() };

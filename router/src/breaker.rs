@@ -37,8 +37,8 @@ struct Open {
     probe: Option<BookingId>,
 }
 
-/// Whether a failure for this reason suggests that the worker is broken. Being at capacity, draining, restarted or asked for something
-/// invalid does not.
+/// Whether a failure for this reason suggests that the worker is broken. A worker that is at capacity, drains, was restarted or received an
+/// invalid request is not broken. No worker is at fault for a refused write.
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     use FailureReason as Reason;
     match reason {
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn circuit_opens_after_consecutive_faults_probes_and_backs_off() {
+    async fn circuit_opens_after_consecutive_faults_and_probes_with_growing_pauses() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         for _ in 0..2 {
             assert!(!breaker.on_fault(BookingId(0), now) && !breaker.on_fault(BookingId(0), now) && breaker.admits(now));

@@ -234,7 +234,7 @@ fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Sequence hashes are hashes already, so a fast hash function suffices. Its seed keeps clients from choosing the table's buckets.
+/// Sequence hashes are hashes already, so the tables use a fast hash function. Its seed keeps clients from choosing the tables' buckets.
 pub(crate) type KeyedState = foldhash::fast::FixedState;
 
 #[cfg(test)]

@@ -45,7 +45,7 @@ use tonic::service::Routes;
 use watch::{Remote, Watch};
 use worker_watch::WorkerWatcher;
 
-/// Why a router cannot run.
+/// The reason that a router cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
     /// The list of workers or peers cannot be used.

@@ -1,4 +1,5 @@
-//! The router's metrics. A worker's series carry its `worker_id`. They are removed when the worker leaves and start at 0 when it returns.
+//! The router's metrics. A worker's series have its `worker_id` as a label. They are removed when the worker leaves, and start at 0 when it
+//! returns.
 
 use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;

@@ -45,7 +45,7 @@ impl MeanRate {
         Self(if weights > 0.0 { f64::exp(logs / weights) } else { default })
     }
 
-    /// Returns the mean.
+    /// Returns the mean of all workers.
     pub fn value(&self) -> f64 {
         self.0
     }
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn old_rate_approaches_the_mean() {
+    fn old_rate_of_a_worker_approaches_the_mean() {
         let ratio = |age_s| {
             let [slow, fast, _] = assumed_rates(&[measured(100.0, age_s), measured(20_000.0, 0), measured(20_000.0, 1)])[..]
             else {

@@ -1,8 +1,8 @@
 //! Replication of bookings between routers: first the full state, then every change, in messages numbered without gaps.
 //!
-//! This module is pure and independent of how messages travel. A change carries the booking's current record, or that it has ended, so it
-//! does no harm to receive a change twice or only merged with a later one. Each message states which range of the sender's journal it
-//! covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
+//! This module is pure and independent of how messages travel. A change carries the booking's current record, or says that the booking has
+//! ended. So a receiver may apply a change twice, or receive only the later of two changes. Each message states which range of the sender's
+//! journal it covers. A receiver that has missed a message detects the gap at the next message and requests the full state again.
 
 use crate::worker_bookings::{BookedLoad, BookingId};
 use std::{
@@ -17,7 +17,7 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that lacks older
+/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that has missed older
 /// changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
@@ -166,7 +166,7 @@ impl TryFrom<BookedRequest> for BookingRecord {
     }
 }
 
-/// What a peer's message changes in the known bookings of that peer.
+/// The changes that a peer's message makes to the known bookings of that peer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
     /// All bookings of the peer are replaced by these.
@@ -224,7 +224,7 @@ impl PeerReceiver {
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
             Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // The state that is still to come includes these changes. If it does not, the next changes show a gap.
+                // The state that the peer is still sending includes these changes. If it does not, the next changes show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn journal_is_bounded_and_reports_forgotten_changes() {
+    fn change_journal_is_bounded_and_reports_that_changes_are_missing() {
         let mut journal = Journal::default();
         let since = |journal: &Journal, after| journal.since(after).map(|ids| ids.map(|id| id.0).collect::<Vec<_>>());
         assert_eq!(since(&journal, 0), Some(vec![]));
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn long_updates_are_split_without_a_gap_and_merge_changes_of_one_booking() {
+    fn long_peer_update_is_split_without_a_gap_and_has_each_booking_once() {
         let ids: Vec<BookingId> = (0..3_000).map(|at| BookingId(at / 2)).collect();
         let messages = changes(0, ids.iter().copied(), |id| id.0.is_multiple_of(2).then(|| record(1)));
         assert_eq!(messages.len(), 2);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn records_survive_the_wire_and_gaps_and_other_instances_are_detected() {
+    fn booking_records_round_trip_and_gaps_and_other_instances_are_detected() {
         let mut receiver = PeerReceiver::new(10);
         let changes = |router, after, last_change_id| {
             let bookings = vec![change(5, Some(record(4))), change(6, None)];

@@ -26,8 +26,8 @@ use tokio::{
 };
 use tonic::{Request, Response, Status, Streaming};
 
-/// How long changes of bookings are collected before they are sent to peers. This bounds the messages per second whatever the load, and is
-/// short enough to announce a burst of equal prompts before the first of them has reached a worker.
+/// How long changes of bookings are collected before they are sent to peers. The delay bounds the messages per second at any load. It is
+/// short enough that a burst of equal prompts is announced before the first of them has reached a worker.
 const BATCH_DELAY: Duration = Duration::from_millis(5);
 /// Interval of messages to a peer while nothing changes.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -205,7 +205,7 @@ struct Route {
     draining_announced: bool,
     traceparent: String,
     request: PlacementRequest,
-    /// Tokens in the client's prompt. `request.prompt_tokens` also includes tokens that failed attempts have generated.
+    /// Tokens in the client's prompt. `request.prompt_tokens` also includes the tokens that failed attempts have generated.
     prompt_tokens: u32,
     /// Instances that have failed the request, at most [`EXCLUDED_MAX`].
     excluded: Excluded,

@@ -13,7 +13,7 @@ use tandem_proto::{
 use tokio::time::Instant;
 
 /// How long an event may take to arrive over NATS after the stream has announced its id. One heartbeat: messages are rarely late by a
-/// hundredth of that, and a lost message is noticed at the next heartbeat.
+/// hundredth of that time, and a lost message is noticed at the next heartbeat.
 const LATE_MAX: Duration = Duration::from_secs(1);
 
 /// What a message changes in the known content of the worker's cache.
@@ -123,7 +123,7 @@ impl KvSubscription {
         }
     }
 
-    /// Processes a chunk of a snapshot, whether it came on the stream or in the reply to a snapshot request.
+    /// Processes a chunk of a snapshot, from the stream or from the reply to a snapshot request.
     pub(crate) fn take_chunk(&mut self, chunk: SnapshotChunk) -> Result<Update, SubscriptionError> {
         if chunk.instance_id != self.instance_id {
             return Err(SubscriptionError::OtherInstance);
@@ -134,8 +134,8 @@ impl KvSubscription {
         Ok(Update::Snapshot(snapshot))
     }
 
-    /// Processes a batch from NATS, which has no load. Other programs may also publish there, so an invalid batch is skipped. If it was
-    /// really the worker's, the ids of later events show a gap.
+    /// Processes a batch from NATS, which has no load. Other programs may also publish there, so an invalid batch is skipped. If the batch
+    /// did come from the worker, the ids of later events show a gap.
     ///
     /// # Errors
     /// An event is missing.
@@ -164,7 +164,7 @@ impl KvSubscription {
             Err(WireError::EventIds { after, .. }) => return Err(SubscriptionError::Gap { applied: after }),
             Err(error) => return Err(error.into()),
         };
-        // The snapshot that is still to come includes these events. If it does not, the next events show a gap.
+        // The snapshot that the worker is still sending includes these events. If it does not, the next events show a gap.
         let Some(applied) = self.applied else { return Ok(Update::None) };
         batch.events.retain(|event| event.event_id > applied);
         let announced = batch.last_event_id.max(applied);
@@ -178,7 +178,7 @@ impl KvSubscription {
         Ok(Update::Batch { batch, stats, sent_unix_us })
     }
 
-    /// Accepts that an announced event has not arrived, as long as its source may be late. Afterwards it is a gap.
+    /// Accepts that an announced event has not arrived, as long as the event may be late. After [`LATE_MAX`] it counts as a gap.
     fn wait_for(&mut self, announced: u64, applied: u64, now: Instant) -> Result<(), SubscriptionError> {
         let (_, since) = *self.awaited.get_or_insert((announced, now));
         let is_late = self.source == EventSource::Direct || now.duration_since(since) >= LATE_MAX;
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_and_malformed_messages_are_rejected() {
+    fn message_of_another_instance_or_without_a_field_is_refused() {
         let other = || KvEventBatch { instance_id: "j".to_owned(), ..batch(0, &[]) };
         let cases = [
             (WatchReply { message: None }, SubscriptionError::Wire(WireError::Missing { field: "message" })),
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn published_events_may_arrive_after_their_announcement() {
+    fn published_events_may_arrive_after_the_heartbeat_that_announces_them() {
         let (mut subscription, start) = (subscription_from(EventSource::Nats), Instant::now());
         let after = |ms| start + Duration::from_millis(ms);
         assert_eq!(subscription.take_published(published(batch(3, &[3])), start), Ok(Update::None));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn event_source_may_change_at_any_time() {
+    fn events_are_applied_once_when_their_source_changes() {
         let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
         snapshot_at(&mut subscription, 0);
         assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);

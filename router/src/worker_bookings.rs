@@ -33,7 +33,7 @@ pub(crate) struct WorkerBookings {
     /// The number of requests placed on the worker, reported or not.
     pub(crate) count: u32,
     unreported: BTreeMap<BookingKey, BookedLoad>,
-    /// Ids of the requests that the worker's reports have come to include: the latest [`INCLUDED_MAX`].
+    /// Ids of the requests that the worker's reports included for the first time: the latest [`INCLUDED_MAX`].
     included: VecDeque<RequestId>,
     /// Prompt tokens that the worker's report does not include yet.
     pub(crate) tokens: u64,
@@ -77,7 +77,7 @@ impl WorkerBookings {
         assert!(before.is_none(), "a booking is made once on a worker");
     }
 
-    /// Records that the worker's report has come to include the request, so its load does not count here any more.
+    /// Records that the worker's report now includes the request, so the request's load does not count here any more.
     pub(crate) fn on_included(&mut self, request_id: &str) {
         let request_id = RequestId::from(request_id);
         if self.included.len() == INCLUDED_MAX {
@@ -91,12 +91,12 @@ impl WorkerBookings {
         }
     }
 
-    /// Whether one of the worker's latest reports has come to include the request.
+    /// Whether one of the worker's latest reports included the request for the first time.
     pub(crate) fn has_included(&self, request_id: &str) -> bool {
         self.included.iter().any(|included| **included == *request_id)
     }
 
-    /// Returns the part of the booking's load that the worker's report does not include.
+    /// Returns the load of the booking that the worker's report does not include.
     pub(crate) fn unreported(&self, key: &BookingKey) -> BookedLoad {
         self.unreported.get(key).copied().unwrap_or_default()
     }
@@ -107,8 +107,8 @@ impl WorkerBookings {
         (self.tokens, self.sequences) = (0, 0);
     }
 
-    /// Records that the booking's prompt has been prefilled: its tokens and predicted blocks do not count any more, its sequences do. To be
-    /// called once for a booking, with the same blocks as in [`Self::add`].
+    /// Records that the booking's prompt has been prefilled: its tokens and predicted blocks do not count any more, but its sequences do.
+    /// To be called once for a booking, with the same blocks as in [`Self::add`].
     pub(crate) fn on_prefilled(&mut self, key: &BookingKey, prefilling: &[SequenceHash]) {
         if let Some(load) = self.unreported.get_mut(key) {
             self.tokens -= std::mem::take(&mut load.tokens);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn booked_load_counts_until_reported_and_never_twice() {
+    fn booked_load_counts_until_the_worker_reports_it() {
         let mut bookings = WorkerBookings::new(0);
         bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, &[]);
         bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, &[]);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn prediction_lasts_until_its_last_prompt_is_prefilled() {
+    fn block_is_predicted_until_all_prompts_that_store_it_are_prefilled() {
         let mut bookings = WorkerBookings::new(0);
         bookings.add(key("a", 1), BookedLoad::default(), &hashes(&[1, 2, 3]));
         bookings.add(key("b", 2), BookedLoad::default(), &hashes(&[1, 2, 9]));

@@ -1,8 +1,9 @@
 //! Receives the description, the KV events and the load of one worker while it is connected.
 //!
 //! A worker is a member from its first complete snapshot until its stream ends, fails, falls silent or carries a message of another
-//! instance. A gap in its events does not end its membership: a new snapshot replaces what was known. Events come over NATS if it is
-//! configured, and on the stream while NATS is disconnected or delivers nothing. Loads and heartbeats always come on the stream.
+//! instance. A gap in its events does not end its membership: a new snapshot replaces what was known. If NATS is configured, events come
+//! over NATS, except while NATS is disconnected or delivers nothing; then they come on the stream. Loads and heartbeats always come on the
+//! stream.
 
 use crate::{
     cluster::{JoinError, MemberId},
@@ -26,8 +27,8 @@ use tandem_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::{Code, Status, Streaming};
 
-/// How long NATS is not used after it delivered no event between two gaps. An operator probably has to permit the messages; until then each
-/// attempt costs the worker a snapshot.
+/// How long NATS is not used after it delivered no event between two gaps. Probably an operator must first permit the messages; until then
+/// each attempt costs the worker a snapshot.
 const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
 /// How long NATS is not used after it disconnected: each reconnection costs the worker a snapshot.
@@ -39,7 +40,7 @@ const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Watches one worker.
 pub(crate) struct WorkerWatcher(pub(crate) Remote);
 
-/// Why a worker's cache has to be read from a snapshot again.
+/// The reason that a worker's cache has to be read from a snapshot again.
 enum Resync {
     /// Events are missing from the subscription.
     Gap,
@@ -276,7 +277,7 @@ impl Drop for Connection<'_> {
     }
 }
 
-/// Returns the stream's next message; `None` if the worker reports that this router has missed events.
+/// Returns the stream's next message; `None` if the worker reports that it has not sent this router all events.
 fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
     match reply {
         Ok(Some(reply)) => Ok(Some(reply)),

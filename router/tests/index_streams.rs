@@ -116,7 +116,7 @@ fn query(reader: &mut Reader<'_>, index: &PrefixIndex, asked: &mut Blocks, sub: 
 }
 
 #[test]
-fn index_answers_recorded_streams_exactly() {
+fn index_answers_every_query_of_the_recorded_streams_correctly() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/index_streams");
     for name in ["conv_w64_b64", "conv_w512_b16"] {
         let Ok(packed) = std::fs::read(folder.join(name).with_extension("bin.zst")) else {

@@ -51,7 +51,7 @@ pub enum Command {
     )]
     PrefillWorker(Box<Serve<WorkerProcess>>),
 
-    /// Run a decode worker, which generates
+    /// Run a decode worker, which generates tokens
     #[command(
         args_override_self = true,
         mut_arg("listen", |arg| arg.default_value("127.0.0.1:7200").help(GRPC_LISTEN_HELP)),

@@ -21,7 +21,7 @@ pub struct ExplainArgs {
     json: bool,
 }
 
-/// The prompt: exactly one of these.
+/// The prompt. Exactly one of these arguments must be given.
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct PromptArgs {
@@ -71,7 +71,7 @@ fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Valu
     Ok(body)
 }
 
-/// Formats the reply as a table for people, with one line for each worker and each role that it could take.
+/// Formats the reply as a table for people. Each worker has one line for each role that it could take.
 fn table(prompt: &Value) -> String {
     let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
     let mut rows = vec![["", "overlap", "predicted", "queued"].into_iter().chain(costs).map(str::to_owned).collect()];

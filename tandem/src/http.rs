@@ -16,7 +16,7 @@ pub(crate) fn get(address: &str, path: &str) -> Result<Reply, ureq::Error> {
     read(agent().get(format!("http://{address}{path}")).call()?)
 }
 
-/// Sends a body of JSON to `host:port`, with one more header.
+/// Sends a POST with a body of JSON and one additional header to `host:port`.
 pub(crate) fn post(address: &str, path: &str, header: (&str, &str), body: &str) -> Result<Reply, ureq::Error> {
     let request = agent().post(format!("http://{address}{path}"));
     read(request.content_type("application/json").header(header.0, header.1).send(body)?)

@@ -94,7 +94,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Serves until a signal, or prints the settings if only these are requested.
+/// Serves until a signal; with `--print-config`, only prints the settings.
 fn run_or_print<R, S, F>(command: Serve<R>, common: fn(&R) -> &CommonArgs, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
 where
     R: clap::Args + serde::Serialize,

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_with_one_secret_is_read_without_its_line_end() {
+    fn secret_is_read_from_its_file_without_the_final_newline() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("secret");
         let read = |content: &[u8]| {

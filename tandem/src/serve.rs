@@ -8,7 +8,7 @@ use anyhow::Context;
 use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` go into the log.
+/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are logged at the start.
 ///
 /// # Errors
 /// The log filter is invalid, the start or a part fails, or a second signal ended the draining.
@@ -23,7 +23,7 @@ pub fn run<S: Served>(
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads can be started")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
-    // A download, or the loading of a model, must not delay the end of the process when its result is not needed any more.
+    // A download or the loading of a model must not delay the end of the process, because the result is not needed any more.
     runtime.shutdown_background();
     done
 }

@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 
-/// Formats the rows, the first of which is the header: the first `left` columns are aligned to the left, the others to the right. Every
+/// Formats the rows, of which the first is the header. The first `left` columns are aligned to the left, the others to the right. Every
 /// line ends with a newline.
 pub(crate) fn text_table(rows: impl IntoIterator<Item = Vec<String>>, left: usize) -> String {
     let mut table = Table::new();

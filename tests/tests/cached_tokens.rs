@@ -93,7 +93,7 @@ async fn cpu_local_prefill_counts_cached_tokens() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
+async fn missing_cached_token_count_is_replaced_by_a_marked_estimate() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let settings = UpSettings { prefill_workers: 1, ..sim_settings_with(prefill) };
         let cluster = start_without_cached_tokens(settings).await?;
@@ -116,7 +116,7 @@ async fn missing_report_is_replaced_by_a_marked_estimate() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
+async fn zero_cached_tokens_reported_without_prefix_caching_reach_the_client() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local] {
         let mut settings = sim_settings_with(prefill);
         settings.worker.no_prefix_caching = true;
@@ -134,7 +134,7 @@ async fn zero_reported_without_prefix_caching_is_passed_on() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Result<()> {
+async fn prompt_counts_once_for_all_samples_and_each_prompt_of_a_batch_counts() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let text = prose("counted", 200);
@@ -159,7 +159,7 @@ async fn samples_count_their_prompt_once_and_batched_prompts_each_count() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cache_salt_separates_caches_and_continued_chats_hit() -> Result<()> {
+async fn different_cache_salts_share_no_blocks_and_a_continued_chat_is_cached() -> Result<()> {
     let cluster = start(sim_settings()).await?;
     let client = Client::new(cluster.frontend());
     let complete = async |salt: &str| {

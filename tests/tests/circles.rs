@@ -1,4 +1,4 @@
-//! Refuses import circles inside crates: a circle of files can only be read as a whole.
+//! Checks that no crate has an import circle: a reader must know all files of a circle to understand one of them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use tandem_tests::workspace::{root, text};
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;
 
-/// The modules below `dir`, each with its file's text, except tests.
+/// Adds the modules below `dir`, each with the text of its file, to `into`. Test modules are omitted.
 fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
     for entry in std::fs::read_dir(dir).expect("source folders are readable").flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
@@ -23,13 +23,13 @@ fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
     }
 }
 
-/// The text without comments and the test module, which is last in a file.
+/// Returns the text without comments and without the test module, which is the last item of a file.
 fn code(text: &str) -> String {
     let product = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
     product.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// The paths of a `use` tree: `a::{b, c::d}` has `a::b` and `a::c::d`.
+/// Returns the paths of a `use` tree: `a::{b, c::d}` has `a::b` and `a::c::d`.
 fn expanded(tree: &str) -> Vec<String> {
     let Some((prefix, rest)) = tree.split_once('{') else { return vec![tree.trim().to_owned()] };
     let inner = rest.rsplit_once('}').map_or(rest, |(inner, _)| inner);
@@ -45,7 +45,7 @@ fn expanded(tree: &str) -> Vec<String> {
     parts.flat_map(|part| expanded(part)).map(|path| format!("{}{path}", prefix.trim())).collect()
 }
 
-/// The modules that a module imports from. Imports from a parent module do not count.
+/// Returns the modules that a module imports from. Imports from a parent module do not count.
 fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTreeSet<Module> {
     let code = code(text);
     let uses = code.split("use ").skip(1).filter_map(|rest| rest.split_once(';')).flat_map(|(tree, _)| expanded(tree));
@@ -74,7 +74,7 @@ fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTree
     resolved.filter(|to| all.contains_key(to) && !module.starts_with(to)).collect()
 }
 
-/// The sets of modules that import from each other, directly or through other modules.
+/// Returns the sets of modules that import from each other, directly or through other modules.
 fn circles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
     let edges: BTreeMap<&Module, BTreeSet<Module>> =
         all.iter().map(|(module, text)| (module, imports(module, text, all))).collect();
@@ -106,7 +106,7 @@ fn crates_have_no_import_circles() {
 }
 
 #[test]
-fn circle_is_found() {
+fn import_circle_is_detected() {
     let files = [
         ("", "mod a; pub use a::A;"),
         ("a", "use crate::{b::{C, D}, x};"),

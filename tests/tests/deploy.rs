@@ -47,7 +47,7 @@ fn names(list: &Value) -> BTreeSet<String> {
 }
 
 #[test]
-fn services_are_confined() -> Result<()> {
+fn compose_services_have_no_privileges_and_bounded_resources() -> Result<()> {
     for (name, service) in services()? {
         ensure!(service["read_only"] == true, "{name}: read_only");
         ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");

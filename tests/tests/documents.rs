@@ -191,7 +191,7 @@ async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn tiny_first_prompts_do_not_exclude_a_worker_from_later_ones() -> Result<()> {
+fn worker_receives_prompts_although_its_first_ones_were_tiny() -> Result<()> {
     for seed in 1..=20 {
         let placed = in_paused_time(placed_after_tiny_prompts(seed))?;
         assert_eq!(placed.iter().sum::<f64>(), 28.0);

@@ -1,4 +1,4 @@
-//! The subscription to an engine's KV events, over real sockets, with losses.
+//! The subscription to an engine's KV events over real sockets: replays, and the losses that it must report.
 
 use anyhow::{Result, bail};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use tandem_adapter::{
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
-/// Only a failing test waits this long.
+/// Limit on every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Setup {
@@ -17,7 +17,7 @@ struct Setup {
     subscription: Subscription,
 }
 
-/// The settings of a subscription that looks for lost batches often.
+/// Returns the settings of a subscription that checks for lost batches every 50 ms.
 fn settings(publisher: &PublisherSettings) -> SubscriptionSettings {
     SubscriptionSettings {
         endpoint: publisher.endpoint.clone(),
@@ -33,7 +33,7 @@ async fn start() -> Result<Setup> {
     start_with(|_| {}).await
 }
 
-/// Starts a publisher and a subscription, which has taken effect.
+/// Starts a publisher and a subscription, and waits until the publisher knows the subscription.
 async fn start_with(change: impl FnOnce(&mut SubscriptionSettings)) -> Result<Setup> {
     follow(Publisher::bind().await?, change).await
 }
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// A batch that a test recognises by its number.
+/// Returns a batch whose only event contains this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
@@ -73,7 +73,7 @@ impl Setup {
 }
 
 #[tokio::test]
-async fn batches_from_before_and_after_the_start_arrive_once_and_in_order() -> Result<()> {
+async fn batches_published_before_and_after_the_subscription_arrive_once_in_order() -> Result<()> {
     let publisher = Publisher::bind().await?;
     for number in 0..3 {
         publisher.publish(batch(number)).await?;
@@ -94,7 +94,7 @@ async fn dropped_batches_are_replayed_when_the_next_one_arrives() -> Result<()> 
 }
 
 #[tokio::test]
-async fn dropped_last_batches_are_found_without_another_one() -> Result<()> {
+async fn dropped_last_batches_are_replayed_although_no_batch_follows() -> Result<()> {
     let mut setup = start().await?;
     setup.publish([0]).await?;
     setup.expect([0]).await?;
@@ -104,7 +104,7 @@ async fn dropped_last_batches_are_found_without_another_one() -> Result<()> {
 }
 
 #[tokio::test]
-async fn gap_that_cannot_be_replayed_is_a_loss_and_what_follows_is_delivered() -> Result<()> {
+async fn gap_that_cannot_be_replayed_is_reported_and_later_batches_are_delivered() -> Result<()> {
     let mut setup = start_with(|settings| settings.check_interval = TIMEOUT).await?;
     setup.publish([0, 1]).await?;
     setup.expect([0, 1]).await?;
@@ -119,7 +119,7 @@ async fn gap_that_cannot_be_replayed_is_a_loss_and_what_follows_is_delivered() -
 }
 
 #[tokio::test]
-async fn history_that_is_not_kept_is_a_loss_and_what_is_kept_is_delivered() -> Result<()> {
+async fn batches_missing_from_replay_are_reported_and_the_others_delivered() -> Result<()> {
     let publisher = Publisher::bind_with(PublisherSettings { buffer_batches: 2, ..PublisherSettings::default() }).await?;
     for number in 0..5 {
         publisher.publish(batch(number)).await?;
@@ -130,7 +130,7 @@ async fn history_that_is_not_kept_is_a_loss_and_what_is_kept_is_delivered() -> R
 }
 
 #[tokio::test]
-async fn batch_that_clears_the_cache_makes_good_what_was_lost_before_it() -> Result<()> {
+async fn loss_before_a_batch_that_clears_the_cache_is_not_reported() -> Result<()> {
     let publisher = Publisher::bind_with(PublisherSettings { buffer_batches: 3, ..PublisherSettings::default() }).await?;
     for number in 0..4 {
         publisher.publish(batch(number)).await?;
@@ -148,11 +148,11 @@ async fn batch_that_clears_the_cache_makes_good_what_was_lost_before_it() -> Res
 }
 
 #[tokio::test]
-async fn restarted_engine_is_noticed_and_followed_from_its_first_batch() -> Result<()> {
+async fn restarted_engine_is_detected_and_followed_from_its_first_batch() -> Result<()> {
     let mut setup = start().await?;
     setup.publish([0, 1]).await?;
     setup.expect([0, 1]).await?;
-    // The new process publishes as many batches as the old one before it is reached.
+    // The new process publishes more batches than the old one, possibly before the subscription reconnects.
     setup.publisher.restart().await?;
     setup.publish([10, 11, 12]).await?;
     assert_eq!(setup.next().await?, Update::Restarted);
@@ -160,7 +160,7 @@ async fn restarted_engine_is_noticed_and_followed_from_its_first_batch() -> Resu
 }
 
 #[tokio::test]
-async fn restarted_engine_that_is_silent_is_noticed() -> Result<()> {
+async fn restarted_engine_is_detected_before_it_publishes() -> Result<()> {
     let mut setup = start().await?;
     setup.publish([0]).await?;
     setup.expect([0]).await?;
@@ -180,7 +180,7 @@ async fn lost_connection_loses_no_batch() -> Result<()> {
 }
 
 #[tokio::test]
-async fn without_replay_a_gap_and_a_lost_connection_are_losses() -> Result<()> {
+async fn gap_and_lost_connection_are_reported_without_a_replay_endpoint() -> Result<()> {
     let mut setup = start_with(|settings| settings.replay_endpoint = None).await?;
     setup.publish([0]).await?;
     setup.expect([0]).await?;
@@ -196,14 +196,14 @@ async fn without_replay_a_gap_and_a_lost_connection_are_losses() -> Result<()> {
 }
 
 #[tokio::test]
-async fn replay_that_is_not_answered_is_a_loss() -> Result<()> {
+async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     let mut setup = start_with(|settings| settings.timeout = Duration::from_millis(200)).await?;
     setup.publish([0]).await?;
     setup.expect([0]).await?;
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // Whether the gap or the silence is noticed first is a matter of time.
+    // The subscription may detect first the gap, or the missing answer to its request for a replay.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),
@@ -220,7 +220,7 @@ async fn replay_that_is_not_answered_is_a_loss() -> Result<()> {
 }
 
 #[tokio::test]
-async fn payload_that_is_not_a_batch_is_a_loss() -> Result<()> {
+async fn malformed_payload_is_reported_as_a_loss() -> Result<()> {
     let mut setup = start().await?;
     setup.publish([0]).await?;
     setup.publisher.publish_bytes(b"\xc1".to_vec()).await?;
@@ -231,7 +231,7 @@ async fn payload_that_is_not_a_batch_is_a_loss() -> Result<()> {
 }
 
 #[tokio::test]
-async fn batches_of_another_rank_are_a_loss() -> Result<()> {
+async fn batch_of_another_rank_is_reported_as_a_loss() -> Result<()> {
     let mut setup = start_with(|settings| settings.data_parallel_rank = 1).await?;
     setup.publish([0]).await?;
     assert_eq!(setup.next().await?, Update::Lost(Lost::OtherRank(0)));
@@ -239,7 +239,7 @@ async fn batches_of_another_rank_are_a_loss() -> Result<()> {
 }
 
 #[tokio::test]
-async fn other_topics_are_not_delivered() -> Result<()> {
+async fn batches_of_other_topics_are_not_delivered() -> Result<()> {
     let mut setup = start_with(|settings| {
         // ZMQ delivers all topics that begin with `k`.
         settings.topic = "k".to_owned();
@@ -254,7 +254,7 @@ async fn other_topics_are_not_delivered() -> Result<()> {
 }
 
 #[tokio::test]
-async fn engine_may_start_later_than_its_subscription() -> Result<()> {
+async fn subscription_may_start_before_the_engine() -> Result<()> {
     let publisher = Publisher::bind().await?;
     let settings = publisher.endpoints().clone();
     drop(publisher);
@@ -272,7 +272,7 @@ async fn engine_may_start_later_than_its_subscription() -> Result<()> {
 }
 
 #[tokio::test]
-async fn unix_sockets_are_followed() -> Result<()> {
+async fn events_over_unix_sockets_are_delivered_and_replayed() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
     let settings =
@@ -284,9 +284,9 @@ async fn unix_sockets_are_followed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn subscription_that_is_not_read_holds_the_engine_back_and_loses_nothing() -> Result<()> {
+async fn subscription_that_is_not_read_loses_no_batch() -> Result<()> {
     let mut setup = start().await?;
-    // More than the subscription buffers.
+    // The subscription cannot buffer this many batches.
     setup.publish(0..500).await?;
     setup.expect(0..500).await
 }

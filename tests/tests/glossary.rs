@@ -86,13 +86,13 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// The text of a line comment, without its slashes.
+/// Returns the text of a line comment without its slashes.
 fn comment(line: &str) -> Option<&str> {
     let text = line.trim_start().strip_prefix("//")?;
     Some(text.trim_start_matches(['/', '!']).trim())
 }
 
-/// Whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
+/// Returns whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
 fn is_fragment(text: &str) -> bool {
     let Some(text) = text.strip_suffix('.').filter(|text| text.starts_with(char::is_alphabetic)) else { return false };
     let words = text.split(' ').count();
@@ -139,7 +139,7 @@ fn comments_are_sentences_without_banned_words() {
 }
 
 #[test]
-fn banned_words_are_found_in_names_and_text() {
+fn banned_words_are_detected_in_names_and_text() {
     let banned = banned(&format!("{HEADING}\n| Not this | This |\n|---|---|\n| `blue moon`, `whale`, link | this |\n"));
     assert_eq!(banned.len(), 2, "words without backticks are not checked: {banned:?}");
     for (text, expected) in [
@@ -156,7 +156,7 @@ fn banned_words_are_found_in_names_and_text() {
 }
 
 #[test]
-fn comments_that_are_fragments_are_found() {
+fn comments_that_are_fragments_are_detected() {
     for (text, expected) in [
         ("/// Why.", 1),
         ("let a = 1;\n    // Milliseconds.\nlet b = 2;", 1),

@@ -174,7 +174,7 @@ async fn assert_counts_agree(cluster: TestCluster, place: PrefillPlace, source: 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn counts_agree_wherever_prompts_are_prefilled() -> Result<()> {
+async fn usage_agrees_with_metrics_wherever_prompts_are_prefilled() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         assert_counts_agree(start(sim_settings_with(prefill)).await?, prefill, "worker").await?;
     }
@@ -182,7 +182,7 @@ async fn counts_agree_wherever_prompts_are_prefilled() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn counts_agree_when_they_are_estimates() -> Result<()> {
+async fn estimated_usage_agrees_with_metrics() -> Result<()> {
     let cluster = start_without_cached_tokens(sim_settings()).await?;
     assert_counts_agree(cluster, PrefillPlace::Auto, "router_estimate").await
 }

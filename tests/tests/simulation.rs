@@ -14,7 +14,7 @@ const REQUIRED: Coverage = Coverage {
 };
 
 #[test]
-fn thousand_seeds_keep_all_invariants() {
+fn simulations_of_a_thousand_seeds_keep_all_invariants() {
     let (mut coverage, mut failures) = (Coverage::default(), Vec::new());
     run_all(1..1_001, |report| {
         coverage += report.coverage;

@@ -11,7 +11,8 @@ pub(crate) const PEERS_MAX: usize = 256;
 /// The longest pauses are between this value and twice this value: five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
-/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`] describes.
+/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`]
+/// describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
     /// The failures by peer; at most [`PEERS_MAX`] entries.
@@ -59,7 +60,7 @@ mod tests {
     const MIN: Duration = Duration::from_secs(1);
 
     #[tokio::test(start_paused = true)]
-    async fn exclusion_grows_with_each_failure_up_to_its_limit_and_ends_with_a_success() {
+    async fn backoff_of_a_peer_doubles_with_each_failure_and_ends_with_a_success() {
         let backoff = PeerBackoff::new(MIN);
         assert!(!backoff.is_open("p"), "it has not failed");
         for seconds in [1, 2, 4, 8, 16, 32, 64, 128, 150, 150] {
@@ -77,7 +78,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn peers_that_failed_together_are_not_retried_together_and_their_number_is_bounded() {
+    async fn failed_peers_are_retried_at_different_times_and_their_number_is_bounded() {
         let backoff = PeerBackoff::new(BACKOFF_MAX);
         for peer in 0..10 * PEERS_MAX {
             backoff.fail(&peer.to_string());

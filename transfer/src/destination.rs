@@ -1,11 +1,11 @@
-//! The memory into which blocks are written. Its owner decides about each block.
+//! The memory into which blocks are written. The owner of the memory checks every write.
 
 use bytes::Bytes;
 use tandem_kv::{BlockWrite, Ticket};
 use tonic::Status;
 
-/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written before
-/// or has another size. The owner of the memory does not report to the sender which of these it is.
+/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written
+/// before or has another size. The owner of the memory does not report to the sender which of these it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
@@ -28,7 +28,7 @@ pub trait Destination: Send + Sync + 'static {
     /// Returns the right to write all these blocks from other threads or devices.
     ///
     /// # Errors
-    /// As for [`Destination::write`].
+    /// The ticket does not allow the writes.
     async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused>;
 
     /// Confirms that the worker which computed the ticket's blocks has written all of them.

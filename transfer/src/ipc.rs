@@ -51,7 +51,7 @@ impl IpcReceiver {
         Self(Arc::new(Inner { memory, destination, backoff, lifetime, state: Mutex::default() }))
     }
 
-    /// Opens the memory of a peer, if it is not open.
+    /// Returns the memory of a peer, and opens it first if it is not open. Returns `None` if it cannot be opened.
     async fn open(&self, peer: &str, ipc_handle: Vec<u8>) -> Option<Arc<dyn PeerMemory>> {
         let open = self.0.state.lock().peers.get(peer).and_then(|peer| peer.open.as_ref()?.upgrade());
         if open.is_some() {
@@ -73,7 +73,7 @@ impl IpcReceiver {
         }
     }
 
-    /// Copies announced blocks from the ticket's source.
+    /// Copies the blocks that the sender has announced as ready from the memory that the ticket names.
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;

@@ -15,8 +15,8 @@
 //! - The blocks in flight are bounded: a receiver that does not write makes the sender wait.
 //! - Dropping a transfer ends it. Blocks that were written stay written; no block counts as written in part.
 //! - No block is used before the worker that computed it has confirmed it (`PrefillDone`).
-//! - A prefill worker connects only to addresses signed with the cluster key. It sends its IPC handle, and joins a communicator, only for a ticket
-//!   under which blocks were written.
+//! - A prefill worker connects only to addresses signed with the cluster key. It sends its IPC handle, and joins a communicator, only for a
+//!   ticket under which blocks were written.
 
 mod backoff;
 mod blocking;

@@ -1,5 +1,5 @@
-//! The NCCL path: blocks move from GPU to GPU over a communicator of two workers. NCCL does not identify the data that it moves, so a gRPC stream
-//! (`NcclControl`) names the blocks of each batch; stream and communicator end together.
+//! The NCCL path: blocks move from GPU to GPU over a communicator of two workers. NCCL does not identify the data that it moves, so a gRPC
+//! stream (`NcclControl`) names the blocks of each batch; stream and communicator end together.
 
 mod receiver;
 mod sender;

@@ -84,8 +84,8 @@ impl Negotiated {
         self.label
     }
 
-    /// Lets the destination use the ticket's blocks, and prepares paths for later tickets. Called when the prefill worker has confirmed that all of
-    /// the blocks were written.
+    /// Lets the destination use the ticket's blocks, and prepares paths for later tickets. Called when the prefill worker has confirmed
+    /// that all of the blocks were written.
     pub async fn confirmed(&mut self, done: &PrefillDone) {
         self.destination.confirm(self.ticket).await;
         if let Some(grant) = self.grant.take() {

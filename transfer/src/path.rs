@@ -63,8 +63,8 @@ pub trait SendPath: Send {
     /// The transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may wait
-    /// for the next call. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may
+    /// wait for the next call. Cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.

@@ -1,7 +1,8 @@
 //! The sending half of the paths that use a `Push` stream.
 //!
-//! On the host path, the messages carry the content of blocks through the memory of both hosts; HTTP/2's windows bound the bytes in flight. It needs
-//! no preparation, so it is the fallback. On the CUDA IPC path, the messages name blocks, which the receiver copies from the sender's GPU.
+//! On the host path, the messages carry the content of blocks through the memory of both hosts; HTTP/2's windows bound the bytes in flight.
+//! It needs no preparation, so it is the fallback. On the CUDA IPC path, the messages name blocks, which the receiver copies from the
+//! sender's GPU.
 
 use crate::{Progress, Refused, SendPath, TransferError};
 use futures::{FutureExt, future::BoxFuture};
@@ -31,8 +32,8 @@ pub(crate) struct PushPath {
 }
 
 impl PushPath {
-    /// Opens a stream for the host path ([`BlockAccess::Copied`]) or the IPC path ([`BlockAccess::InPlace`]). An unreachable receiver is reported
-    /// with the first message.
+    /// Opens a stream for the host path ([`BlockAccess::Copied`]) or the IPC path ([`BlockAccess::InPlace`]). An unreachable receiver is
+    /// reported with the first message.
     pub(crate) fn open(channel: Channel, ticket: Ticket, access: BlockAccess) -> Self {
         let (messages, receiver) = mpsc::channel(QUEUED_MAX);
         let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);
@@ -43,7 +44,8 @@ impl PushPath {
         Self { ticket, access, messages, reply: reply.boxed(), sent_blocks: 0 }
     }
 
-    /// Sends a message about `blocks` blocks, after adding the ticket. Waits while the receiver is busy. After an error the stream is closed.
+    /// Sends a message about `blocks` blocks, after adding the ticket. Waits while the receiver is busy. After an error the stream is
+    /// closed.
     async fn send_message(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
         let permit = tokio::select! {
             biased;

@@ -73,7 +73,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. Knowing them gives access to nothing.
+    /// Returns the transfer capabilities, if the worker has a path besides TCP. They are not secret: knowing them gives no access to the
+    /// memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
@@ -106,8 +107,8 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under the
-    /// ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
+    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under
+    /// the ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
         if ticket.path() == TransferPath::Tcp

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn blocks_of_two_transfers_pass_one_after_another() {
+    async fn concurrent_transfers_share_the_bandwidth() {
         let network = SimulatedNetwork::new(Duration::from_micros(210));
         let started = Instant::now();
         let transfer = || async {
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn idle_network_accumulates_no_credit_and_an_infinite_bandwidth_takes_no_time() {
+    async fn idle_time_adds_no_bandwidth_and_infinite_bandwidth_takes_no_time() {
         let network = SimulatedNetwork::new(Duration::from_millis(5));
         network.pass().await;
         tokio::time::sleep(Duration::from_secs(1)).await;

@@ -1,4 +1,4 @@
-//! The back end that computes for a worker: an engine in this process, or one that this process drives.
+//! The back end that computes for a worker: an engine in this process, or an external engine that this process controls.
 
 use std::{
     future::poll_fn,
@@ -47,10 +47,11 @@ pub enum KvExchange<'a> {
     Transfers(&'a EngineHandle),
     /// The engines move KV themselves, with handles.
     Handles {
-        /// Engines exchange KV only if their families are equal: it has all that must be equal, such as version, model and data type.
+        /// Two engines exchange KV only if their families are equal. A family contains every property that must match, such as version,
+        /// model and data type.
         family: &'a str,
     },
-    /// The back end does not exchange KV: it prefills what it decodes.
+    /// The back end does not exchange KV: it decodes only prompts that it has prefilled itself.
     None,
 }
 
@@ -82,8 +83,8 @@ pub trait Job: Send {
     /// only with [`KvExchange::Handles`].
     async fn pull(&mut self, _handle: KvHandle) {}
 
-    /// Cancels the job of an external engine. It still reports `Scheduled` with what the engine has counted by then, and ends. Dropping a job
-    /// cancels it without a report.
+    /// Cancels the job of an external engine. The job still reports `Scheduled`, with the cached tokens that the engine has counted by
+    /// then, and ends. Dropping a job cancels it without a report.
     fn cancel(&mut self) {}
 }
 
@@ -94,13 +95,13 @@ impl dyn Job + '_ {
     }
 }
 
-/// A prefix cache and a load at one moment, and their later changes.
+/// The prefix cache and the load of a back end at one moment, and all later changes.
 pub struct CacheWatch {
     /// The blocks in the cache at that moment.
     pub snapshot: Snapshot,
     /// The load at that moment.
     pub load: Load,
-    /// Later events and loads. The snapshot already includes events whose ids are not above its own.
+    /// Later events and loads. The snapshot already includes events with ids up to [`Snapshot::at_event_id`].
     pub batches: broadcast::Receiver<Arc<KvBatch>>,
 }
 

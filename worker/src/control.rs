@@ -14,8 +14,8 @@ use tandem_proto::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use tonic::{Request, Response, Status};
 
-/// The longest time between two messages on a `Watch` stream. Each has the last event's id and the load, so the router notices that the last
-/// batch was lost, or that the worker is unreachable.
+/// The longest time between two messages on a `Watch` stream. Each message carries the last event's id and the load, so the router notices
+/// when the last batch was lost or the worker is unreachable.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The shortest time between two messages without events: routers need not know the load after each step of a few milliseconds.
@@ -40,7 +40,8 @@ impl Control for ControlService {
         let replies = self.0.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
-                // A hung engine would not answer `watch`. While it hangs, every new stream ends with this error, so no requests are placed here.
+                // A hung engine does not answer `watch`. While it hangs, every new stream ends with this error, so the router places no
+                // requests on this worker.
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),
@@ -98,7 +99,7 @@ struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
-    /// The broker from which the client receives the events while it is connected; absent: this stream has all of them.
+    /// The broker over which the client receives the events while the broker is connected. `None`: the stream carries all events.
     broker: Option<Broker>,
 }
 
@@ -157,7 +158,7 @@ impl Watcher {
     }
 }
 
-/// The last message on a stream.
+/// The time and the load of the last message on a stream.
 struct Sent {
     at: Instant,
     load: Load,

@@ -27,7 +27,7 @@ use std::{
 use tandem_engine::CachedTokens;
 use tandem_node::Metrics;
 
-/// The maximum of lines queued for the disk: a few megabytes, some seconds of a busy cluster.
+/// The most lines that are queued for the disk: a few megabytes, or some seconds of a busy cluster.
 const LINES_MAX: usize = 16_384;
 
 /// The permissions of a new ledger file: its owner may read and write it.
@@ -79,20 +79,20 @@ pub enum LedgerLine {
         #[serde(default, skip_serializing_if = "String::is_empty")]
         account: String,
     },
-    /// An attempt has its outcome.
+    /// The outcome of an attempt is known.
     Ended {
         /// The request id, as in the line `scheduled`.
         request_id: String,
         /// The number of the attempt, as in the line `scheduled`.
         attempt: u32,
-        /// The decode worker that owned it.
+        /// The decode worker that owned the attempt.
         worker: String,
         /// The outcome of the attempt.
         outcome: Outcome,
     },
 }
 
-/// A process's ledger. Cheap to clone; the default writes nothing.
+/// A process's ledger. Cheap to clone. The default ledger writes nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger(Option<Arc<Writer>>);
 
@@ -181,7 +181,7 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
     }
 }
 
-/// Returns the cached tokens of each tier that exists: the host's memory is one only if tokens were found there.
+/// Returns the cached tokens by tier: always `device`, and `host` if tokens were found in the host's memory. Empty if the count is unknown.
 pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
     let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
     let tiers = cached.map(tiers).into_iter().flatten().flatten();
@@ -254,7 +254,7 @@ pub struct LedgerEntry {
 }
 
 impl LedgerEntry {
-    /// Records that the first token was sent to the client.
+    /// Records that the first token was sent to the frontend: `Superseded` if the attempt resumes an earlier one, else `Won`.
     pub fn began(&self) {
         self.settle(None);
     }
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn each_attempt_has_one_outcome_and_drop_flushes_the_last_line() {
+    fn each_attempt_has_one_outcome_and_dropping_the_ledger_writes_all_lines() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
         let worker = ledger.of("p0", "m", &metrics);
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_lines_are_counted() {
+    fn lost_ledger_lines_are_counted() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("a thread");
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn open_refuses_a_file_with_another_writer() {
+    fn ledger_file_with_another_writer_is_refused() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let ledger = Ledger::open(file.path()).expect("a temporary file");
         let refused = Ledger::open(file.path()).expect_err("it has a writer");
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_line_does_not_damage_the_next() {
+    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_one() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         let mut expected = String::new();
         for before in ["", "{\"line\":\"sched"] {
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn new_file_is_private_and_wider_permissions_are_warned_about() {
+    fn new_ledger_file_is_private_and_wider_permissions_cause_a_warning() {
         /// A log in memory.
         #[derive(Clone, Default)]
         struct Log(Arc<Mutex<Vec<u8>>>);

@@ -73,7 +73,7 @@ pub struct Worker {
     pub metrics: Arc<WorkerMetrics>,
     /// The running requests.
     pub requests: Requests,
-    /// The ledger, with the worker's id for its lines.
+    /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
     /// The shutdown signal of the process.
     pub shutdown: Shutdown,
@@ -82,7 +82,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Makes a new instance of the worker `settings.worker_id`, in the cluster whose key `network` has.
+    /// Makes a new instance of the worker `settings.worker_id`. It belongs to the cluster of `network`'s key.
     pub fn new(
         role: Role,
         backend: Arc<dyn Backend>,

@@ -107,7 +107,7 @@ impl WorkerMetrics {
         }
     }
 
-    /// Counts what became of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
+    /// Counts the outcome of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
     pub fn count_handle(&self, outcome: &'static str) {
         let help = "Handles that let another engine pull a prompt's KV, by what became of them. KV that is not pulled stays in the engine's memory until its lease ends.";
         let labels = [("worker", self.worker_id.as_str()), ("outcome", outcome)];
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn totals_are_logged_at_debug_after_each_prompt() {
+    fn cache_totals_are_logged_at_debug_level_after_each_prompt() {
         let logged = |level| {
             let (lines, metrics) = (Lines::default(), WorkerMetrics::new(&Metrics::default(), "prefill-0", 8));
             let writer = lines.clone();
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_family_has_the_worker_label() {
+    async fn each_metric_family_has_the_worker_label() {
         let registry = Metrics::default();
         let metrics = WorkerMetrics::new(&registry, "decode-0", 10);
         metrics.observe_scheduled(33, CachedTokens::on_device(32));
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn bandwidth_follows_changes_and_ignores_empty_transfers() {
+    fn measured_bandwidth_follows_changes_and_ignores_empty_transfers() {
         let metrics = WorkerMetrics::new(&Metrics::default(), "prefill-0", 8);
         assert_eq!(reported(&metrics).transfer_bytes_per_second, 0.0);
         metrics.observe_bandwidth(1_000, Duration::from_secs(1));

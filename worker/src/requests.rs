@@ -2,7 +2,8 @@
 //!
 //! - If the client disconnects, its task ends at the task's next await, and everything that the task owns is dropped.
 //! - Every stream ends with its task's last message or with an error, never silently in the middle.
-//! - While the process drains, the server accepts connections until the last request has ended: its KV may still have to be transferred.
+//! - While the process drains, the server accepts connections until the last request has ended, because that request's KV may still have to
+//!   be transferred.
 
 use crate::WorkerMetrics;
 use futures::Stream;
@@ -76,7 +77,7 @@ impl Requests {
         Self { running, shutdown }
     }
 
-    /// Starts a request's task. It is dropped when the client disconnects or the process is stopped.
+    /// Starts a request's task. The task is dropped when the client disconnects or the process is stopped.
     pub fn start<T: Send + 'static, F>(&self, task: impl FnOnce(ReplySender<T>) -> F) -> Replies<T>
     where
         F: Future<Output = Result<(), Disconnected>> + Send + 'static,
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn disconnected_client_ends_the_task() {
+    async fn disconnected_client_ends_its_requests_task() {
         let (requests, _shutdown) = requests();
         let (held, released) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<u32>| async move {
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_client_delays_only_its_own_task() {
+    async fn slow_client_delays_only_its_own_requests_task() {
         let (requests, _shutdown) = requests();
         let (done, mut is_done) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<usize>| async move {
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn stream_ends_with_its_last_reply_or_an_error() {
+    async fn reply_stream_ends_with_its_last_reply_or_an_error() {
         let (requests, shutdown) = requests();
         let mut whole = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         assert!(matches!(whole.next().await, Some(Ok(1))));
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn drained_waits_until_the_last_stream_is_dropped() {
+    async fn drain_waits_until_the_last_reply_stream_is_dropped() {
         let (requests, shutdown) = requests();
         let replies = requests.start(|replies: ReplySender<u32>| async move { replies.send(1).await });
         let mut drained = Box::pin(requests.drained());

@@ -1,4 +1,4 @@
-//! The count of a prompt's cached tokens, which is recorded once for each prompt that a back end has scheduled, whatever becomes of its client.
+//! Counts cached tokens: once for each prompt that a back end has scheduled, even if the prompt's client disconnects.
 
 use crate::{Job, ScheduledPrompt, Worker, WorkerLedger, WorkerMetrics};
 use std::{
@@ -14,12 +14,12 @@ use tokio::time::timeout;
 /// The time that an external engine has to report the count of a cancelled request.
 const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
 
-/// A job whose prompt this worker prefills: it counts the prompt in the metrics and the ledger when the back end reports it as scheduled.
+/// A job whose prompt this worker prefills. It counts the prompt in the metrics and the ledger when the back end reports `Scheduled`.
 ///
-/// External engines report that late. If such a job is dropped before, it is cancelled and read to its end in the background, so that the engine's
-/// number is not lost; if the engine reports none, the ledger says so.
+/// An external engine reports `Scheduled` late. If the job is dropped earlier, it is cancelled, and its events are read in the background
+/// until the report, so that the engine's count is not lost. If the engine reports no count, the ledger records the prompt without one.
 pub struct CountedJob {
-    /// `None` only while it is dropped.
+    /// `None` only while this value is dropped.
     job: Option<Box<dyn Job>>,
     count: Option<Count>,
     submitted: bool,
@@ -44,13 +44,13 @@ impl CountedJob {
         Self { job: Some(job), count: Some(count), submitted: false, shutdown: worker.shutdown.clone() }
     }
 
-    /// The next event; `None` after the last. Cancel-safe.
+    /// Returns the next event; `None` after the last one. Cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         (self as &mut dyn Job).next().await
     }
 
     fn job(&mut self) -> &mut dyn Job {
-        &mut **self.job.as_mut().expect("the job is there until this is dropped")
+        &mut **self.job.as_mut().expect("only drop takes the job")
     }
 }
 

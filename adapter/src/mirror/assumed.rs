@@ -11,12 +11,13 @@ use tandem_kv::SequenceHash;
 pub(super) struct Assumed {
     capacity_blocks: usize,
     uses: HashMap<SequenceHash, LastUse>,
-    /// What is dropped first comes first.
+    /// The blocks in the order in which they are dropped.
     order: BTreeSet<(LastUse, SequenceHash)>,
     last_prompt: u64,
 }
 
-/// The last prompt that used a block, and the block's position in it. A parent is used whenever its child is, so it comes later in the order.
+/// The last prompt that used a block, and the block's position in it. A parent is used whenever its child is, so it is dropped after the
+/// child.
 type LastUse = (u64, Reverse<usize>);
 
 impl Assumed {
@@ -24,7 +25,7 @@ impl Assumed {
         Self { capacity_blocks, uses: HashMap::new(), order: BTreeSet::new(), last_prompt: 0 }
     }
 
-    /// Assumes that these leading blocks of a prompt are cached and were used just now, as far as they fit.
+    /// Assumes that the engine has cached and just used these leading blocks of a prompt, as many of them as fit.
     pub fn store(&mut self, hashes: &[SequenceHash], blocks: &mut Blocks) {
         self.last_prompt += 1;
         let mut parent = None;
@@ -47,7 +48,7 @@ impl Assumed {
         }
     }
 
-    /// Drops everything; the blocks are cleared by the caller.
+    /// Drops all blocks. The caller also clears [`Blocks`].
     pub fn clear(&mut self) {
         self.uses.clear();
         self.order.clear();

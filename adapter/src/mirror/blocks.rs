@@ -1,4 +1,4 @@
-//! Tandem blocks by tier, and which of them are reported.
+//! A mirror's Tandem blocks, the tiers in which each is, and whether it is reported.
 
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
@@ -10,12 +10,12 @@ pub(super) enum Tier {
     Host,
 }
 
-/// The leading blocks of a prompt that an engine finds in its caches, in Tandem blocks.
+/// The numbers of a prompt's leading Tandem blocks that an engine has cached, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixTiers {
     /// Blocks from the prompt's start that are in the device's memory.
     pub device_blocks: u32,
-    /// Blocks after those that are in the host's memory.
+    /// The blocks after those that are in the host's memory.
     pub host_blocks: u32,
 }
 
@@ -23,7 +23,7 @@ pub struct PrefixTiers {
 #[derive(Default)]
 pub(super) struct Blocks {
     held: HashMap<SequenceHash, Block>,
-    /// The held blocks by their parents, which need not be held.
+    /// Each held block, after its parent, which need not be held.
     children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
     reported: usize,
     log: EventLog,
@@ -38,7 +38,7 @@ struct Block {
 }
 
 impl Blocks {
-    /// Counts one more holder of the block in the tier. A block's parent is that of its first holder.
+    /// Counts one more holder of the block in the tier. `parent` is used only for the block's first holder.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         match self.held.entry(hash) {
             Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,
@@ -52,7 +52,7 @@ impl Blocks {
         }
     }
 
-    /// Counts one holder less. The block must be held in the tier.
+    /// Counts one holder of the block less in the tier, which must hold it.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
         let block = self.held.get_mut(&hash).expect("a block that is released is held");
         *block.count(tier) -= 1;
@@ -67,7 +67,7 @@ impl Blocks {
         }
     }
 
-    /// Drops everything.
+    /// Drops all blocks.
     pub fn clear(&mut self) {
         self.held.clear();
         self.children.clear();
@@ -76,7 +76,7 @@ impl Blocks {
         }
     }
 
-    /// Returns the changes of what is reported since the last call.
+    /// Returns the changes of the reported blocks since the last call.
     pub fn take(&mut self) -> Vec<KvEvent> {
         self.log.take()
     }
@@ -91,7 +91,8 @@ impl Blocks {
         self.reported
     }
 
-    /// Returns all reported blocks. Each chain ends at a leaf; the other branches of a fork become chains of their own later.
+    /// Returns all reported blocks as chains. Each chain follows one branch of every fork to a leaf; the other branches start chains of
+    /// their own.
     pub fn snapshot(&self) -> Snapshot {
         let mut starts: Vec<_> = self.children_of(None).map(|hash| (None, hash)).collect();
         let mut stored = Vec::new();
@@ -110,7 +111,7 @@ impl Blocks {
         Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
-    /// Returns how far an engine gets that looks for a prompt's blocks on the device, and from the first that it lacks there on the host.
+    /// Returns how many leading blocks of a prompt an engine finds on the device, and how many of the next ones on the host.
     pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
         let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
         let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();
@@ -118,12 +119,12 @@ impl Blocks {
         PrefixTiers { device_blocks: device as u32, host_blocks: host as u32 }
     }
 
-    /// Returns the held blocks with this parent. If it is reported, so are they.
+    /// Returns the held blocks with this parent. If the parent is reported, all of them are reported.
     fn children_of(&self, parent: Option<SequenceHash>) -> impl Iterator<Item = SequenceHash> {
         self.children.range((parent, SequenceHash(u64::MIN))..=(parent, SequenceHash(u64::MAX))).map(|(_, hash)| *hash)
     }
 
-    /// Returns the block and all held blocks below it, parents before their children.
+    /// Returns the block and its held descendants, parents before their children.
     fn subtree(&self, root: SequenceHash) -> Vec<SequenceHash> {
         let (mut found, mut open) = (Vec::new(), vec![root]);
         while let Some(hash) = open.pop() {
@@ -133,7 +134,7 @@ impl Blocks {
         found
     }
 
-    /// Reports the block and all held blocks below it.
+    /// Reports the block and its held descendants.
     fn report(&mut self, root: SequenceHash) {
         for hash in self.subtree(root) {
             let block = self.held.get_mut(&hash).expect("the tree has held blocks");
@@ -143,7 +144,7 @@ impl Blocks {
         }
     }
 
-    /// Retracts the report of the block and all blocks below it.
+    /// Retracts the report of the block and its descendants.
     fn retract(&mut self, root: SequenceHash) {
         for hash in self.subtree(root).into_iter().rev() {
             self.held.get_mut(&hash).expect("the tree has held blocks").reported = false;

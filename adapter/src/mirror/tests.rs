@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use tandem_kv::{Change, StoredChain};
 
 const BLOCK: usize = 2;
-/// Tandem blocks in an engine block.
+/// The number of the cluster's blocks in an engine block.
 const K: usize = 2;
 const ENGINE_BLOCK: usize = BLOCK * K;
 
@@ -31,7 +31,7 @@ fn namespace() -> Namespace {
     Namespace::new("model", "main", "", "")
 }
 
-/// `blocks` engine blocks of tokens, which differ from those of another `seed` from the first on.
+/// Returns the tokens of `blocks` engine blocks. Different seeds give different tokens.
 fn tokens(seed: u32, blocks: usize) -> Vec<TokenId> {
     (0..(blocks * ENGINE_BLOCK) as u32).map(|index| seed * 1000 + index).collect()
 }
@@ -44,7 +44,7 @@ fn number(hash: u64) -> EngineHash {
     EngineHash::Number(hash)
 }
 
-/// Blocks that begin a prompt, with these engine hashes.
+/// Returns blocks with these engine hashes that begin a prompt.
 fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
     let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
     extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
@@ -83,7 +83,7 @@ fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Cha
 }
 
 #[test]
-fn engine_blocks_become_the_blocks_that_a_router_looks_for() {
+fn engine_blocks_are_reported_as_the_clusters_sequence_hashes() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let all = hashes(&prompt);
@@ -101,7 +101,7 @@ fn engine_blocks_become_the_blocks_that_a_router_looks_for() {
 }
 
 #[test]
-fn block_that_the_engine_holds_twice_is_reported_until_both_are_dropped() {
+fn block_stored_twice_stays_cached_until_both_copies_are_removed() {
     let mut mirror = mirror();
     let block = || EngineEvent::Stored(first_blocks(&[1], tokens(1, 1)));
     mirror.apply(&[block(), block(), removed(1)]);
@@ -112,13 +112,13 @@ fn block_that_the_engine_holds_twice_is_reported_until_both_are_dropped() {
 }
 
 #[test]
-fn reported_hits_are_not_counted_as_copies() {
+fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
     let prompt = tokens(1, 2);
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // A hit also brings back what the mirror lacks.
+    // A report of blocks that were found also adds a block that the mirror lacks.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -126,7 +126,7 @@ fn reported_hits_are_not_counted_as_copies() {
 }
 
 #[test]
-fn children_of_a_dropped_block_are_reported_again_when_it_returns() {
+fn children_of_a_removed_block_are_reported_again_once_it_is_stored_again() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let all = hashes(&prompt);
@@ -154,7 +154,7 @@ fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
     mirror.apply(&[removed(3), removed(2)]);
     assert_eq!(changes(&mut mirror), []);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 4 });
-    // The engine looks on the host for what follows the device's prefix, so block 3 is of no use there once block 2 is dropped.
+    // The engine searches host memory only for the block that follows the prefix on the device, so without block 2 it cannot use block 3.
     mirror.apply(&[removed_from(2, Medium::Host)]);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 0 });
     assert_eq!(mirror.cached_blocks(), K);
@@ -210,7 +210,7 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
 }
 
 #[test]
-fn only_one_group_with_full_attention_is_mirrored_and_other_kinds_are_named() {
+fn only_one_full_attention_group_is_mirrored_and_ignored_kinds_are_listed() {
     let mut mirror = mirror();
     let of_group = |group, kind: &str| {
         EngineEvent::Stored(BlocksStored { group: Some(group), kind: Some(kind.to_owned()), ..first_blocks(&[1], tokens(1, 1)) })
@@ -227,14 +227,14 @@ fn only_one_group_with_full_attention_is_mirrored_and_other_kinds_are_named() {
 }
 
 #[test]
-fn mirror_is_bounded() {
+fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
     let mut mirror = mirror_with(|settings| settings.engine_blocks_max = 2);
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4], tokens(1, 4)))]);
     assert_eq!((mirror.cached_blocks(), mirror.unroutable().excess, mirror.unroutable().parent), (2 * K, 1, 1));
 }
 
 #[test]
-fn block_sizes_that_do_not_divide_are_refused() {
+fn engine_block_size_that_is_no_multiple_of_the_clusters_is_refused() {
     let wrong = |engine_block_size| {
         let settings = MirrorSettings { engine_block_size, ..mirror().settings };
         Mirror::new(settings).err()
@@ -246,7 +246,7 @@ fn block_sizes_that_do_not_divide_are_refused() {
 }
 
 #[test]
-fn assumed_blocks_are_those_of_the_last_prompts() {
+fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
     // 8 blocks fit: two prompts of 2 engine blocks.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
@@ -256,7 +256,8 @@ fn assumed_blocks_are_those_of_the_last_prompts() {
     }
     mirror.assume_stored(&namespace(), &prompts[0]);
     mirror.take();
-    // The first engine block of prompt 3 displaces the tail of prompt 2, which was used before prompt 1. Its last, partial block is not cached.
+    // The first engine block of prompt 3 displaces the last one of prompt 2, the least recently used prompt. Prompt 3's last, partial block
+    // is not cached.
     mirror.assume_stored(&namespace(), &prompts[2][..ENGINE_BLOCK + 3]);
     let (second, third) = (hashes(&prompts[1]), hashes(&prompts[2]));
     assert_eq!(changes(&mut mirror), [stored(None, &third[..2]), Change::Removed(vec![second[3], second[2]])]);
@@ -269,7 +270,7 @@ fn assumed_blocks_are_those_of_the_last_prompts() {
     assert_eq!(cached(&mirror, &prompts[0]), 4);
 }
 
-/// A set of blocks that is built from events as a router builds its own, and checks each of them.
+/// A set of blocks that is built from events, as in a router's index, and that checks each event.
 #[derive(Default)]
 struct Replica {
     blocks: BTreeMap<SequenceHash, Option<SequenceHash>>,
@@ -320,17 +321,18 @@ impl Replica {
     }
 }
 
-/// A block of the model's engine: a path of one to four binary choices, under one of two salts of one namespace.
+/// A block of the simulated engine: one to four binary choices, which give its tokens and those before it, under one of two salts of one
+/// namespace.
 type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on.
+    /// Stores the blocks of the path from this depth on, on the device or (`true`) on the host.
     Store(Path, usize, bool),
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
     Clear,
-    /// Begins a replica from a snapshot.
+    /// Starts a replica from a snapshot.
     Follow,
 }
 
@@ -345,7 +347,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..60)
 }
 
-/// The engine's hash: both salts have the same root hash, so blocks under them are different for the engine and equal here.
+/// Returns the engine's hash of a block. Both salts have the same root hash, so the engine's hashes of two blocks differ by salt, and
+/// Tandem's do not.
 fn engine_hash((salt, choices): &Path) -> EngineHash {
     EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
 }
@@ -354,7 +357,7 @@ fn path_tokens(choices: &[bool]) -> Vec<TokenId> {
     choices.iter().flat_map(|choice| [u32::from(*choice); ENGINE_BLOCK]).collect()
 }
 
-/// The model: how often the engine has stored each block in each medium, as far as it could be identified.
+/// The expected state: how often the engine has stored each identified block in each medium.
 #[derive(Default)]
 struct Model(BTreeMap<Path, [u32; 2]>);
 
@@ -455,7 +458,7 @@ proptest! {
     fn assumed_blocks_equal_a_naive_lru(prompts in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 1..5), 1..30)) {
         let mut mirror = mirror();
         let mut replica = Replica::default();
-        // Hash, time of last use, position in its prompt.
+        // Each entry has the hash of a block, the time of its last use, and its position in its prompt.
         let mut model: Vec<(SequenceHash, usize, usize)> = Vec::new();
         for (time, choices) in prompts.into_iter().enumerate() {
             let prompt = path_tokens(&choices);

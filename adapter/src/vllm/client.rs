@@ -23,23 +23,23 @@ use std::{collections::HashMap, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
 use tandem_kv::HashKey;
 
-/// Time for answers that need no step of the model.
+/// The time limit for answers that need no step of the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The prefix that vLLM puts before the id of a request to this endpoint.
+/// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
 
-/// One data-parallel rank of a vLLM server.
+/// A client of one data-parallel rank of a vLLM server.
 pub(super) struct Client {
     http: HttpClient,
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
-    /// The time for which a prompt's KV is certain to be held for another engine.
+    /// How long the engine is certain to hold a prompt's KV for another engine.
     handle_valid: Duration,
 }
 
-/// What a client needs besides the server's address.
+/// The settings of a [`Client`].
 pub(super) struct ClientSettings {
     pub http: HttpClient,
     pub rank: Option<u32>,
@@ -73,12 +73,12 @@ impl Client {
         Self { http, rank, hash_key, context_length: 0, handle_valid }
     }
 
-    /// Sets the model's context length, on which requests without a limit depend.
+    /// Sets the model's context length, which limits the length of answers.
     pub fn with_context_length(self, context_length: u32) -> Self {
         Self { context_length, ..self }
     }
 
-    /// Returns the body of a GET.
+    /// Returns the body of the answer to a GET request.
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
         let (status, body) = self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?;
         if status.is_success() { Ok(body) } else { Err(response::failure(status.as_u16(), &body)) }
@@ -91,7 +91,7 @@ impl Client {
     /// Returns the models that the server serves.
     ///
     /// # Errors
-    /// The server does not answer, or with an error.
+    /// The server does not answer, or answers with an error.
     pub async fn models(&self) -> Result<Vec<Model>, EngineFailure> {
         #[derive(Deserialize)]
         struct Models {
@@ -103,7 +103,7 @@ impl Client {
     /// Returns the server's version.
     ///
     /// # Errors
-    /// The server does not answer, or with an error.
+    /// The server does not answer, or answers with an error.
     pub async fn version(&self) -> Result<String, EngineFailure> {
         #[derive(Deserialize)]
         struct Version {
@@ -115,12 +115,12 @@ impl Client {
     /// Returns the text of the server's metrics.
     ///
     /// # Errors
-    /// The server does not answer, or with an error.
+    /// The server does not answer, or answers with an error.
     pub async fn metrics(&self) -> Result<String, EngineFailure> {
         Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
     }
 
-    /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not tell.
+    /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not report it.
     pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
         let sources = self.get_json::<HashMap<String, EventSource>>("/kv_event_sources").await;
         let sources =
@@ -128,7 +128,7 @@ impl Client {
         sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
     }
 
-    /// Checks that the engine can work.
+    /// Checks that the engine is healthy.
     ///
     /// # Errors
     /// The server does not answer, or reports that the engine has failed.
@@ -136,7 +136,7 @@ impl Client {
         self.get("/health").await.map(drop)
     }
 
-    /// Sends a request for tokens; returns its answer once it has begun.
+    /// Sends a generation request; returns the answer when its head has arrived.
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));

@@ -1,4 +1,4 @@
-//! Connects to a vLLM server and follows it for as long as it runs.
+//! Connects to a vLLM server, and applies its events and checks its health as long as it runs.
 
 use super::{
     InvalidEndpoint, Subscription, SubscriptionSettings, Update,
@@ -19,13 +19,13 @@ use tandem_kv::HashKey;
 use tandem_node::{Backoff, retry::error_chain};
 use tokio::{sync::watch, time::sleep};
 
-/// The pauses between attempts to reach a server that is starting.
+/// The shortest and the longest pause between attempts to reach a server that is starting.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
 
 /// Time between two checks of the engine's health.
 const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Failed checks after which the server counts as ended.
+/// The number of consecutive failed checks after which the engine counts as ended.
 const FAILED_CHECKS_MAX: u32 = 3;
 
 /// The shortest time between two reports of the load.
@@ -34,34 +34,34 @@ const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 /// How long the event socket may take to connect, and each batch of a replay to arrive.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest time without events before lost ones are looked for.
+/// The longest time without events before the adapter looks for lost events.
 const EVENTS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Host memory may hold many times the device's blocks: the bound on mirrored blocks.
+/// The most engine blocks that are mirrored. Host memory may hold many times as many blocks as the device.
 const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 
-/// How a vLLM server is reached, and what of it is used.
+/// The settings of the connection to a vLLM server.
 #[derive(Clone, Debug)]
 pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
     /// The server's `--api-key`.
     pub key: Option<String>,
-    /// Certificates (PEM) of authorities that may vouch for the server, besides the public ones.
+    /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
     pub ca: Option<Vec<u8>>,
-    /// The data-parallel rank that this worker is; absent: the server has one.
+    /// The data-parallel rank that this worker uses; `None` if the server has one rank.
     pub rank: Option<u32>,
     /// Where the server publishes KV events.
     pub events: KvEvents,
-    /// Tokens in a block of the cluster; absent: the engine's block.
+    /// Tokens in a block of the cluster; `None` for the engine's block size.
     pub block_size: Option<u32>,
     /// The key of the cluster's sequence hashes.
     pub hash_key: HashKey,
-    /// Requests that the engine runs at a time (vLLM's `--max-num-seqs`).
+    /// The most requests that the engine runs at a time (vLLM's `--max-num-seqs`).
     pub running_max: usize,
-    /// Requests that wait for the engine.
+    /// The most requests that wait for the engine.
     pub waiting_max: usize,
-    /// The engine has `--kv-transfer-config` with `NixlConnector`: it exchanges KV with other workers' engines.
+    /// Whether the engine has `--kv-transfer-config` with `NixlConnector`, so that it exchanges KV with other workers' engines.
     pub nixl: bool,
     /// vLLM's `kv_lease_duration`: the time for which a prompt's KV is held for another engine.
     pub kv_lease: Duration,
@@ -70,40 +70,41 @@ pub struct VllmSettings {
 /// Where an engine publishes KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvents {
-    /// Where the server says; without an answer, blocks are assumed to be cached by what was routed to it.
+    /// At the addresses that the server reports. If it reports none, the cached blocks are assumed from the requests that were routed to
+    /// it.
     Discover,
     /// At these addresses.
     At {
         /// `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
-        /// The address of replays, if there is one.
+        /// The address for replays, if there is one.
         replay: Option<String>,
-        /// The topic.
+        /// The topic of the events.
         topic: String,
     },
-    /// Nowhere: blocks are assumed to be cached by what was routed to it.
+    /// Nowhere. The cached blocks are assumed from the requests that were routed to the server.
     None,
 }
 
 /// Why a server cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Its address, key or certificate is invalid.
+    /// The server's address, key or certificate is invalid.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// It refuses the adapter.
+    /// The server refuses the adapter.
     #[error("{0}")]
     Denied(String),
-    /// It does not report its KV cache.
+    /// The server does not report its KV cache.
     #[error("the engine's /metrics have no cache_config_info of rank {rank}; it must be vLLM 0.30 or later, with that rank")]
     NoCacheConfig {
         /// The rank.
         rank: u32,
     },
-    /// It serves no model.
+    /// The server serves no model.
     #[error("the engine serves no model")]
     NoModel,
-    /// Its blocks do not fit the cluster's.
+    /// The engine's block size is not a multiple of the cluster's.
     #[error(transparent)]
     BlockSize(#[from] WrongBlockSize),
     /// An event address is invalid.
@@ -111,13 +112,13 @@ pub enum ConnectError {
     Endpoint(#[from] InvalidEndpoint),
 }
 
-/// Why a server is not followed any more. Its successor is another instance.
+/// Why the engine of an adapter counts as ended. A server that is started again is another instance.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
-    /// It does not answer.
+    /// The server does not answer.
     #[error("the engine does not answer any more")]
     Gone,
-    /// Another process answers at its address.
+    /// Another process answers at the server's address.
     #[error("the engine was restarted")]
     Restarted,
 }
@@ -142,7 +143,7 @@ struct Follower {
 /// Waits until the server answers, and connects to it.
 ///
 /// # Errors
-/// The settings are invalid, or the server is none that can be used.
+/// The settings are invalid, or the server cannot be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
     let url = &settings.url;
     let http = HttpClient::new(url, settings.key.as_deref(), settings.ca.as_deref())?;
@@ -158,7 +159,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let context_length = model.max_model_len.unwrap_or(u32::MAX);
     let client = Arc::new(client.with_context_length(context_length));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
-    // The engine never uses its first block.
+    // vLLM never uses its first block.
     let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
     let source = match &settings.events {
         _ if !constants.prefix_caching => None,
@@ -218,13 +219,13 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
 }
 
 impl Connected {
-    /// Splits the server into the back end and the future that follows the server until it has ended.
+    /// Returns the back end, and the future that applies the server's KV events and checks its health until the engine has ended.
     pub fn into_parts(self) -> (Adapter, impl Future<Output = EngineEnded> + Send) {
         (self.adapter, self.follower.run())
     }
 }
 
-/// The server's model, version and constants, as soon as it answers.
+/// Waits until the server answers; returns its model, its version, and the constants of its KV cache.
 async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, String, EngineConstants), ConnectError> {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
@@ -248,7 +249,7 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
     }
 }
 
-/// Puts the server's host in place of "all addresses" in the addresses that it binds.
+/// Returns the source's addresses and topic. An address on all interfaces gets the server's host instead.
 fn reachable(source: EventSource, host: &str) -> (String, Option<String>, String) {
     let at = |endpoint: String| {
         ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]

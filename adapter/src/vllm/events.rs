@@ -1,12 +1,12 @@
 //! Decodes the batches of KV events that vLLM publishes: msgpack, `[time, [event, …], data-parallel rank]`.
 //!
-//! Since 0.30 an event is a map with its name under `type`; before, it was an array that begins with its name. Fields, events and media that are
-//! not known here are ignored. A batch that is malformed is an error as a whole, because the events in it are lost.
+//! Since vLLM 0.30, an event is a map with its name under `type`; before, it was an array that begins with its name. Unknown fields and
+//! events are ignored. A malformed batch is an error as a whole, because the events in it are lost.
 
 use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
 use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
 
-/// A batch: what one step of the engine changed.
+/// A batch: the changes that one step of the engine made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// The changes, in their order.
@@ -34,7 +34,8 @@ pub enum MalformedBatch {
 
 /// The largest payload that is decoded. A token takes at most five bytes, so a step with a million tokens fits.
 const PAYLOAD_MAX: usize = 16 << 20;
-/// The deepest nesting: batch, events, event, extra keys, a block's keys, one key, and one more for fields that are ignored.
+/// The deepest nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored
+/// fields may be nested deeper.
 const DEPTH_MAX: usize = 16;
 
 /// Returns the batch in this payload.
@@ -62,7 +63,7 @@ enum Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Returns the field that is the one with this name, or with this position. Absent and nil are the same.
+    /// Returns the field with this name or at this position; `None` if it is absent or nil.
     fn get(self, name: &str, position: usize) -> Option<&'a ValueRef<'a>> {
         let value = match self {
             Self::Named(fields) => fields.iter().find(|(key, _)| text(key) == Some(name)).map(|(_, value)| value),
@@ -91,7 +92,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns the event; `None` if it is of a kind that is not known here.
+/// Returns the event; `None` if its kind is unknown.
 fn event(event: &ValueRef<'_>) -> Result<Option<EngineEvent>, MalformedBatch> {
     let fields = match event {
         ValueRef::Map(fields) => Fields::Named(fields),
@@ -149,7 +150,8 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
-/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed numbers.
+/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed
+/// numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),
@@ -170,7 +172,7 @@ fn extra_keys(value: &ValueRef<'_>) -> Option<ExtraKeys> {
     }
 }
 
-/// Versions that know one medium only do not name it.
+/// Returns the medium of an event's blocks. Versions of vLLM that know only one medium do not name it.
 fn medium(medium: Option<&ValueRef<'_>>, locality: Option<&ValueRef<'_>>) -> Medium {
     if locality.is_some_and(|locality| text(locality) != Some("LOCAL")) {
         return Medium::Elsewhere;

@@ -1,12 +1,13 @@
-//! vLLM's `kv_transfer_params` as a handle. An engine that receives incomplete ones ends, so they are checked on both sides.
+//! Converts vLLM's `kv_transfer_params` to KV handles and back. An engine that receives incomplete parameters ends, so both conversions
+//! check them.
 
 use crate::api::EngineFailure;
 use serde_json::Value;
 
-/// The name of a parameter, and whether a value is valid.
+/// The name of a parameter, and the check of its value.
 type Field = (&'static str, fn(&Value) -> bool);
 
-/// What NIXL's connector needs to pull KV, each with a check of its type.
+/// The parameters that NIXL's connector needs to pull KV.
 const FIELDS: [Field; 8] = [
     ("do_remote_prefill", |value| value == &Value::Bool(true)),
     ("do_remote_decode", |value| value == &Value::Bool(false)),
@@ -34,17 +35,17 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
 /// Returns the handle for the parameters that an engine returned.
 ///
 /// # Errors
-/// They are not those of NIXL's connector.
+/// A parameter is missing or invalid.
 pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> {
     let params = params.unwrap_or_default();
     check(&params)?;
     Ok(params.to_string().into_bytes())
 }
 
-/// Returns the parameters of a handle.
+/// Returns the parameters in a handle.
 ///
 /// # Errors
-/// It is not a handle of this kind.
+/// The bytes are not JSON, or a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
     let params =
         serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Recorded from vLLM 0.32.
+    /// Returns `kv_transfer_params` that vLLM 0.32 has sent.
     fn recorded() -> Value {
         json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[9, 14]],
@@ -69,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_parameters_round_trip_and_incomplete_ones_are_refused() {
+    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
         let bytes = to_bytes(Some(recorded())).expect("they are complete");
         assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
         for (field, _) in FIELDS {

@@ -1,16 +1,16 @@
-//! What vLLM's `/metrics` say about the engine.
+//! Reads an engine's constants from vLLM's `/metrics`.
 
 /// The constants of an engine's KV cache, and when the server started.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EngineConstants {
     pub block_size: u32,
-    /// Blocks of the device. The first is never used.
+    /// Number of blocks on the device. vLLM never uses the first.
     pub blocks: u32,
-    /// Whether it reuses the KV of prompts with equal beginnings.
+    /// Whether the engine reuses the KV of prompts with equal prefixes.
     pub prefix_caching: bool,
-    /// The type of KV values.
+    /// The data type of the cached KV.
     pub cache_dtype: String,
-    /// The server's start in seconds since 1970: another value is another instance.
+    /// The start of the server, in seconds since 1970. It differs for each instance of the server.
     pub started: f64,
 }
 
@@ -35,7 +35,7 @@ pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
 
-/// The samples of a series: the text of the labels and of the value.
+/// Returns the samples of a metric: the text of each sample's labels and value.
 fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &'a str)> {
     metrics.lines().filter_map(move |line| {
         let rest = line.strip_prefix(name)?;
@@ -46,7 +46,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// The value of a label. Values with escapes are not looked for.
+/// Returns the value of a label, which must have no escaped characters.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)
@@ -58,7 +58,7 @@ fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32, shortened.
+    /// An excerpt of a recorded metrics page of vLLM 0.32.
     const METRICS: &str = r#"# TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.79538511919e+09
 # TYPE vllm:cache_config_info gauge
@@ -67,7 +67,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 "#;
 
     #[test]
-    fn constants_are_read_for_each_rank() {
+    fn engine_constants_are_parsed_for_each_rank() {
         let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
         let expected = EngineConstants {
             block_size: 32,

@@ -29,7 +29,7 @@ pub(super) struct StreamOptions {
     pub include_usage: bool,
 }
 
-/// vLLM's sampling parameters. End-of-sequence tokens are among the stop tokens, so `ignore_eos` is always set.
+/// vLLM's sampling parameters. Tandem's stop tokens include the end-of-sequence tokens, so `ignore_eos` is always set.
 #[derive(Serialize)]
 pub(super) struct SamplingParams<'a> {
     max_tokens: u32,
@@ -56,7 +56,7 @@ pub(super) struct SamplingParams<'a> {
 
 #[derive(Serialize)]
 struct ExtraArgs {
-    /// KV events also report the cached blocks that the request uses, so that the mirror learns blocks whose events it missed.
+    /// Makes KV events also report the cached blocks that the request uses, so that the mirror adds blocks whose events it missed.
     kv_cache_report_mode: &'static str,
 }
 
@@ -78,14 +78,14 @@ impl<'a> SamplingParams<'a> {
             stop_token_ids: &sampling.stop_token_ids,
             ignore_eos: true,
             detokenize: false,
-            // The sampled token takes the place of the last alternative if it is none of them, so one more is requested.
+            // If the sampled token is none of the alternatives, it takes the place of the last one, so one more is requested.
             logprobs: sampling.logprobs.map(|top| (top + 1).min(LOGPROBS_MAX)),
             prompt_logprobs: None,
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },
         }
     }
 
-    /// Returns the parameters of a request that only computes its prompt. Engines generate at least one token.
+    /// Returns the parameters of a request that only computes its prompt. vLLM generates at least one token.
     pub fn prompt_only(sampling: &'a Sampling, prompt_logprobs: Option<u32>) -> Self {
         Self { temperature: 0.0, prompt_logprobs, ..Self::new(sampling, 1) }
     }
@@ -97,7 +97,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn all_parameters_are_passed_on() {
+    fn request_body_contains_all_sampling_parameters() {
         let sampling = Sampling {
             max_tokens: Some(9),
             min_tokens: 2,

@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// In place of everything else.
+    /// The error, which is in an answer without any other field.
     error: Option<ErrorBody>,
 }
 
@@ -68,7 +68,7 @@ struct PromptTokensDetails {
     cached_tokens: Option<u32>,
 }
 
-/// `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
+/// The error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum ErrorBody {
@@ -84,7 +84,7 @@ impl ErrorBody {
     }
 }
 
-/// Returns the failure that an answer with an HTTP error reports.
+/// Returns the failure that an HTTP error with this body reports.
 pub(super) fn failure(status: u16, body: &[u8]) -> EngineFailure {
     #[derive(Deserialize)]
     struct Body {
@@ -111,7 +111,7 @@ impl AnswerUsage {
 /// Decodes one JSON answer.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
     let answer: Answer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
     match answer.error {
@@ -123,7 +123,7 @@ pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
 /// Decodes one event of a streamed answer, with at most `top` alternatives for each token.
 ///
 /// # Errors
-/// It is not an answer, or reports an error.
+/// The JSON is not an answer, or reports an error.
 pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailure> {
     let Answer { choices, usage, .. } = answer(json)?;
     let mut chunk = Chunk::default();
@@ -187,7 +187,7 @@ pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> R
 mod tests {
     use super::*;
 
-    /// Recorded from vLLM 0.32.
+    /// Events that vLLM 0.32 has sent.
     const FIRST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[324],"routed_experts":null,"sampling_mask":null,"weight_versions":null,"logprobs":{"content":[{"token_id":324,"logprob":-3.5,"rank":2,"top_logprobs":[{"token_id":324,"logprob":-3.5,"rank":2},{"token_id":344,"logprob":-3.25,"rank":1}]}]}}]}"#;
     const LAST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[516],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":null}]}"#;
     const USAGE: &str = r#"{"request_id":"generate-tokens-a4","usage":{"prompt_tokens":70,"total_tokens":74,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":64}},"output_mode":"tokens","choices":[]}"#;
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn unreported_count_differs_from_zero() {
+    fn missing_cached_token_count_differs_from_zero() {
         let of = |usage: &str| chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("an event").usage;
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn http_errors_have_their_reasons() {
+    fn http_status_determines_the_engine_failure() {
         let refused = failure(400, br#"{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#);
         assert!(matches!(refused, EngineFailure::Invalid(message) if message == "too long"));
         let denied = failure(401, br#"{"error":"Unauthorized"}"#);

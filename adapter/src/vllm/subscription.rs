@@ -1,14 +1,17 @@
-//! Follows the KV events that one data-parallel rank of a vLLM server publishes, so that no loss goes unnoticed.
+//! Receives the KV events that one data-parallel rank of a vLLM server publishes, and detects each loss of events.
 //!
-//! vLLM numbers its batches from 0, publishes them on a PUB socket, which drops what a slow subscriber does not take, and sends the last ones
-//! again on request from a ROUTER socket (*replay*). A task reads both and delivers each batch once and in order:
+//! vLLM numbers its batches from 0 and publishes them on a PUB socket, which drops batches that a slow subscriber does not receive. A
+//! ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
+//! order:
 //!
-//! - At the start it replays all batches. If the engine does not have its first ones any more, they are [`Lost`].
-//! - A number that is too high is a gap, which is replayed. A batch that the replay lacks, too, is [`Lost`].
-//! - After a loss all batches that the engine still has are delivered. What they say alone is a part of what is cached, and nothing else.
-//! - After a reconnect, and from time to time while no batch arrives, it replays from the last batch. If that is not there or is another one, the
-//!   batches are those of another process: [`Update::Restarted`]. So lost last batches are noticed as well.
-//! - A batch that clears the cache makes good any loss before it.
+//! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`Lost`].
+//! - If a batch's number shows a gap, it requests a replay. A batch that is not in the replay either is [`Lost`].
+//! - After a loss, it delivers all batches that the engine still has. A mirror built from these alone has some of the cached blocks, and no
+//!   others.
+//! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on, which also
+//!   finds lost batches at the end. If the replay does not have that batch or has another one with its number, the engine is another
+//!   process: [`Update::Restarted`].
+//! - A batch that clears the cache cancels any loss before it.
 
 mod socket;
 
@@ -26,39 +29,39 @@ use std::{
 use tandem_node::Backoff;
 use tokio::{sync::mpsc, task::JoinSet, time::sleep};
 
-/// What to follow.
+/// The settings of a [`Subscription`].
 #[derive(Clone, Debug)]
 pub struct SubscriptionSettings {
     /// Where batches are published: `tcp://HOST:PORT` or `ipc://PATH`.
     pub endpoint: String,
-    /// Where batches are replayed, if the engine offers that.
+    /// Where batches are replayed, if the engine offers replays.
     pub replay_endpoint: Option<String>,
     /// The topic of the batches.
     pub topic: String,
     /// The rank whose batches are published there.
     pub data_parallel_rank: u32,
-    /// How long a connection, and each batch of a replay, may take.
+    /// How long the connection may take, and each batch of a replay.
     pub timeout: Duration,
-    /// The longest time without a batch before the task looks for lost ones with a replay.
+    /// The longest time without a batch before the task requests a replay to find lost batches.
     pub check_interval: Duration,
 }
 
-/// What happened in an engine's prefix cache.
+/// The next change of an engine's prefix cache, or of the engine's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Update {
-    /// The next changes.
+    /// The next events.
     Batch(Vec<EngineEvent>),
-    /// Changes were lost: all that was reported before is void. Later updates say which blocks were stored and removed from some moment on, so a
-    /// copy that begins empty here is a part of what is cached, and all of it after the next clear.
+    /// Changes were lost, so everything that was reported before is void. Later updates have all events from some moment on. A mirror that
+    /// is emptied now and applies them has only cached blocks, and after the next clear all of them.
     Lost(Lost),
-    /// Another process publishes now, whose cache was empty when it began. Later updates are all of its own.
+    /// Another process publishes now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
 }
 
 /// Why changes were lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
-    /// The engine does not have its first batches any more.
+    /// The engine no longer has its first batches.
     #[error("the engine's first {0} batches of KV events are not available")]
     History(u64),
     /// Batches from `next` up to before `got` were neither received nor replayed.
@@ -69,7 +72,7 @@ pub enum Lost {
         /// The batch after the lost ones.
         got: u64,
     },
-    /// The connection was lost, and there is no replay that shows what was published meanwhile.
+    /// The connection was lost, and no replay is available for the batches that were published meanwhile.
     #[error("the connection to the KV events was lost, and a replay is not available")]
     Disconnected,
     /// A batch cannot be decoded.
@@ -80,23 +83,24 @@ pub enum Lost {
     OtherRank(u32),
 }
 
-/// The updates of one rank. Dropping it ends the subscription.
+/// The updates of one rank. Dropping it ends the subscription's task.
 pub struct Subscription {
     updates: mpsc::Receiver<Update>,
     _task: JoinSet<()>,
 }
 
-/// Updates that wait for the caller. When they are full, the socket is not read, and batches wait at the engine.
+/// The most updates that wait for the caller. At this number, the socket is not read, and batches wait at the engine.
 const UPDATES_MAX: usize = 64;
-/// Delays between connections: an engine that restarts needs a minute, and its absence costs next to nothing.
+/// The shortest and the longest pause between connection attempts. An engine needs about a minute to restart, and an attempt costs very
+/// little.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The time without a batch before the first check of a connection. A batch that was published while the connection was made may have been
-/// missed, so the first check is early; the time doubles with each check, up to the setting.
+/// missed, so the first check is early. The time doubles with each check, up to [`SubscriptionSettings::check_interval`].
 const FIRST_CHECK: Duration = Duration::from_millis(250);
 
 impl Subscription {
-    /// Starts a task that follows the events. It connects again as often as needed.
+    /// Starts the task that receives the events. It reconnects as often as needed.
     ///
     /// # Errors
     /// An endpoint is not one to which a client can connect.
@@ -132,26 +136,26 @@ struct Follower {
     updates: mpsc::Sender<Update>,
     backoff: Backoff,
     position: Position,
-    /// The last batch that was received on the present connection.
+    /// The last batch that was received on the current connection.
     live: Option<u64>,
-    /// What the present replay lacks, unless a batch that clears the cache follows in it.
+    /// The loss that the current replay has shown; reset when the replay has a batch that clears the cache.
     missing: Option<Lost>,
-    /// The last replay succeeded.
+    /// Whether the last replay succeeded.
     replays: bool,
 }
 
-/// What was delivered.
+/// The last batch that was delivered.
 #[derive(Clone, Copy)]
 enum Position {
-    /// Nothing yet, so batch 0 is the next one.
+    /// No batch yet, so batch 0 is the next one.
     Start,
-    /// All up to this batch.
+    /// This batch, and all before it.
     After(Seen),
-    /// Nothing since the last loss. The next batch may have any number.
+    /// No batch since the last loss, so the next batch may have any number.
     Unknown,
 }
 
-/// A batch, with a digest of its payload by which it is recognised.
+/// A batch's number, with a digest of its payload that distinguishes it from another process's batch.
 #[derive(Clone, Copy)]
 struct Seen {
     number: u64,
@@ -176,7 +180,7 @@ impl Position {
         }
     }
 
-    /// Returns what is lost if `got` comes next.
+    /// Returns the loss if batch `got` is the next one.
     fn loss(self, got: u64) -> Lost {
         match self {
             Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
@@ -185,7 +189,7 @@ impl Position {
     }
 }
 
-/// Returns the events from the last one on that clears the cache.
+/// Returns the last event that clears the cache, and all events after it.
 fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
     let cleared = events.iter().rposition(|event| *event == EngineEvent::Cleared)?;
     Some(events[cleared..].to_vec())
@@ -193,17 +197,17 @@ fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
 
 /// How a replay ended.
 enum Replayed {
-    /// All that the engine has was replayed.
+    /// All batches that the engine has were replayed.
     All,
-    /// The replay itself has a gap: the engine drops what it cannot send at once.
+    /// The replay itself has a gap: the engine drops messages that it cannot send at once.
     Interrupted,
-    /// The batches are another process's.
+    /// The replayed batches are from another process.
     OtherProcess,
-    /// Batches are missing, which was reported; those that the engine has were not delivered yet.
+    /// Batches are missing, and the loss was reported. The batches that the engine has are not delivered yet.
     Incomplete,
 }
 
-/// Why following cannot continue.
+/// Why [`Follower::follow`] has ended.
 enum Stop {
     /// The subscription was dropped.
     Unsubscribed,
@@ -232,7 +236,7 @@ impl Follower {
         }
     }
 
-    /// Connects, and delivers what is published until the connection fails.
+    /// Connects, and delivers published batches until the connection fails.
     async fn follow(&mut self) -> Result<Infallible, Stop> {
         let mut live = Live::connect(&self.settings).await?;
         self.live = None;
@@ -254,7 +258,7 @@ impl Follower {
         }
     }
 
-    /// Delivers what was published before the connection was made.
+    /// Delivers batches that were published before the connection was made.
     async fn synchronise(&mut self) -> Result<(), Stop> {
         if self.settings.replay_endpoint.is_some() {
             match self.catch_up().await {
@@ -270,7 +274,7 @@ impl Follower {
         self.lose(Lost::Disconnected).await
     }
 
-    /// Delivers batches that were published but not received. If the engine has replayed before and does not now, the connection is given up.
+    /// Delivers batches that were published but not received. Fails if the replay fails although the last replay succeeded.
     async fn check(&mut self) -> Result<(), Stop> {
         let has_replayed = self.replays;
         match self.catch_up().await {
@@ -279,7 +283,7 @@ impl Follower {
         }
     }
 
-    /// Delivers a batch that was published, and what is missing before it.
+    /// Delivers a published batch, after the batches that are missing before it.
     async fn receive(&mut self, number: u64, payload: &[u8]) -> Result<(), Stop> {
         if self.live.replace(number).is_some_and(|last| number <= last) {
             self.restart().await?;
@@ -291,7 +295,7 @@ impl Follower {
             }
         }
         let lost = match self.position.next() {
-            // The replay had it.
+            // The replay included this batch.
             Some(next) if number < next => return Ok(()),
             Some(next) if number > next => Some(self.position.loss(number)),
             _ => None,
@@ -307,7 +311,7 @@ impl Follower {
         }
     }
 
-    /// Replays all that was published after the position.
+    /// Replays all batches that were published after the position.
     async fn catch_up(&mut self) -> Result<(), Stop> {
         let mut may_be_interrupted = true;
         loop {
@@ -327,8 +331,8 @@ impl Follower {
         }
     }
 
-    /// Requests one replay, from the last batch that was delivered, and delivers it. While batches are missing, only those from the next clear on are
-    /// delivered.
+    /// Requests one replay from the last delivered batch on, and delivers its batches. After a missing batch, delivers only events from the
+    /// next clear on.
     async fn replay(&mut self, may_be_interrupted: bool) -> Result<Replayed, Stop> {
         let mut known = if let Position::After(seen) = self.position { Some(seen) } else { None };
         let mut replay = Replay::request(&self.settings, known.map_or(0, |seen| seen.number)).await?;
@@ -365,7 +369,8 @@ impl Follower {
         Ok(Replayed::All)
     }
 
-    /// Moves the position behind the batch, and returns its events. None of them is known if the batch is malformed, which is a loss.
+    /// Advances the position to the batch and returns its events. A batch that is malformed or from another rank is a loss and returns no
+    /// events.
     async fn decode(&mut self, number: u64, payload: &[u8]) -> Result<Vec<EngineEvent>, Stop> {
         self.position = Position::After(Seen::new(number, payload));
         let lost = match decode(payload) {

@@ -1,7 +1,7 @@
 """vLLM by itself, without Tandem: the engines of this setup do what Tandem's adapter relies on.
 
 A prefill engine and a decode engine answer as one engine does; cached tokens are those of the prefill engine; the replayed KV events
-are the whole cache, with the tokens of the prompt and of the answer.
+describe the whole cache, with the tokens of the prompt and of the answer.
 """
 
 import kv_events

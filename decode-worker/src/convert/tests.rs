@@ -29,7 +29,7 @@ fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
 }
 
 #[test]
-fn request_that_no_worker_can_run_is_refused() {
+fn invalid_request_is_refused_with_its_reason() {
     assert_eq!(refused(|request| request.prompt.clear()), Invalid::EmptyPrompt);
     for token in [100, u32::MAX] {
         assert_eq!(refused(|request| request.prompt.push(token)), Invalid::UnknownToken);
@@ -89,7 +89,7 @@ fn sampling_out_of_range_is_refused_with_the_name_of_its_field() {
 }
 
 #[test]
-fn fields_besides_the_prompt_are_bounded() {
+fn overlong_field_is_refused_with_its_name() {
     let too_long = |change: fn(&mut GenerateRequest, String)| match refused(|request| change(request, "x".repeat(1_025))) {
         Invalid::OutOfRange { field, .. } => field,
         other => panic!("{other:?}"),
@@ -106,7 +106,7 @@ fn fields_besides_the_prompt_are_bounded() {
 
 proptest! {
     #[test]
-    fn a_request_reaches_the_engine_as_it_was_sent(
+    fn engine_receives_every_field_of_a_request_unchanged(
         (prompt, samples) in (vec(0..VOCAB_SIZE as u32, 1..50), 1..=128_u32),
         (max_tokens, min_tokens, seed, top_k) in any::<(Option<u32>, u32, u64, u32)>(),
         (temperature, top_p, min_p) in (0.0..2.0_f32, 0.01..1.0_f32, 0.0..1.0_f32),
@@ -155,7 +155,7 @@ fn logprobs_keep_their_tokens_and_their_order() {
 }
 
 #[test]
-fn finished_has_the_reason_and_the_stop_token() {
+fn finished_message_has_the_finish_reason_and_the_stop_token() {
     let stop = finished(3, FinishReason::Stop(2));
     assert_eq!((stop.sample, stop.reason(), stop.stop_token), (3, finished::FinishReason::Stop, Some(2)));
     let length = finished(0, FinishReason::Length);

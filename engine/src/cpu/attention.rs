@@ -13,8 +13,8 @@ use tandem_kv::BlockId;
 /// Positions whose exponentials are summed in separate lanes.
 const STRIP: usize = 16;
 
-/// The layout of the KV memory: keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring slots;
-/// values are `[block][layer][1][kv_head][slot][dimension]`.
+/// The layout of the KV memory: keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring
+/// slots; values are `[block][layer][1][kv_head][slot][dimension]`.
 #[derive(Clone, Copy)]
 pub(super) struct KvLayout {
     pub layers: usize,

@@ -1,9 +1,9 @@
 //! Matrix multiplication of activations with a weight matrix.
 //!
-//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, then the group's minimum in the same
-//! way. `dot` is an exact integer, because the row is quantised to 8 bits with one step per group (it includes Q6_K's two integer factors per
-//! group). For float weights the sum is `sum = fma(x, weight, sum)`, input by input. How many rows and outputs are computed together, and on which
-//! thread, affects only how often a tile is unpacked.
+//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, then the group's minimum in
+//! the same way. `dot` is an exact integer, because the row is quantised to 8 bits with one step per group (it includes Q6_K's two integer
+//! factors per group). For float weights the sum is `sum = fma(x, weight, sum)`, input by input. How many rows and outputs are computed
+//! together, and on which thread, affects only how often a tile is unpacked.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{

@@ -9,8 +9,8 @@ const LANES: usize = 16;
 /// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
 const ROUNDING: f32 = 12_582_912.0;
 
-/// Returns e^x within 2 ulp, after Cephes' `expf` (Moshier): x = n ln 2 + r, a polynomial in r, the exponent n. Results are clamped to finite,
-/// normal numbers.
+/// Returns e^x within 2 ulp, after Cephes' `expf` (Moshier): x is split into n ln 2 + r, a polynomial computes e^r, and n is added to the
+/// exponent. Results are clamped to finite, normal numbers.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
     const LN_2_HIGH: f32 = 0.693_359_4;
@@ -111,8 +111,8 @@ kernel! {
 }
 
 kernel! {
-    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and multiplies all numbers by `factor`. `rotations` has
-    /// the cosines and sines of the angles, `[rows][head_dim / 2]`.
+    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and multiplies all numbers by `factor`. `rotations`
+    /// has the cosines and sines of the angles, `[rows][head_dim / 2]`.
     pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, rotations: &[[f32; 2]], rope: &Rope, factor: f32) {
         let pairs = rope.frequencies.len();
         for (row, rotations) in x.chunks_exact_mut(row_len).zip(rotations.chunks_exact(pairs)) {
@@ -140,8 +140,8 @@ fn rotated(x: f32, y: f32, [cos, sin]: [f32; 2], factor: f32) -> (f32, f32) {
     ((x * cos - y * sin) * factor, (x * sin + y * cos) * factor)
 }
 
-/// Appends the cosines and sines of the angles by which the pairs at one position are rotated. `libm` is Rust code: its results are the same
-/// everywhere.
+/// Appends the cosines and sines of the angles by which the pairs at one position are rotated. `libm` is Rust code: its results are the
+/// same everywhere.
 pub(super) fn rotations_at(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>) {
     for frequency in &rope.frequencies {
         let angle = f64::from(position) * frequency;

@@ -1,7 +1,7 @@
 //! Computes a step: all chunks through all layers.
 //!
-//! The rows of all chunks form one matrix. Between two attentions rows are independent, so they are split into *slabs*: each slab is computed on
-//! one thread, or a single slab on all threads if there are few rows.
+//! The rows of all chunks form one matrix. Between two attentions rows are independent, so they are split into *slabs*: each slab is
+//! computed on one thread, or a single slab on all threads if there are few rows.
 
 use super::{
     attention::{KvLayout, Place, Scratch, attend, store_kv},
@@ -104,8 +104,8 @@ impl Step<'_> {
         }
     }
 
-    /// Computes all rows from the attention of layer `finished` to that of layer `next`: the attention's output projection, the feed-forward
-    /// network, and the next queries, keys and values.
+    /// Computes all rows from the attention of layer `finished` to that of layer `next`: the attention's output projection, the
+    /// feed-forward network, and the next queries, keys and values.
     fn slabs(&mut self, finished: Option<&Layer>, next: Option<&Layer>) {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, query_len, kv_len) = (model.config.width, self.layout.heads * self.layout.head_dim, self.layout.row_len());

@@ -82,8 +82,8 @@ impl Threads {
             }
         };
         let job: &(dyn Fn() + Sync) = &job;
-        // SAFETY: only the lifetime changes. `PostedJob` removes the job and waits until no helper works on it before `job` and its borrows end,
-        // whether this function returns or unwinds.
+        // SAFETY: only the lifetime changes. `PostedJob` removes the job and waits until no helper works on it before `job` and its borrows
+        // end, whether this function returns or unwinds.
         #[expect(unsafe_code, reason = "a borrowed job is lent to threads that outlive the borrow")]
         let job = unsafe { std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(job) };
         let posted = self.shared.post(job);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_tasks_run() {
+    fn task_may_start_and_await_further_tasks() {
         let threads = Threads::new(3).unwrap();
         let done = AtomicUsize::new(0);
         for _ in 0..200 {

@@ -1,8 +1,8 @@
 //! Weight matrices, packed for the kernels at load time; most take about as many bytes as in the file.
 //!
-//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file formats), a *tile* one group of one panel.
-//! A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost loops run over independent outputs.
-//! A *word* has the quants of four inputs of one output, a byte each.
+//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file formats), a *tile* one group of one
+//! panel. A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost loops run over independent
+//! outputs. A *word* has the quants of four inputs of one output, a byte each.
 
 use super::{
     CpuError,
@@ -218,8 +218,8 @@ impl Tile for Q4_KTile {
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
-        // Twelve bytes hold eight factors and eight min factors of six bits. The first four of each are in the low six bits of the first eight
-        // bytes. Of the others, the low four bits are in the last four bytes, and the high two in the high bits of the first eight.
+        // Twelve bytes hold eight factors and eight min factors of six bits. The first four of each are in the low six bits of the first
+        // eight bytes. Of the others, the low four bits are in the last four bytes, and the high two in the high bits of the first eight.
         let packed = &block[4..16];
         (self.factors[column], self.min_factors[column]) = if group < 4 {
             (packed[group] & 63, packed[group + 4] & 63)

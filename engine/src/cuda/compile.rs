@@ -81,7 +81,8 @@ pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, Cuda
 /// Compiles a program; the error is NVRTC's log.
 fn compiled(program: sys::nvrtcProgram, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: result::NvrtcError| error.to_string();
-    // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a NUL.
+    // SAFETY: the caller created the program and has not destroyed it; NVRTC fills buffers of the sizes it reported, and a log ends with a
+    // NUL.
     unsafe {
         if let Err(error) = result::compile_program(program, options) {
             let log = result::get_program_log(program).map_err(text)?;

@@ -64,8 +64,8 @@ pub(super) struct Launch {
     pub shared_bytes: usize,
 }
 
-/// A GEMM `outputs = inputs × weightsᵀ`, accumulated in 32-bit floats. `inputs` is `rows × inputs` and `weights` is `outputs × inputs`, both
-/// row-major matrices of 16-bit floats of the type `half`; the result is `rows × outputs`.
+/// A GEMM `outputs = inputs × weightsᵀ`, accumulated in 32-bit floats. `inputs` is `rows × inputs` and `weights` is `outputs × inputs`,
+/// both row-major matrices of 16-bit floats of the type `half`; the result is `rows × outputs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Gemm {
     pub half: Half,
@@ -150,8 +150,8 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Does not access the output matrices.
     fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
 
-    /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have been
-    /// executed once before. After a failure the device can be used as before.
+    /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have
+    /// been executed once before. After a failure the device can be used as before.
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
 
     /// Executes a recording with its arguments, on the current content of memory.

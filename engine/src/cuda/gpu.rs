@@ -130,7 +130,8 @@ struct Staging(*mut u8);
 
 impl Staging {
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the pointer refers to `STAGING_BYTES` bytes, zeroed when allocated and freed in `drop` only; `&mut self` excludes other references.
+        // SAFETY: the pointer refers to `STAGING_BYTES` bytes, zeroed when allocated and freed in `drop` only; `&mut self` excludes other
+        // references.
         unsafe { std::slice::from_raw_parts_mut(self.0, STAGING_BYTES) }
     }
 }
@@ -336,8 +337,9 @@ impl Device for Gpu {
         self.context.enter()?;
         let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
-        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as the
-        // kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to sufficient memory.
+        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as
+        // the kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to sufficient
+        // memory.
         let launched = unsafe {
             result::launch_kernel(
                 self.context.functions[launch.kernel as usize],
@@ -379,7 +381,8 @@ impl Device for Gpu {
         // SAFETY: the stream is destroyed in `drop` only.
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;
         let worked = work();
-        // SAFETY: the stream is destroyed in `drop` only. The capture is ended even if `work` failed, so that the stream executes work again.
+        // SAFETY: the stream is destroyed in `drop` only. The capture is ended even if `work` failed, so that the stream executes work
+        // again.
         let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("capturing a stream"));
         // SAFETY: the captured graph is destroyed once; the executable graph does not refer to it.
         let graph = recorded.and_then(|recorded| unsafe {

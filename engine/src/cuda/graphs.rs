@@ -1,7 +1,7 @@
 //! CUDA graphs of decode steps: a step's hundreds of launches are captured once and replayed by one call.
 //!
-//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and the lists'
-//! addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
+//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and
+//! the lists' addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
 
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
@@ -56,9 +56,9 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Executes the step `work`, which was padded to this bucket and has its lists and results at these addresses. The bucket's first step
-    /// is launched directly; the second is captured, and the graph is replayed from then on. `work` may be called a second time after a
-    /// partial execution, and must then still give the right result.
+    /// Executes the step `work`. The caller has padded it to the size `bucket`; the step reads its lists and writes its results at
+    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may be
+    /// called a second time after a partial execution, and must then still give the right result.
     pub fn run(
         &mut self,
         device: &D,

@@ -46,8 +46,8 @@ pub(super) struct Layer<D: Device> {
 }
 
 impl<D: Device> Model<D> {
-    /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max` is the shared memory
-    /// of a thread block in bytes. Fails if the model is not supported, a weight cannot be read, or the device fails.
+    /// Reads and checks a rank's weights and copies them to the device that `open` returns for the model's shape. `shared_max` is the
+    /// shared memory of a thread block in bytes. Fails if the model is not supported, a weight cannot be read, or the device fails.
     pub fn load(
         file: &dyn ModelFile,
         block_size: usize,

@@ -112,8 +112,8 @@ pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usiz
     tokens + (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition)
 }
 
-/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on.
-/// Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
+/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48
+/// and so on. Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
 }
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn every_token_is_attended_once_over_all_earlier_positions() {
+    fn tiles_and_partitions_cover_every_token_and_position_once() {
         let tokens: Vec<u32> = (0..500).collect();
         let blocks: Vec<BlockId> = (0..400).rev().map(BlockId).collect();
         let chunks = [
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_keeps_existing_entries_and_tables() {
+    fn padding_a_batch_keeps_its_entries_and_tables() {
         let blocks: Vec<BlockId> = (0..40).map(BlockId).collect();
         let chunks = [600, 3, 20].map(|position| chunk(&[7], position, &blocks, Logits::Last));
         let mut batch = Batch::new(&chunks, &SHAPE, 4);

@@ -1,4 +1,5 @@
-//! Direct access to an engine's KV memory: other workers of the host copy from it over CUDA IPC, and NCCL communicators send and receive its blocks.
+//! Direct access to an engine's KV memory: other workers of the host copy from it over CUDA IPC, and NCCL communicators send and receive
+//! its blocks.
 
 use super::{
     CudaError,
@@ -16,8 +17,8 @@ use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, K
 /// Time limit for the other end to join a communicator; its process may still be loading NCCL.
 const JOIN_MAX: Duration = Duration::from_secs(30);
 
-/// Returns the time limit for sending blocks: ten seconds, as the other end may still be in a step, plus the time on a slow network. A peer that takes
-/// longer is considered lost.
+/// Returns the time limit for sending blocks: ten seconds, as the other end may still be in a step, plus the time on a slow network. A peer
+/// that takes longer is considered lost.
 fn transfer_max(blocks: usize, block_bytes: usize) -> Duration {
     const BYTES_PER_SECOND_MIN: f64 = 50e6;
     Duration::from_secs(10) + Duration::from_secs_f64((blocks * block_bytes) as f64 / BYTES_PER_SECOND_MIN)
@@ -238,8 +239,8 @@ struct PoolCommunicator<D: Device> {
 }
 
 impl<D: Device> PoolCommunicator<D> {
-    /// Transfers the blocks of all ranks concurrently, since the two ends may process the ranks in different orders. Blocks that are `None` are received
-    /// and discarded.
+    /// Transfers the blocks of all ranks concurrently, since the two ends may process the ranks in different orders. Blocks that are `None`
+    /// are received and discarded.
     fn transfer(&self, blocks: &[Option<BlockId>], one: TransferOnRank<D>) -> Result<(), DeviceTransferError> {
         let block_bytes = self.pool.block_bytes;
         let on_rank = |shard: &KvShard<D>, (communicator, discarded): &(D::PeerCommunicator, Memory<D>)| {

@@ -1,8 +1,8 @@
 //! Tensor parallelism: which shard of each tensor and of each KV block a rank holds.
 //!
-//! As in Megatron-LM (Shoeybi et al. 2019): heads and feed-forward columns are divided evenly, in the order of the ranks. The matrices that produce
-//! them (`qkv`, `gate`, `up`) are divided by rows; those that consume them (attention output, `down`) by columns, so that the ranks' results must be
-//! summed by an all-reduce.
+//! As in Megatron-LM (Shoeybi et al. 2019): heads and feed-forward columns are divided evenly, in the order of the ranks. The matrices that
+//! produce them (`qkv`, `gate`, `up`) are divided by rows; those that consume them (attention output, `down`) by columns, so that the
+//! ranks' results must be summed by an all-reduce.
 
 use super::CudaError;
 use std::ops::Range;
@@ -25,7 +25,8 @@ impl Shard {
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Fails if heads or columns cannot be divided evenly. A rank's columns must be a multiple of eight, since the kernels copy eight numbers at a time.
+    /// Fails if heads or columns cannot be divided evenly. A rank's columns must be a multiple of eight, since the kernels copy eight
+    /// numbers at a time.
     pub fn check(self, &ModelConfig { heads, kv_heads, ffn, .. }: &ModelConfig) -> Result<(), CudaError> {
         let divides = |ranks| heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks) && ffn.is_multiple_of(8 * ranks);
         let fits = |ranks: &usize| *ranks == 1 || divides(*ranks);
@@ -36,8 +37,8 @@ impl Shard {
         Err(CudaError::TensorParallel { ranks: self.ranks, heads, kv_heads, ffn, possible })
     }
 
-    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order. A shard's
-    /// row has `row_bytes` bytes.
+    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order.
+    /// A shard's row has `row_bytes` bytes.
     pub fn merge_into(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
         let rows = whole.chunks_exact_mut(row_bytes).skip(self.rank).step_by(self.ranks);
         rows.zip(part.chunks_exact(row_bytes)).for_each(|(into, row)| into.copy_from_slice(row));

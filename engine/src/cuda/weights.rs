@@ -30,8 +30,8 @@ impl MatrixSlice {
     }
 }
 
-/// Returns the rows of several slices, one slice after the other. Fails if a tensor is missing, has another shape, or has a number that is not finite
-/// in the 16-bit type.
+/// Returns the rows of several slices, one slice after the other. Fails if a tensor is missing, has another shape, or has a number that is
+/// not finite in the 16-bit type.
 pub(super) fn rows(file: &dyn ModelFile, half: Half, slices: &[MatrixSlice]) -> Result<Vec<u8>, CudaError> {
     let mut bytes = Vec::with_capacity(slices.iter().map(|slice| slice.rows.len() * slice.columns.len() * 2).sum());
     for slice in slices {

@@ -9,11 +9,12 @@ use tokio::sync::Notify;
 pub(super) struct EndedWrite {
     pub ticket: Ticket,
     pub indices: Vec<u32>,
-    /// All blocks were written; otherwise none counts.
+    /// Whether all blocks were written. If not, none of them counts as written.
     pub complete: bool,
 }
 
-/// Writes that have ended, for the engine's thread. At most as many as blocks in use: each write has at least one block of its own.
+/// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at
+/// least one block of its own.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 

@@ -61,7 +61,7 @@ pub(super) struct Driver {
     started: Instant,
     sim_clock: SimClock,
     last_audit: Option<Duration>,
-    /// The device has failed permanently.
+    /// Whether the device has failed permanently.
     is_lost: bool,
 }
 

@@ -61,7 +61,7 @@ async fn dropped_job_releases_its_blocks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn job_dropped_before_it_was_returned_releases_its_blocks() {
+async fn submission_dropped_before_it_resolves_releases_its_blocks() {
     let engine = start();
     let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
     // Submits the job, and drops the future when the engine has answered.
@@ -73,7 +73,7 @@ async fn job_dropped_before_it_was_returned_releases_its_blocks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_end_after_the_last_sample() {
+async fn event_stream_ends_after_the_last_sample_has_finished() {
     let engine = start();
     let mut job = engine.generate(generate(3)).await.expect("it fits");
     let mut last = None;
@@ -85,7 +85,7 @@ async fn events_end_after_the_last_sample() {
 
 /// The events of a job with two samples are not read, and those of another job are.
 #[tokio::test(start_paused = true)]
-async fn backpressure_pauses_an_unread_job_until_it_is_read() {
+async fn job_is_paused_while_its_events_are_not_read() {
     const BUFFERED_MAX: usize = 10;
     let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 10, ..SETTINGS });
     let two = || Generate { samples: 2, ..generate(200) };
@@ -114,7 +114,7 @@ async fn backpressure_pauses_an_unread_job_until_it_is_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn paused_job_receives_the_failure() {
+async fn paused_job_receives_an_engine_failure() {
     let sim = SimEngine::new(SimSettings::default());
     let clock = sim.clock();
     let settings = EngineSettings { max_buffered_events: 1, ..SETTINGS };
@@ -132,7 +132,7 @@ async fn paused_job_receives_the_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn unread_prefill_is_computed_completely() {
+async fn prefill_is_computed_completely_although_its_events_are_not_read() {
     let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 1, ..SETTINGS });
     let Generate { request_id, account, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
@@ -151,7 +151,7 @@ async fn unread_prefill_is_computed_completely() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn subscriber_receives_every_change_once() {
+async fn cache_subscriber_receives_every_change_once() {
     let engine = start();
     let (empty, mut first) = engine.watch().await.expect("the engine runs");
     assert_eq!((empty.at_event_id, empty.stored.len()), (0, 0));
@@ -176,7 +176,7 @@ async fn subscriber_receives_every_change_once() {
 
 /// The step with the long prompt takes five minutes, which counts as a hang; afterwards the device makes steps again.
 #[tokio::test(start_paused = true)]
-async fn hung_resolves_while_a_step_takes_too_long() {
+async fn hung_future_resolves_while_a_step_exceeds_its_limit() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };
     let engine = start_with(SimEngine::new(sim), EngineSettings { step_max: Duration::from_secs(20), ..SETTINGS });
     let hangs = async |seconds| tokio::time::timeout(Duration::from_secs(seconds), engine.hung()).await.is_ok();
@@ -242,7 +242,7 @@ async fn failed_step_fails_all_jobs_and_later_jobs_run() {
 }
 
 #[test]
-fn engine_thread_needs_no_runtime_of_the_caller() {
+fn engine_starts_outside_of_a_tokio_runtime() {
     let engine =
         EngineHandle::start(Box::new(SimEngine::new(SimSettings { speedup: 1_000.0, ..SimSettings::default() })), SETTINGS);
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a plain runtime");

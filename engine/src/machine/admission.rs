@@ -17,8 +17,8 @@ use tandem_kv::Wanted;
 /// if other sequences delay it.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself: half of the time for which the prefill worker of
-/// a remote prompt waits for a ticket.
+/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself: half of the time for which the prefill
+/// worker of a remote prompt waits for a ticket.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// How many earlier prompts a new one is compared with, the latest first: enough to find a burst, and bounded for a long queue.
@@ -94,7 +94,8 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // Of equally long prefixes the latest job's: if one job of a burst is cancelled, only the next loses its expected prefix.
+            // Of equally long prefixes, the latest job's is expected: if one job of a burst is cancelled, only the next one loses its
+            // expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);

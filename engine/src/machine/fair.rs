@@ -4,7 +4,8 @@
 //! - *Places in a step* are held for as long as a sequence runs: [`Shares`] gives each account one place in rotation and, inside an
 //!   account, each request one place in rotation, until all places are taken. This order decides which sequence is next and which is last.
 //! - *Prompt tokens* are spent: [`RoundRobin`] allots each step's tokens to accounts by deficit round robin (Shreedhar and Varghese 1996).
-//! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device equally.
+//! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device
+//!   equally.
 
 use super::sequence::JobId;
 use std::{

@@ -43,8 +43,8 @@ impl Machine {
         }
     }
 
-    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more; returns whether it did. The last sample takes
-    /// over the prompt's own blocks.
+    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more; returns whether it did. The last sample
+    /// takes over the prompt's own blocks.
     pub(super) fn start_sample(&mut self, job: JobId, spare: usize) -> bool {
         let size = self.info.block_size as usize;
         let Some(index) = self.forking.iter().position(|parent| parent.job == job) else { return false };
@@ -80,7 +80,8 @@ impl Machine {
         true
     }
 
-    /// Preempts a forking prompt: its blocks are released, and its samples wait without blocks, to be computed or matched in the cache again.
+    /// Preempts a forking prompt: its blocks are released, and its samples wait without blocks, to be computed or matched in the cache
+    /// again.
     pub(super) fn preempt_forking(&mut self, index: usize) {
         let mut parent = self.forking.remove(index);
         self.preemptions += 1;

@@ -63,7 +63,7 @@ impl Machine {
         self.running.iter().rposition(|sequence| sequence.job == job)
     }
 
-    /// Returns what the in-flight sequences that satisfy `is_owned` hold.
+    /// Counts the in-flight sequences that satisfy `is_owned`, and their blocks.
     fn holdings(&self, is_owned: impl Fn(&Sequence) -> bool) -> Holdings {
         let mut holdings = Holdings::default();
         let mut previous = None;

@@ -21,8 +21,8 @@ const DECAY: f64 = 0.9;
 /// with the square of their length. Steps of at least this mean length give a rate even if all are equally long: their fixed time is small.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// If the weighted sum of squared deviations from the mean length is less, it determines no slope. A quarter of what one long step adds to
-/// many short ones.
+/// The least weighted sum of squared deviations from the mean length that determines a slope: a quarter of what one long step adds to many
+/// short ones.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
 /// A slope of fewer standard errors is not significant.
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn tiny_prompts_give_no_rate() {
+    fn tiny_prompts_alone_give_no_prefill_rate() {
         let mut rates = after(&vec![(1, 0); 1_000]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.prefill_fixed_ms()), (0.0, 0.0));
         // Tiny prompts neither hide nor displace the rate once there is evidence.
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn short_steps_do_not_renew_the_rate() {
+    fn short_steps_do_not_count_as_measurements_of_the_rate() {
         let mut rates = after(&[(512, 0); 3]);
         assert_eq!(rates.prefill_measurements(), 1);
         (0..3_000).for_each(|at| step(&mut rates, 1 + at % 63, 0, 1.0));
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_of_both_kinds_count_for_both() {
+    fn mixed_steps_count_for_the_prefill_and_the_decode_rate() {
         let mut steps = vec![(0, 20); 3];
         steps.extend((0..50).map(|at| (1 + at * 97 % 512, 20)));
         let rates = after(&steps);
@@ -267,7 +267,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn line_equals_naive_least_squares(
+        fn fitted_line_equals_naive_weighted_least_squares(
             lengths in vec(1..8_192_u32, 20..80),
             noise in vec(0.97..1.03_f64, 80),
             decays in vec(0.9..1.0_f64, 80),

@@ -145,8 +145,8 @@ impl Machine {
         self.actions.push(Action::End(sequence.job));
     }
 
-    /// The worker that computed the KV has confirmed that all of it was written: full blocks are offered to the cache, and the prompt
-    /// starts. Does nothing while blocks are missing or being written.
+    /// Called when the worker that computed the KV has confirmed that all of it was written. Offers the full blocks to the cache and starts
+    /// the prompt. Does nothing while blocks are missing or being written.
     pub fn confirm(&mut self, ticket: Ticket, now: Duration) {
         let Some(place) = self.place(ticket) else { return };
         let Remote { missing, writing, .. } = remote(&mut self.reserved[place]);

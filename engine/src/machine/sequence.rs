@@ -9,7 +9,7 @@ pub(crate) type JobId = u64;
 /// A job and the number of one of its samples (0 for a prompt). Lower orders go first.
 pub(super) type Order = (JobId, u32);
 
-/// Tokens, how far their KV is computed, and the blocks that hold it.
+/// A prompt or a sample: its tokens, how far their KV is computed, and the blocks that hold the KV.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub job: JobId,
@@ -28,9 +28,10 @@ pub(super) struct Sequence {
     pub computed: usize,
     /// Leading blocks that were offered to the cache.
     pub committed: usize,
-    /// Backpressure: its job's event buffer is full, so nothing is computed, and its blocks are the first to be taken for others.
+    /// Whether backpressure pauses the sequence because its job's event buffer is full. Nothing is computed for a paused sequence, and its
+    /// blocks are the first to be taken for others.
     pub paused: bool,
-    /// The prompt may reuse blocks of the prefix cache.
+    /// Whether the prompt may reuse blocks of the prefix cache.
     pub cache_reads: bool,
     pub submitted: Duration,
     /// Time from submission until blocks were first allocated; `None` before that.
@@ -59,7 +60,7 @@ pub(super) enum Role {
 pub(super) struct Sending {
     /// Indices of the blocks not reported yet, in descending order, and how to report them; `None` until they are known.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
-    /// `Computed` was reported: the whole prefill is computed, and every requested block was reported.
+    /// Whether `Computed` was reported: the whole prefill is computed, and every requested block was reported.
     pub all_reported: bool,
 }
 
@@ -168,12 +169,12 @@ impl Sequence {
         !self.is_remote() && !self.is_decoding()
     }
 
-    /// Returns whether it will need more blocks than it was admitted with.
+    /// Returns whether the sequence will need more blocks than it was admitted with.
     pub fn grows(&self) -> bool {
         !matches!(self.role, Role::Prefill(_))
     }
 
-    /// Returns whether its KV comes from another worker and is not complete.
+    /// Returns whether the sequence's KV comes from another worker and is not complete.
     pub fn is_remote(&self) -> bool {
         matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())
     }

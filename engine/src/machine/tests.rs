@@ -186,7 +186,7 @@ fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
 }
 
 #[test]
-fn repeated_prompt_reports_all_full_blocks_but_never_the_last_token() {
+fn repeated_prompt_has_all_full_blocks_before_its_last_token_cached() {
     for (len, expected) in [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (100, 96)] {
         let mut world = World::new(64, SETTINGS);
         let job = generate(prompt("the cache never changes the answer", len), 5);
@@ -202,7 +202,7 @@ fn repeated_prompt_reports_all_full_blocks_but_never_the_last_token() {
 }
 
 #[test]
-fn events_come_in_order_and_end() {
+fn events_of_a_job_come_in_order_and_end_with_finished() {
     let mut world = World::new(64, SETTINGS);
     let mut job = generate(prompt("order", 40), 3);
     job.sampling.stop_token_ids.clear();
@@ -236,7 +236,7 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
 }
 
 #[test]
-fn samples_beyond_the_batch_wait_for_the_others() {
+fn samples_beyond_the_batch_run_when_other_samples_have_finished() {
     let mut job = generate(prompt("seven samples", 40), 20);
     job.samples = 7;
     let mut world = World::new(64, EngineSettings { batch_max: 3, ..SETTINGS });
@@ -291,7 +291,7 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
 }
 
 #[test]
-fn late_write_is_refused_and_changes_nothing() {
+fn write_with_a_spent_ticket_is_refused_and_changes_nothing() {
     let mut world = World::new(64, SETTINGS);
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
     world.machine.generate(0, remote, world.now).expect("the job fits");
@@ -360,7 +360,7 @@ fn preempted_sequence_generates_the_same_text() {
 }
 
 #[test]
-fn prompt_logprobs_read_no_cache_and_cover_every_token() {
+fn request_for_prompt_logprobs_reads_no_cache_and_covers_every_token() {
     let mut world = World::new(64, SETTINGS);
     let mut job = generate(prompt("echo", 100), 2);
     world.machine.generate(0, job.clone(), world.now).expect("the job fits");
@@ -374,7 +374,7 @@ fn prompt_logprobs_read_no_cache_and_cover_every_token() {
         Event::PromptLogprobs(rows) => Some(rows),
         _ => None,
     });
-    let rows = rows.expect("they were asked for");
+    let rows = rows.expect("they were requested");
     assert_eq!(rows.len(), 100);
     assert!(rows[0].is_none() && rows[1..].iter().all(|row| row.as_ref().is_some_and(|row| row.top.len() == 2)));
     assert!(world.tokens(1, 0).is_empty());
@@ -383,7 +383,7 @@ fn prompt_logprobs_read_no_cache_and_cover_every_token() {
 }
 
 #[test]
-fn without_prefix_caching_nothing_is_found_and_zero_is_reported() {
+fn zero_cached_tokens_are_reported_without_prefix_caching() {
     let mut world = World::new(64, EngineSettings { prefix_caching: false, ..SETTINGS });
     for id in 0..2 {
         world.machine.generate(id, generate(prompt("off", 100), 2), world.now).expect("the job fits");
@@ -411,7 +411,7 @@ fn request_that_can_never_run_is_refused_immediately() {
 }
 
 #[test]
-fn sample_without_limit_ends_at_the_capacity() {
+fn sample_without_max_tokens_ends_at_the_cache_capacity() {
     let mut world = World::new(8, SETTINGS);
     let mut job = generate(prompt("endless", 40), 0);
     job.sampling.max_tokens = None;
@@ -424,7 +424,7 @@ fn sample_without_limit_ends_at_the_capacity() {
 }
 
 #[test]
-fn failure_ends_every_job_and_clears_the_cache() {
+fn engine_failure_ends_every_job_and_clears_the_cache() {
     let mut world = World::new(16, SETTINGS);
     world.machine.generate(0, generate(prompt("first", 40), 2), world.now).expect("the job fits");
     world.run();

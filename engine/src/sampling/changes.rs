@@ -9,7 +9,7 @@ pub(crate) struct Adjustment {
     pub token: TokenId,
     /// How often the token was generated; 0 if no penalty depends on it.
     pub count: u32,
-    /// The token is in the prompt or the output; false if there is no repetition penalty.
+    /// Whether the token is in the prompt or the output; false if there is no repetition penalty.
     pub seen: bool,
     pub bias: f32,
 }

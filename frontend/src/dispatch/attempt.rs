@@ -12,7 +12,7 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// The worker itself reports that the prefill has not begun in time. The frontend waits for that report for this long after the limit.
+/// How long after the limit the frontend waits for the worker's own report that the prefill has not begun in time.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// The facts about the attempt that generated the first token. A resume on another worker does not change them.

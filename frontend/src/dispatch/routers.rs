@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn requests_wait_for_the_first_members() {
+    async fn request_waits_until_the_first_router_is_known() {
         let (routers, started) = (routers(&[]), tokio::time::Instant::now());
         assert!(routers.candidates().await.is_empty());
         assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no member came");
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn advisory_list_keeps_missing_routers_while_they_are_healthy() {
+    async fn router_missing_from_an_advisory_list_is_kept_while_healthy() {
         let routers = routers(&["a:1", "b:1", "c:1"]);
         let known = || routers.by_health().0.into_iter().map(|router| router.address.to_string()).collect::<BTreeSet<_>>();
         routers.set_health("c:1", Health::Unhealthy);

@@ -24,7 +24,7 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun. `first` is a stream's first event; `None` if a comment has to be sent before it.
+/// The reply to a request whose answer has begun. `first` is a stream's first event; `None`: a comment is sent first, because the event is late.
 pub(super) enum Reply {
     Whole(Response),
     Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },

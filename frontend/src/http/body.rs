@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_body_may_take_long_but_must_not_be_slow() {
+    async fn body_that_is_slow_or_stalls_is_refused() {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         let second = Duration::from_secs(1);
         // The body arrives for half a minute at the minimum speed.
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_share_a_budget_and_small_ones_do_not_need_it() {
+    async fn bodies_share_a_budget_except_small_ones() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
         let large = read(UNCOUNTED_BYTES + 80_000).await.expect("it fits");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn large_body_arrives_whole_in_pieces() {
+    async fn large_body_is_read_completely_from_chunks_of_any_size() {
         let bodies = Bodies::new(1 << 20, 1 << 20);
         for length in [MAPPED_FROM_BYTES - 1, MAPPED_FROM_BYTES, MAPPED_FROM_BYTES + 1, 1 << 20] {
             let sent: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn only_json_that_is_not_encoded_is_read() {
+    fn only_json_without_content_encoding_is_accepted() {
         use header::{AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE};
         for (headers, accepted) in [
             (&[(CONTENT_TYPE, "application/json")][..], true),

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_follow_from_the_context() {
+    fn body_limits_grow_with_the_context_length() {
         for (context, prompt_mib, body_mib, elements) in
             [(512, 1, 4, 66_560), (8_192, 1, 4, 81_920), (131_072, 4, 16, 327_680), (1 << 20, 32, 32, 2_162_688)]
         {

@@ -210,7 +210,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn logprobs_in_both_formats() {
+    fn logprobs_have_the_completions_and_the_chat_format() {
         let model = ServedModel::sim("m");
         let tokens = [
             TokenLogprobs { token: 104, logprob: None, top: Vec::new(), text_offset: 0 },

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn only_this_servers_names_are_accepted() {
+    fn only_host_names_of_this_server_are_accepted() {
         let hosts = ["llm.example".to_owned()];
         for (host, ours) in [
             ("localhost", true),

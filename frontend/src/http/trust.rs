@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_list_only_unforwarded_requests_to_a_loopback_listener_are_trusted() {
+    fn without_listed_proxies_only_direct_requests_on_loopback_are_trusted() {
         assert!(trusts(&trust(&[], true), "127.0.0.1", None));
         for header in FORWARDED {
             assert!(!trusts(&trust(&[], true), "127.0.0.1", Some(header.as_str())), "{header}");

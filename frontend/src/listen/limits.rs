@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn one_address_cannot_use_up_all_connections() {
+    fn one_address_cannot_use_all_connections() {
         let limits = limits(3, 2);
         let of_one = [from(&limits, "10.0.0.1"), from(&limits, "::ffff:10.0.0.1")];
         assert!(of_one.iter().all(Option::is_some), "both are the same address");
@@ -114,14 +114,14 @@ mod tests {
     }
 
     #[test]
-    fn trusted_proxy_has_no_limit_of_its_own() {
+    fn trusted_proxy_has_no_connection_limit_of_its_own() {
         let limits = limits(3, 1);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.9.0.1")).collect();
         assert_eq!(taken.len(), 3, "only the limit on all connections applies");
     }
 
     #[test]
-    fn without_a_limit_one_address_may_use_all() {
+    fn one_address_may_use_all_connections_without_a_limit() {
         let limits = limits(3, 0);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.0.0.1")).collect();
         assert_eq!(taken.len(), 3);

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_supplies_names_limits_and_template() {
+    fn model_directory_supplies_id_context_length_stop_tokens_and_template() {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
         let model = served(folder.path());
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn directory_without_tokenizer_is_refused() {
+    fn model_directory_without_valid_tokenizer_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         directory(folder.path());
         fs::remove_file(folder.path().join("tokenizer.json")).expect("the folder is writable");

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chatml_renders_roles_and_contents() {
+    fn chatml_template_renders_roles_and_contents() {
         let turns = [Turn { role: "system", content: "Be {{ brief }}." }, Turn { role: "user", content: "<b>Hi</b>" }];
         let text = ChatTemplate::chatml().render(&turns, 1 << 10).expect("it renders");
         assert_eq!(
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn template_has_python_methods_trimmed_blocks_and_raise_exception() {
+    fn template_supports_python_methods_trimmed_blocks_and_raise_exception() {
         let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{{ raise_exception('no system') }}\n\
                       {% endif %}\n{{ m.content.strip() | upper }}\n{% endfor %}";
         let template = ChatTemplate::new(source, "<s>", "</s>").expect("it compiles");

@@ -237,7 +237,7 @@ impl Tokenizer {
     /// Marks every name of a control token as plain text, by inserting the guard character after the name's first character.
     pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
         let mut text = text.to_owned();
-        // Names may overlap, so the search is repeated until no unmarked name is left.
+        // Names of control tokens in the text may overlap, so the search is repeated until all of them are marked as ordinary text.
         while self.control.is_match(&text) {
             let mut marked = String::with_capacity(text.len() + 16);
             let mut last = 0;

@@ -236,7 +236,7 @@ mod tests {
     use serde::Deserializer;
 
     #[test]
-    fn prompts_are_read_from_every_json_type() {
+    fn prompt_may_be_a_text_or_token_ids_or_a_list_of_either() {
         let texts = |texts: &[&str]| texts.iter().map(|text| Input::Text((*text).to_owned())).collect();
         let cases: [(&str, Vec<Input>); 5] = [
             (r#""a""#, texts(&["a"])),
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_are_joined_into_one_text() {
+    fn text_parts_of_a_message_are_joined_into_one_text() {
         let cases = [
             (r#""a""#, "a"),
             ("null", ""),
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn long_list_is_built_only_as_far_as_its_refusal_needs() {
+    fn list_beyond_its_limit_is_built_only_up_to_the_limit() {
         thread_local!(static BUILT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) });
         struct Counted;
         impl<'de> Deserialize<'de> for Counted {

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_and_members_are_counted_outside_of_strings() {
+    fn nesting_and_elements_are_counted_outside_of_strings_only() {
         for (json, deepest, elements) in
             [("1", 0, 0), ("[]", 1, 1), (r#"{"a":[1,{}]}"#, 3, 4), (r#"["[[[,[", "\"[[,", "\\"]"#, 1, 3), ("]]][", 1, 1)]
         {

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_read_as_far_as_the_check_needs() {
+    fn json_values_are_reduced_to_the_settings_that_the_check_compares() {
         let text = |text: &str| Setting::Text(text.to_owned());
         for (json, expected) in [
             ("null", Setting::Nothing),
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn only_values_that_change_nothing_are_accepted() {
+    fn unsupported_parameter_is_accepted_only_if_it_changes_nothing() {
         let read = |json: &str| serde_json::from_str::<Setting>(json).expect("JSON");
         let passes = |json, table: &[Setting]| check("x", &read(json), table).is_ok();
         assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));

@@ -43,7 +43,7 @@ mod tests {
 
     /// Splits texts of up to 12 bytes into chunks in all possible ways.
     #[test]
-    fn text_does_not_depend_on_how_bytes_are_split() {
+    fn decoded_text_does_not_depend_on_how_bytes_are_split() {
         let texts: [&[u8]; 8] = [
             "naïve €😀x".as_bytes(),
             "👩‍🚀".as_bytes(),
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn character_appears_with_its_last_byte() {
+    fn character_is_emitted_with_its_last_byte() {
         let (mut text, mut detokenizer) = (String::new(), Detokenizer::default());
         for byte in &"€".as_bytes()[..2] {
             detokenizer.push(&[*byte], &mut text);

@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn result_does_not_depend_on_how_text_is_split() {
+    fn stop_string_is_found_however_the_text_is_split() {
         let cases: [(&[&str], &str, &str, bool); 11] = [
             (&["END"], "abcENDdef", "abc", true),
             (&["END"], "abcEN", "abcEN", false),
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_possible_stop_is_held_back() {
+    fn text_is_held_back_only_while_it_may_begin_a_stop_string() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.push("abE", &mut out);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_that_began_in_passed_text_does_not_count() {
+    fn stop_string_that_begins_in_unmatched_text_does_not_count() {
         let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
         let mut out = String::new();
         matcher.pass("xE", &mut out);

@@ -13,7 +13,7 @@ fn ids(text: &str) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn chat_answer_whole() {
+async fn whole_chat_answer_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let messages = json!([
         { "role": "developer", "content": "Be brief." },
@@ -79,7 +79,7 @@ async fn chat_answer_whole() {
 }
 
 #[tokio::test]
-async fn chat_answer_streamed() {
+async fn streamed_chat_answer_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;
@@ -149,7 +149,7 @@ async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
 }
 
 #[tokio::test]
-async fn completions_accept_every_kind_of_prompt() {
+async fn completions_accept_texts_token_ids_and_lists_of_either() {
     let mut cluster = Cluster::start().await;
     for (prompt, expected) in [
         (json!("a<|im_end|>"), vec![vec![97, IM_END]]),
@@ -215,7 +215,7 @@ async fn echo_with_logprobs_begins_with_the_prompt() {
 }
 
 #[tokio::test]
-async fn echo_without_new_tokens_is_an_answer() {
+async fn echo_without_generated_tokens_is_answered() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(COMPLETIONS, completion("abc".into(), json!({ "echo": true, "max_tokens": 0 })));
     let call = cluster.call().await;
@@ -246,7 +246,7 @@ async fn chat_logprobs_have_openais_format() {
 }
 
 #[tokio::test]
-async fn headers_wait_for_the_first_token_and_details_are_opt_in() {
+async fn response_headers_wait_for_the_first_token_and_details_are_opt_in() {
     let mut cluster = Cluster::start().await;
     let body = chat(json!({ "stream": true })).to_string();
     let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -271,7 +271,7 @@ async fn headers_wait_for_the_first_token_and_details_are_opt_in() {
 }
 
 #[tokio::test]
-async fn models_health_readiness_and_openapi_answer() {
+async fn models_health_and_readiness_are_served_with_every_documented_path() {
     let cluster = Cluster::start().await;
     let (status, models) = cluster.get("/v1/models").await;
     assert_eq!(
@@ -302,7 +302,7 @@ async fn models_health_readiness_and_openapi_answer() {
 /// Is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.
 #[tokio::test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
-async fn real_models_template_renders_a_conversation() {
+async fn real_models_template_renders_the_expected_prompt() {
     let Some(path) = std::env::var_os("TANDEM_MODEL") else {
         eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to render its chat template");
         return;

@@ -72,7 +72,7 @@ async fn large_body_of_text_is_answered() {
 }
 
 #[tokio::test]
-async fn texts_of_one_request_are_bounded_together() {
+async fn prompts_of_one_request_have_a_common_byte_limit() {
     let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
     // In this vocabulary a token stands for up to 12 bytes, so each text alone could fit into the context of 131,072 tokens.
     let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
@@ -130,7 +130,7 @@ async fn unfinished_bodies_do_not_block_other_requests() {
 }
 
 #[tokio::test]
-async fn bodies_beyond_the_budget_are_refused_until_it_is_released() {
+async fn large_body_is_refused_while_the_body_budget_is_used() {
     let mut cluster = Cluster::with(|settings| settings.bodies_max_bytes = 600_000).await;
     let large = |filler: usize| chat(json!({ "unknown_field": "x".repeat(filler) }));
     // One client may use half of the budget, so two bodies of this size do not fit.

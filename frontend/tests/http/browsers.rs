@@ -12,7 +12,7 @@ async fn status_and_code(reply: Reply) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn page_of_another_site_is_refused() {
+async fn requests_from_a_page_of_another_site_are_refused() {
     let mut cluster = Cluster::start().await;
     let foreign = [
         &[("origin", "https://evil.example")][..],
@@ -59,7 +59,7 @@ async fn foreign_host_name_is_refused_on_a_loopback_listener() {
 }
 
 #[tokio::test]
-async fn admin_listener_has_the_operators_pages_and_the_api_has_not() {
+async fn operator_pages_are_served_only_by_the_admin_listener() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let admin = listener.local_addr().expect("it is bound");
     let mut cluster = Cluster::with(|settings| settings.admin = Some(listener)).await;

@@ -47,7 +47,7 @@ async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn head_must_arrive_within_ten_seconds() {
+async fn connection_without_a_complete_head_is_closed_after_ten_seconds() {
     let frontend = Alone::start();
     assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "nothing came");
     let mut half = frontend.connect().await;

@@ -19,7 +19,7 @@ async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn page_loads_only_files_of_this_server() {
+async fn dashboard_loads_only_files_of_this_server() {
     let cluster = Cluster::start().await;
     let page = cluster.send(Method::GET, "/dashboard", &[], "").await;
     let policy = page.header("content-security-policy").expect("it has a policy").to_owned();
@@ -51,7 +51,7 @@ async fn page_loads_only_files_of_this_server() {
 }
 
 #[tokio::test]
-async fn records_have_usage_and_times_and_no_content() {
+async fn dashboard_records_have_usage_and_times_but_no_text() {
     let mut cluster = Cluster::start().await;
     // The first attempt fails. The second attempt has a prefill worker.
     cluster.place(cluster.unreachable());
@@ -110,7 +110,7 @@ async fn records_have_usage_and_times_and_no_content() {
 }
 
 #[tokio::test]
-async fn every_outcome_is_recorded_and_the_oldest_records_are_dropped() {
+async fn every_outcome_is_recorded_and_the_oldest_record_is_dropped_at_the_limit() {
     let mut cluster =
         Cluster::with(|settings| (settings.dashboard_requests, settings.attempts, settings.resumes) = (3, 1, 0)).await;
     // A request that is refused before it runs is only counted, not recorded.
@@ -173,7 +173,7 @@ async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
 }
 
 #[tokio::test]
-async fn without_records_there_is_no_dashboard() {
+async fn dashboard_is_not_served_if_it_may_keep_no_records() {
     let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");
@@ -181,7 +181,7 @@ async fn without_records_there_is_no_dashboard() {
 }
 
 #[tokio::test]
-async fn cluster_view_shows_workers_or_the_problem() {
+async fn dashboard_shows_the_workers_or_why_the_cluster_is_unavailable() {
     let cluster = Cluster::start().await;
     let (_, seen) = cluster.get("/dashboard/cluster").await;
     assert_eq!((&seen["model"], &seen["unavailable_reason"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
@@ -200,7 +200,7 @@ async fn cluster_view_shows_workers_or_the_problem() {
 }
 
 #[tokio::test]
-async fn last_audit_is_on_the_dashboard_and_in_the_metrics() {
+async fn dashboard_and_metrics_show_the_last_audit_result() {
     use tandem_frontend::AuditResult;
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("audit");

@@ -53,7 +53,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
 }
 
 #[tokio::test]
-async fn attempts_are_bounded_and_end_with_retry_after() {
+async fn request_fails_with_retry_after_when_all_attempts_have_failed() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
@@ -123,7 +123,7 @@ async fn invalid_request_is_refused_without_a_retry() {
 }
 
 #[tokio::test]
-async fn missing_worker_or_router_is_503() {
+async fn request_without_worker_or_router_gets_503() {
     let mut cluster = Cluster::start().await;
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
@@ -136,7 +136,7 @@ async fn missing_worker_or_router_is_503() {
 }
 
 #[tokio::test]
-async fn missing_first_token_is_504_and_releases_everything() {
+async fn request_without_first_token_in_time_gets_504_and_releases_everything() {
     let mut cluster = Cluster::with(|settings| settings.first_token_timeout = Duration::from_millis(100)).await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
@@ -174,7 +174,7 @@ async fn stream_gets_comments_until_its_first_token() {
 }
 
 #[tokio::test]
-async fn error_after_the_first_comment_is_an_event_and_counts_with_its_status() {
+async fn error_after_the_first_comment_is_sent_as_an_event_and_counted_by_status() {
     let mut cluster = Cluster::with(|settings| {
         settings.keep_alive = Duration::from_millis(20);
         settings.first_token_timeout = Duration::from_millis(400);
@@ -208,7 +208,7 @@ async fn disconnect_between_comments_releases_everything() {
 }
 
 #[tokio::test]
-async fn without_resumes_a_late_error_is_an_event_without_done() {
+async fn error_after_the_first_token_is_sent_as_an_event_if_resumes_are_off() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 0).await;
     for ending in [Some(Status::unavailable("x")), None] {
         let options = json!({ "stream": true, "stream_options": { "include_usage": true } });
@@ -243,7 +243,7 @@ async fn without_resumes_a_late_error_is_an_event_without_done() {
 }
 
 #[tokio::test]
-async fn one_failed_prompt_ends_the_whole_batch() {
+async fn invalid_prompt_of_a_batch_fails_the_whole_request() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(COMPLETIONS, completion(json!(["a", "b"]), json!({})));
     let (first, second) = (cluster.call().await, cluster.call().await);
@@ -343,7 +343,7 @@ async fn request_that_outlives_the_grace_period_ends_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn small_events_do_not_wait_for_acknowledgements() {
+async fn small_events_are_sent_without_nagles_delay() {
     let mut cluster = Cluster::start().await;
     let (call, mut reply) = streaming(&mut cluster).await;
     reply.more().await;

@@ -32,7 +32,7 @@ fn example(schema: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn documented_bounds_and_required_fields_are_the_servers() {
+async fn server_enforces_the_bounds_and_required_fields_of_its_openapi_document() {
     let cluster = Cluster::start().await;
     let (_, document) = cluster.get("/openapi.json").await;
     let schemas = &document["components"]["schemas"];

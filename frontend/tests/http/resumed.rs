@@ -80,7 +80,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
 }
 
 #[tokio::test]
-async fn ended_samples_are_not_resumed_and_logprobs_continue() {
+async fn finished_samples_are_not_resumed_and_logprob_offsets_continue() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "n": 3, "logprobs": 1, "stop": ["STOP"], "max_tokens": 20 });
     let reply = cluster.spawn_post(COMPLETIONS, completion("p".into(), options));
@@ -108,7 +108,7 @@ async fn ended_samples_are_not_resumed_and_logprobs_continue() {
 }
 
 #[tokio::test]
-async fn prompt_logprobs_are_sent_once() {
+async fn prompt_logprobs_are_not_sent_again_after_a_resume() {
     let mut cluster = Cluster::start().await;
     let options = json!({ "echo": true, "logprobs": 1, "max_tokens": 2, "stream": true });
     let reply = cluster.spawn_post(COMPLETIONS, completion("p".into(), options));
@@ -129,7 +129,7 @@ async fn prompt_logprobs_are_sent_once() {
 }
 
 #[tokio::test]
-async fn resumes_are_bounded_and_end_with_an_error_event() {
+async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     let mut cluster = Cluster::with(|settings| settings.resumes = 2).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     for _ in 0..3 {
@@ -190,7 +190,7 @@ async fn attempt_numbers_stay_unique_when_the_router_is_lost() {
 }
 
 #[tokio::test]
-async fn silent_worker_costs_one_attempt_timeout() {
+async fn silent_worker_is_replaced_after_the_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let hung = cluster.call().await;

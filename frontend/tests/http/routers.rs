@@ -191,7 +191,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
 }
 
 #[tokio::test]
-async fn silent_router_is_given_up_for_another() {
+async fn request_is_placed_by_another_router_if_one_does_not_answer() {
     let (mut cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -200,7 +200,7 @@ async fn silent_router_is_given_up_for_another() {
         if opened.router == 0 {
             let mut silent = opened;
             opened = routers.opened().await;
-            assert_eq!(silent.receives().await, None, "it is not left with a booking");
+            assert_eq!(silent.receives().await, None, "its stream is closed, so it keeps no booking");
         }
         assert_eq!(opened.router, 1);
         opened.place(cluster.decode).await;
@@ -209,9 +209,9 @@ async fn silent_router_is_given_up_for_another() {
     }
 }
 
-/// Runs the request twice, so that each of the two routers is used first.
+/// Sends the request twice, so that each of the two routers is tried first.
 #[tokio::test]
-async fn no_worker_error_wins_over_a_silent_router() {
+async fn refusal_of_one_router_is_returned_although_another_does_not_answer() {
     let (cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -306,7 +306,7 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
 }
 
 #[tokio::test]
-async fn draining_router_keeps_requests_until_they_are_rebooked() {
+async fn draining_router_keeps_a_booking_until_another_router_has_it() {
     let (mut cluster, mut routers) = two().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let mut first = routers.opened().await;

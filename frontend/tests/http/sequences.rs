@@ -35,7 +35,7 @@ async fn each_sample_of_each_prompt_counts_as_a_sequence() {
 }
 
 #[tokio::test]
-async fn request_larger_than_the_limit_is_a_client_error() {
+async fn request_with_more_sequences_than_the_limit_is_a_client_error() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 8).await;
     let (status, answer) = cluster.post(CHAT, &chat(json!({ "n": 9 }))).await.json().await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (400, &json!("too_many_sequences")));
@@ -44,7 +44,7 @@ async fn request_larger_than_the_limit_is_a_client_error() {
 }
 
 #[tokio::test]
-async fn one_account_cannot_use_up_all_sequences() {
+async fn one_account_cannot_use_all_sequences() {
     let mut cluster = Cluster::with(|settings| {
         settings.concurrent_sequences = 8;
         settings.sequences_per_client = Some(4);
@@ -69,7 +69,7 @@ async fn one_account_cannot_use_up_all_sequences() {
 }
 
 #[tokio::test]
-async fn requests_without_an_account_count_for_their_address() {
+async fn requests_without_an_account_are_limited_by_client_address() {
     let mut cluster = Cluster::with(|settings| settings.sequences_per_client = Some(1)).await;
     let first = cluster.spawn_post(CHAT, chat(json!({})));
     let call = cluster.call().await;

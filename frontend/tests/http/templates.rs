@@ -51,7 +51,7 @@ async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
 }
 
 #[test]
-fn template_that_never_ends_cannot_be_served() {
+fn model_whose_chat_template_never_ends_is_refused() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = b %}{% endfor %}{% endfor %}";
     let Err(error) = model(endless) else { panic!("it is served") };
     assert!(error.to_string().contains("chat template takes more than"), "{error}");

@@ -42,7 +42,7 @@ async fn refusal(cluster: &Cluster, header: (&str, &str)) -> (StatusCode, Value)
 }
 
 #[tokio::test]
-async fn isolated_accounts_share_no_cache_with_each_other() {
+async fn isolated_accounts_have_different_cache_namespaces() {
     let mut cluster = Cluster::with(|settings| {
         accounts(settings);
         settings.cache_isolation = CacheIsolation::Account;
@@ -70,7 +70,7 @@ async fn isolated_accounts_share_no_cache_with_each_other() {
 }
 
 #[tokio::test]
-async fn shared_cache_ignores_the_account() {
+async fn accounts_that_share_the_cache_have_one_cache_namespace() {
     let mut cluster = Cluster::with(accounts).await;
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
     for headers in [&[("x-account", "acme")][..], &[]] {

@@ -61,7 +61,7 @@ async fn every_answer_has_cached_tokens_and_their_source() {
 }
 
 #[tokio::test]
-async fn local_prefill_is_estimated_by_the_decode_workers_overlap() {
+async fn estimate_for_a_local_prefill_is_the_decode_workers_overlap() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({})));
     cluster.call().await.answer(None, "x").await;
@@ -123,7 +123,7 @@ async fn prompt_tokens_count_once_for_all_samples_and_for_each_prompt() {
 }
 
 #[tokio::test]
-async fn usage_is_a_field_of_every_chunk_or_of_none() {
+async fn stream_has_usage_in_every_chunk_or_in_none() {
     let mut cluster = Cluster::start().await;
     for (options, in_chunks, at_end) in [
         (None, None, false),
@@ -167,7 +167,7 @@ async fn usage_is_a_field_of_every_chunk_or_of_none() {
 }
 
 #[tokio::test]
-async fn requests_are_counted_by_outcome() {
+async fn requests_are_counted_by_endpoint_model_and_status() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;

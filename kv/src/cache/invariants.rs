@@ -26,8 +26,8 @@ impl PrefixCache {
         self.check(0..self.blocks.len())
     }
 
-    /// Checks all invariants of the next `count` blocks, and of all others only those that need no search or hash, which takes little time.
-    /// Repeated calls check all blocks in rounds.
+    /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the invariants that need no search and no hash,
+    /// which takes little time. Repeated calls check all blocks in rounds.
     ///
     /// # Errors
     ///

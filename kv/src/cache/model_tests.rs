@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// An operation. Its numbers are indices into the list that exists when it runs, modulo the list's length.
+/// An operation. The numbers of a namespace and of blocks to commit are literal; the others select an item of a list, modulo its length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
@@ -412,12 +412,12 @@ proptest! {
     }
 
     #[test]
-    fn cache_that_is_off_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
+    fn disabled_cache_equals_the_naive_model(capacity in 1..16_u32, ops in vec(op(), 1..60)) {
         Run::new(settings(capacity, false), 64).play(ops);
     }
 
     #[test]
-    fn events_have_the_hashes_of_sequence_hashes(prompt in vec(any::<TokenId>(), 0..20)) {
+    fn snapshot_has_the_hashes_that_sequence_hashes_returns(prompt in vec(any::<TokenId>(), 0..20)) {
         let mut run = Run::new(settings(16, true), 64);
         run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
         run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });

@@ -59,7 +59,7 @@ fn stored(parent: Option<SequenceHash>, sequence_hashes: &[SequenceHash]) -> Cha
 }
 
 #[test]
-fn a_prompt_reuses_the_blocks_of_an_earlier_one() {
+fn prompt_reuses_the_blocks_of_an_earlier_prompt() {
     let mut cache = PrefixCache::new(SETTINGS);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3]);
     let second = cache.acquire(&namespace(), &[1, 1, 2, 2, 4, 4, 5], wanted(3, 4)).unwrap();
@@ -139,7 +139,7 @@ fn leaves_are_evicted_before_their_parents_in_any_order_of_release() {
 }
 
 #[test]
-fn used_prefix_stays_when_its_unused_continuations_are_evicted() {
+fn recently_used_prefix_is_evicted_after_its_unused_continuations() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     run_and_release(&mut cache, &[1, 1, 3, 3]);
@@ -153,7 +153,7 @@ fn used_prefix_stays_when_its_unused_continuations_are_evicted() {
 }
 
 #[test]
-fn block_is_in_use_while_a_descendant_is() {
+fn block_is_in_use_while_a_descendant_is_in_use() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     release(&mut cache, &blocks[..2]);
@@ -238,7 +238,7 @@ fn equal_blocks_are_merged_and_stored_once() {
 }
 
 #[test]
-fn merging_pins_an_unused_block() {
+fn committing_an_equal_block_pins_the_unused_cached_one() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -251,7 +251,7 @@ fn merging_pins_an_unused_block() {
 }
 
 #[test]
-fn a_shared_block_committed_by_both_owners_stays_one_block() {
+fn block_committed_by_both_its_owners_is_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
     let block = cache.allocate().unwrap();
     cache.pin(block);
@@ -265,7 +265,7 @@ fn a_shared_block_committed_by_both_owners_stays_one_block() {
 }
 
 #[test]
-fn a_collision_is_never_a_hit() {
+fn block_with_a_colliding_hash_is_never_a_hit() {
     // With 0 bits, every block has hash 0.
     let mut cache = PrefixCache::with_hash_bits(SETTINGS, 0);
     let first = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
@@ -322,7 +322,7 @@ fn colliding_block_is_evicted_with_its_descendants() {
 }
 
 #[test]
-fn a_child_of_a_private_block_is_private() {
+fn child_of_a_private_block_is_private() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
     assert_eq!(cache.commit(&namespace(), Some(blocks[0]), blocks[1], &[2, 2]), blocks[1]);
@@ -333,7 +333,7 @@ fn a_child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn cache_that_is_off_finds_keeps_and_reports_nothing() {
+fn disabled_cache_finds_keeps_and_reports_nothing() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
@@ -346,7 +346,7 @@ fn cache_that_is_off_finds_keeps_and_reports_nothing() {
 }
 
 #[test]
-fn blocks_in_use_at_a_clear_stay_private() {
+fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[5, 5]);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], wanted(0, 3)).unwrap().blocks;
@@ -381,7 +381,7 @@ fn blocks_in_use_at_a_clear_stay_private() {
 }
 
 #[test]
-fn clear_frees_a_block_pinned_only_by_its_child() {
+fn clear_frees_an_unused_block_whose_child_is_in_use() {
     let mut cache = PrefixCache::new(SETTINGS);
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     cache.release(blocks[0]);
@@ -408,7 +408,7 @@ fn successive_changes_are_merged_into_one_event() {
 }
 
 #[test]
-fn only_continuations_are_merged_into_a_stored_event() {
+fn stored_event_contains_only_one_chain() {
     let mut cache = PrefixCache::new(SETTINGS);
     for prompt in [&[1, 1][..], &[2, 2], &[1, 1, 3, 3]] {
         run_and_release(&mut cache, prompt);

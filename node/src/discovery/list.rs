@@ -40,7 +40,7 @@ impl Watched {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             let path = self.path.clone();
-            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("reading returns its errors");
+            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("the reading task does not panic");
             let listed = match polled {
                 // The writer of the file may not have finished.
                 Ok(text) if text != self.text => {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_checked_and_deduplicated() {
+    fn member_list_is_validated_and_deduplicated() {
         let members = open(["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect()).expect("valid");
         assert_eq!(*members.now(), list(&["a:1", "b:2"]));
         assert_eq!(parsed("# all\n a:1 # first\n\nb:2\r\n"), Ok(list(&["a:1", "b:2"])));
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn open_rejects_invalid_files() {
+    fn invalid_member_file_is_refused_at_start() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         let opened = || open(MemberSource::File(path.clone())).map(drop).map_err(|error| error.to_string());
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn file_changes_are_found_and_invalid_files_change_nothing() {
+    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_nothing() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn file_that_is_still_being_written_does_not_count() {
+    async fn member_file_that_is_being_written_changes_no_members() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\nb:2\n");

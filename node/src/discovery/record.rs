@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn record_round_trips_and_its_key_names_cluster_and_role() {
+    fn member_record_round_trips_and_its_key_names_cluster_and_role() {
         let text = String::from_utf8(record().to_json()).expect("text");
         let expected = r#"{"role":"decode-worker","address":"h:1","instance_id":"i7","version":"","worker_id":"d","block_size":16,"capacity_blocks":9}"#;
         assert_eq!(text, expected);

@@ -50,8 +50,8 @@ struct Registrar {
 }
 
 impl Registrar {
-    /// Registers under a new lease and keeps the lease alive. Returns why it was lost. The key then belongs to the new lease, so an older
-    /// lease simply expires.
+    /// Registers under a new lease, and keeps the lease alive until it is lost; returns the reason. Registering attaches the key to the new
+    /// lease, so the expiry of an older lease does not delete the key.
     async fn keep(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let EtcdSettings { cluster, lease_ttl, key: cluster_key, .. } = &self.connector.settings;
@@ -67,7 +67,7 @@ impl Registrar {
         loop {
             tokio::select! {
                 () = sleep(*lease_ttl / 3) => {}
-                // No keep-alive request is open, so this is the end of the stream or an error.
+                // No keep-alive request is open, so the stream can only end or fail here.
                 end = replies.message() => {
                     end?;
                     return Err(EtcdError::Closed);

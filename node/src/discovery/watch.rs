@@ -142,7 +142,8 @@ impl Watcher {
         self.registered.insert(key.into_owned(), address);
     }
 
-    /// Whether the key can be kept. At most [`KEYS_MAX`] keys are; at this limit an invalid key is dropped for a new one.
+    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When that many are known, a key with an invalid record is
+    /// dropped for a new key.
     fn has_capacity(&mut self, key: &str) -> bool {
         if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
             return true;
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn flood_of_registrations_removes_no_member_in_use() {
+    fn member_in_use_is_kept_when_too_many_processes_register() {
         let mut watcher = watcher();
         put(&mut watcher, "z", &record("real:1"));
         watcher.publish();
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn flood_of_invalid_records_is_bounded_and_valid_ones_are_kept() {
+    fn valid_record_is_kept_among_too_many_invalid_ones() {
         let mut watcher = watcher();
         for number in 0..KEYS_MAX + 100 {
             put(&mut watcher, &format!("0.{number}"), "nonsense");

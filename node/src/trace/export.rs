@@ -184,7 +184,7 @@ mod tests {
     use crate::trace::{TraceSettings, Tracer};
 
     #[tokio::test]
-    async fn spans_without_a_collector_are_lost_and_counted() {
+    async fn spans_that_no_collector_receives_are_counted_as_lost() {
         let metrics = Metrics::default();
         let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
         let endpoint = format!("http://{closed}");

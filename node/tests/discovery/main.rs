@@ -286,7 +286,7 @@ async fn watch_continues_after_compaction() {
 }
 
 #[tokio::test]
-async fn one_reachable_endpoint_of_several_is_enough() {
+async fn processes_register_if_one_of_several_etcd_endpoints_is_reachable() {
     let server = Server::etcd(&[]);
     let dead = format!("127.0.0.1:{}", servers::port());
     let settings = settings(&[dead.clone(), server.address(), dead]);

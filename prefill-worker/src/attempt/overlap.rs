@@ -104,11 +104,11 @@ impl SendPath for InProcess {
     }
 }
 
-/// The times of a handoff, from the submission of the prefill.
+/// The times of a handoff, counted from the submission of the prefill, and the generated tokens.
 struct Handoff {
     /// When all KV was on the decode worker.
     started: Duration,
-    /// When each block was written, in that order.
+    /// The index of each block and the time at which it was written, in the order of the writes.
     written: Vec<(u32, Duration)>,
     tokens: Vec<u32>,
 }
@@ -168,7 +168,7 @@ impl Pair {
         let span = Span::default();
         let sending = async {
             let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
-            // As a decode worker does when it receives `PrefillDone`.
+            // A decode worker does this when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };
@@ -246,7 +246,7 @@ async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_but_the_last_chunk_is_written_in_order_when_that_is_computed() {
+async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
@@ -267,7 +267,7 @@ async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn late_ticket_costs_nothing_if_the_transfer_can_catch_up() {
+async fn late_ticket_does_not_delay_the_handoff_if_the_transfer_is_fast_enough() {
     let pace = Pace { compute_ms: 100, transfer_ms: 40 };
     let ticket_after = pace.compute(CHUNKS / 2);
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;

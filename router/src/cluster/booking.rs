@@ -43,8 +43,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. Each comes with the prompt's blocks if it prefills the prompt, or else with
-    /// none.
+    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt comes with the prompt's blocks,
+    /// any other instance with none.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
@@ -52,7 +52,7 @@ impl Booking {
         std::iter::once((&self.decode, on_decode)).chain(prefill)
     }
 
-    /// Returns the booking record for peers. `unreported` is the part of the request's load that its workers have not reported yet.
+    /// Returns the booking record for peers. `unreported` is the load that the request's workers have not reported yet.
     pub(super) fn record(&self, unreported: LoadByRole) -> BookingRecord {
         let hashes = match self.prefilling {
             false => [].into(),
@@ -77,8 +77,8 @@ impl Booking {
 }
 
 impl LoadByRole {
-    /// Returns the load of a peer's booking, limited to what a request can have. A worker that has already reported the request gets no
-    /// load from it: the report may arrive before the booking.
+    /// Returns the load of a peer's booking, limited to what one request can have. If a worker has already reported the request, the
+    /// booking adds no load to that worker: the report may arrive before the booking.
     pub(super) fn recorded(record: &BookingRecord, has_reported: impl Fn(&str) -> bool) -> Self {
         let load = |(instance_id, load): &(InstanceId, BookedLoad)| match has_reported(instance_id) {
             true => BookedLoad::default(),

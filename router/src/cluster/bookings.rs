@@ -1,4 +1,4 @@
-//! The bookings of this router. Every change of them is recorded in the journal, from which peers are informed.
+//! The bookings of this router. Every change is recorded in a journal, from which peers receive the changes.
 
 use super::{
     booking::{Booking, LoadByRole},

@@ -1,4 +1,4 @@
-//! Explains a placement: the parts of the cost of each worker, and why the chosen workers were chosen.
+//! Explains a placement: the cost of each worker by cause, and why the chosen workers were chosen.
 
 use super::{members::Members, placement::Decision, texts};
 use crate::route::Cost;

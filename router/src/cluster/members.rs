@@ -53,7 +53,7 @@ pub(super) struct Member {
     pub(super) stats: ReportedStats,
     /// Time of the latest report with a new measurement of the prefill rate.
     prefilled_at: Instant,
-    /// Time of the latest report that shows that the worker has decoded since the report before.
+    /// Time of the latest report which shows that the worker has decoded since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
@@ -115,7 +115,8 @@ impl Members {
         Ok(role)
     }
 
-    /// Adds a member with an empty cache and no load. Those of `bookings` that name the instance count on it, but add no load.
+    /// Adds a member with an empty cache and no load. Bookings in `bookings` that name the instance are counted on the member, but add no
+    /// load.
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
@@ -162,9 +163,9 @@ impl Members {
         }
     }
 
-    /// Replaces what is known of the member's cache. Messages were lost before, and a report that included a booked request may be among
-    /// them, so all bookings count as reported. A request that has not reached the worker yet is therefore not counted until the next
-    /// report, but no request is counted twice.
+    /// Replaces all that is known of the member's cache. Before that, messages were lost, perhaps a report that included a booked request.
+    /// So all bookings count as reported: a request that has not reached the worker yet is missing in the load until the next report, but
+    /// no request is counted twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -201,7 +202,7 @@ impl Members {
         applied
     }
 
-    /// Records the member's load, for which all events that came with it must have been applied. `included` are the requests that this load
+    /// Records the member's load. All events that came with the load must have been applied. `included` are the requests that this load
     /// includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
@@ -218,7 +219,7 @@ impl Members {
         }
     }
 
-    /// Exports in metrics where the member's events come from.
+    /// Exports the source of the member's events as metrics.
     pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
         if let Some(member) = self.by_id.get_mut(&id) {
             let over_nats = source == EventSource::Nats;
@@ -259,8 +260,8 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
-    /// Returns what is known of each member now, in the order of the members. Members whose circuit breakers are open at `breakers_at` are
-    /// also marked as excluded; `None` ignores circuit breakers.
+    /// Returns what is known of each member now, in the order of the members. Members in `excluded` and members whose circuit breakers are
+    /// open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
     pub(super) fn candidates(
         &self,
         hashes: &[SequenceHash],
@@ -309,7 +310,7 @@ impl Members {
         }
     }
 
-    /// Returns the part of the booking's load that its workers have not reported yet.
+    /// Returns the load of the booking that its workers have not reported yet.
     pub(super) fn unreported(&self, booking: &Booking) -> LoadByRole {
         let on =
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();

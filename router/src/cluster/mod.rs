@@ -1,7 +1,7 @@
 //! The router's state: the workers that are members, their caches and loads, and the bookings on them.
 //!
 //! Plain data behind one mutex ([`Cluster`]); nothing here waits for I/O. [`Members`], [`Bookings`], [`Peers`] and [`UnavailableWorkers`]
-//! each keep their own invariants; [`State`] does what concerns several of them.
+//! each keep their own invariants; [`State`] has the operations that concern several of them.
 
 mod booking;
 mod bookings;
@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// The number of blocks in the events that are applied before the lock is released: about a millisecond's work.
+/// The number of blocks in the events that are applied before the lock is released. Applying them takes about a millisecond.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -124,8 +124,8 @@ impl Cluster {
     }
 }
 
-/// Returns the number of events in the next slice, at least 1: as many as name [`SLICE_BLOCKS`] blocks, or up to a `Cleared`, because the
-/// message does not say how many blocks that event removes.
+/// Returns the number of events in the next slice, at least 1. A slice ends once its events name [`SLICE_BLOCKS`] blocks, or at a
+/// `Cleared`, because the message does not say how many blocks that event removes.
 fn slice_len(events: &[KvEvent]) -> usize {
     let mut blocks = 0;
     let last = events.iter().position(|event| {
@@ -295,8 +295,8 @@ impl State {
         Ok((self.book(booking, load), placement))
     }
 
-    /// Books a request that another router has placed, until [`State::release`]. By now its workers' reports include the request, so the
-    /// booking adds no load. The workers need not be members yet.
+    /// Books a request that another router has placed, until [`State::release`]. The reports of the request's workers already include the
+    /// request, so the booking adds no load. The workers need not be members yet.
     pub(crate) fn rebook(
         &mut self,
         request: &PlacementRequest,

@@ -72,7 +72,7 @@ impl Peers {
                         members.on_prefilled(known.get_mut());
                     }
                 }
-                // The peer's own limit is higher. Bookings ignored here count once the workers report their requests.
+                // The peer's own limit is higher. A booking that is ignored here counts as load once the workers report its request.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     new.insert(book(record, members, own));

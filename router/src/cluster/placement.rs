@@ -13,7 +13,7 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements, and measures how long answers take, which the decisions depend on.
+/// Decides placements, and measures how long answers take, because the decisions depend on that time.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,

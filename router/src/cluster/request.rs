@@ -34,7 +34,7 @@ pub(crate) enum PlacementError {
     NoEligibleWorker(#[from] NoEligibleWorker),
     #[error("the workers serve another model than the requested one")]
     OtherModel,
-    #[error("the router has as many bookings as it may; try again later")]
+    #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
     #[error("the request has failed as often as it may; try again later")]
     TooManyAttempts,

@@ -9,13 +9,13 @@ pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
     /// Workers that were listed when the router started and that have neither joined nor failed to join since.
     expected: BTreeSet<String>,
-    /// Whether the router has started: it does not wait for workers any more.
+    /// Whether the router has started, so it does not wait for workers any more.
     started: bool,
 }
 
 impl UnavailableWorkers {
     /// Waits for a listed worker's answer. Until every worker that was listed at the start has answered, this router knows fewer caches
-    /// than a router that has been up for longer. Workers that are listed after the start are not waited for.
+    /// than a router that has been up for longer. The router does not wait for workers that are listed after the start.
     pub(crate) fn expect(&mut self, address: &str) {
         if !self.started {
             self.expected.insert(address.to_owned());

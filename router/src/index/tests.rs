@@ -58,7 +58,8 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Worker numbers need more than one word of a set. Most operations are on a few workers, so that sets are shared, grow and shrink.
+    // Worker numbers need more than one 64-bit word of a set. Most operations are on a few workers, so that sets are shared, grow and
+    // shrink.
     let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
     let block = || any::<Index>();
     prop_oneof![
@@ -177,7 +178,7 @@ fn removal_skips_absent_block_and_continues() {
 /// Compares two durations of one run, so that the result does not depend on the machine's speed. If each `Cleared` scanned the table, 1,000
 /// of them would take about thirty times as long as removing a million blocks; without the scan they take a hundredth of that time.
 #[test]
-fn cleared_takes_time_by_the_workers_own_blocks_only() {
+fn clearing_a_worker_takes_time_for_its_own_blocks_only() {
     let mut index = PrefixIndex::new(0);
     let chain = |len: u64| Change::Stored(StoredChain { parent: None, sequence_hashes: (0..len).map(SequenceHash).collect() });
     index.apply(WorkerSlot(0), &chain(1_000_000));
@@ -204,7 +205,7 @@ fn empty_index_reports_no_overlap() {
 }
 
 #[test]
-fn zero_hash_is_indexed() {
+fn block_with_hash_zero_is_indexed() {
     let mut index = PrefixIndex::new(0);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(0)] };
     index.apply(WorkerSlot(1), &Change::Stored(chain));

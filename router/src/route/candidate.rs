@@ -22,8 +22,8 @@ pub struct PlacementQuery {
 }
 
 impl PlacementQuery {
-    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last and returns no logits. So prompts whose
-    /// logits are requested, and prompts of one token, are prefilled on the decode worker whatever the settings say.
+    /// Returns where the prompt may be prefilled. A prefill worker computes all tokens but the last, and returns no logits. Therefore
+    /// prompts whose logits are requested, and prompts of one token, are prefilled on the decode worker, whatever the settings say.
     pub(super) fn allowed_prefill(&self) -> PrefillPlace {
         if self.prompt_logits || self.prompt_tokens <= 1 { PrefillPlace::Local } else { self.prefill }
     }

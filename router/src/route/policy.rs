@@ -34,7 +34,7 @@ pub struct Position {
     pub placement: PlacementSeed,
 }
 
-/// The cost of using a worker, by part, in estimated milliseconds: the time to the request's first token, and the delay of other requests.
+/// The cost of using a worker, by cause, in estimated milliseconds: the time to the request's first token, and the delay of other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Time until the queued prompts are computed and running sequences have released the blocks that the prompt needs.
@@ -49,7 +49,7 @@ pub struct Cost {
     pub handoff_ms: f64,
     /// Time by which the sequences on the worker delay this request's decoding.
     pub decode_load_ms: f64,
-    /// A rank without a unit. Policies that estimate no time set only this part.
+    /// A rank without a unit. Policies that estimate no time set only this field.
     pub rank: f64,
 }
 
@@ -73,7 +73,8 @@ pub struct Rates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// The mean of all senders' measurements, used for every pair: the sender is not known when the receiver is chosen.
+    /// The mean of all senders' measurements. It is used for every pair of workers, because the sender is not known when the receiver is
+    /// chosen.
     transfer_bytes_per_second: f64,
 }
 
@@ -96,8 +97,8 @@ impl Rates {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns how long running sequences take to release the blocks that the worker lacks for `blocks` more blocks, after the prompts in
-    /// its queue have taken theirs. Sequences end one after the other; in the time of one answer all of their blocks are released.
+    /// Returns how long running sequences take to release the blocks that the worker lacks for `blocks` more blocks, after the queued
+    /// prompts have taken theirs. Sequences end one after the other: in the time of one answer, all of their blocks are released.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
         let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
         let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
@@ -105,7 +106,7 @@ impl Rates {
     }
 }
 
-/// Determines the cost of using a worker; the lowest cost wins. Costs need to be comparable within one policy only.
+/// Determines the cost of using a worker; the worker with the lowest cost is chosen. Costs are comparable only within one policy.
 pub trait Policy: Send + Sync {
     /// Returns the cost of using the worker as the prefill worker.
     fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost;
@@ -125,7 +126,7 @@ pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
     }
 }
 
-/// Estimates the milliseconds to the first token, and the cost to other requests (docs/adr/005-routing-cost.md).
+/// Estimates the milliseconds to the first token, and the delay of other requests (docs/adr/005-routing-cost.md).
 struct FirstToken {
     use_caches: bool,
 }
@@ -181,8 +182,8 @@ impl Policy for FirstToken {
     }
 }
 
-/// Added to the rank of prefilling on a decode worker, so that baselines do that only if no prefill worker is eligible. It exceeds the sum
-/// of the ranks of any two workers.
+/// Added to the rank of prefilling on a decode worker, so that baselines choose that only if no prefill worker is eligible. It exceeds the
+/// sum of the ranks of any two workers.
 const LOCAL_PENALTY: f64 = 1e9;
 
 /// A baseline for comparison, which estimates no time and chooses the worker with the lowest rank in each role.

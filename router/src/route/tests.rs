@@ -123,7 +123,7 @@ fn decode_worker_prefills_when_that_is_faster() {
 }
 
 #[test]
-fn settings_and_prompts_can_force_the_prefill_place() {
+fn settings_prompt_logits_or_length_determine_where_a_prompt_is_prefilled() {
     let workers = [decode(), prefill()];
     let busy = [Candidate { queued_tokens: 50_000, sequences: 100, ..decode() }, prefill()];
     let forced = |prefill, query: PlacementQuery| PlacementQuery { prefill, ..query };
@@ -225,7 +225,7 @@ fn ties_are_broken_uniformly_and_reproducibly_by_seed() {
 }
 
 #[test]
-fn extreme_reports_do_not_break_placement() {
+fn worker_with_extreme_reports_is_chosen_last() {
     let odd = |worker: Candidate| Candidate {
         queued_tokens: u64::MAX,
         sequences: u32::MAX,
@@ -266,7 +266,7 @@ fn cost_that_is_not_a_number_is_never_the_lowest() {
 }
 
 #[test]
-fn short_prompt_costs_the_fixed_time_of_a_step() {
+fn short_prompt_is_charged_the_fixed_time_of_a_step() {
     let slow_start = |ms| Candidate { prefill_fixed_ms: measured(ms), ..prefill() };
     let chosen = |prompt_tokens, queued_tokens| {
         let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];

@@ -1,3 +1,3 @@
-//! Tests of the crate's parts together.
+//! Tests of several modules of the router together.
 
 mod simulation;

@@ -122,7 +122,7 @@ async fn message_of_another_instance_ends_the_membership() {
 }
 
 #[tokio::test]
-async fn events_beyond_capacity_end_the_membership_and_are_not_indexed() {
+async fn events_beyond_the_workers_capacity_end_its_membership() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     decode.describe_as(|info| info.capacity_blocks = 10);
     let router = TestRouter::start(&[&decode], local()).await;
@@ -151,7 +151,7 @@ async fn events_beyond_capacity_end_the_membership_and_are_not_indexed() {
 }
 
 #[tokio::test]
-async fn worker_whose_stream_ends_or_falls_silent_leaves_and_may_return() {
+async fn worker_is_removed_when_its_stream_ends_or_is_silent_and_may_rejoin() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };
     let router = TestRouter::start(&[&decode], settings).await;
@@ -293,7 +293,7 @@ async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
 }
 
 #[tokio::test]
-async fn view_shows_members_and_their_reported_loads() {
+async fn router_view_shows_members_and_their_reported_loads() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.join().await;
@@ -316,7 +316,7 @@ async fn view_shows_members_and_their_reported_loads() {
 }
 
 #[tokio::test]
-async fn invalid_streams_are_refused_and_leave_no_booking() {
+async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { hashes_max: 2, prompt_wait: Duration::from_millis(50), ..local() };
     let router = TestRouter::start(&[&decode], settings).await;

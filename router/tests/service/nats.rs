@@ -147,7 +147,7 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
 
 /// Other programs may publish in the worker's name.
 #[tokio::test]
-async fn published_events_beyond_capacity_are_repaired_by_a_snapshot() {
+async fn published_events_beyond_the_workers_capacity_are_replaced_by_a_snapshot() {
     let mut scenario = Scenario::start_with(ClusterKey::default(), 10).await;
     let _watch = scenario.join(3).await;
     scenario.publish_until_indexed(4..=4).await;
@@ -210,7 +210,7 @@ async fn stream_delivers_events_while_nats_is_disconnected() {
 }
 
 #[tokio::test]
-async fn nats_that_delivers_nothing_is_not_used() {
+async fn worker_is_watched_directly_if_nats_delivers_nothing() {
     let mut scenario = Scenario::start().await;
     let watch = scenario.join(1).await;
     heartbeat_until(&watch, 2, scenario.worker.snapshot_requested()).await.answer(2, &[1, 2]);

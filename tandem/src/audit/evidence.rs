@@ -1,4 +1,4 @@
-//! The evidence of an audit, and how it is read from files.
+//! The evidence of an audit, which is read from files.
 
 use super::Samples;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -11,15 +11,15 @@ use tandem_worker::LedgerLine;
 /// All evidence of an audit.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// The requests of clients, and the usage that they received.
+    /// The requests of clients, each with the usage that its client received.
     pub client: Vec<ClientLine>,
     /// The lines of all workers' ledgers.
     pub ledger: Vec<LedgerLine>,
     /// The metrics of all processes.
     pub metrics: Samples,
-    /// Workers that were killed: their last counters are unknown.
+    /// Workers that were killed: their last counters and ledger lines are lost.
     pub lost_workers: BTreeSet<String>,
-    /// Frontends were killed: their counters are missing in the sums.
+    /// Whether a frontend was killed: its counters are missing in the sums.
     pub lost_frontend: bool,
 }
 
@@ -46,7 +46,7 @@ pub struct ReportedUsage {
     pub prompt_tokens: u64,
     /// `usage.prompt_tokens_details.cached_tokens`
     pub cached_tokens: u64,
-    /// `tandem.cached_tokens_source`; an answer to several prompts has the least certain source of them.
+    /// `tandem.cached_tokens_source`. An answer to several prompts names the least certain of their sources.
     #[serde(default)]
     pub source: Source,
 }
@@ -55,7 +55,7 @@ fn one() -> usize {
     1
 }
 
-/// The source of a number of cached tokens, as answers name it.
+/// The source of an answer's number of cached tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -68,7 +68,7 @@ pub enum Source {
     Unknown,
 }
 
-/// Evidence that cannot be read.
+/// The reason that evidence cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EvidenceError {
@@ -78,7 +78,7 @@ pub enum EvidenceError {
     Line { path: PathBuf, line: usize, source: serde_json::Error },
 }
 
-/// Reads all files: one JSON object a line for clients and ledgers, the text of `/metrics` for metrics.
+/// Reads all files. Client files and ledgers have one JSON object per line; metrics files have the text of `/metrics`.
 ///
 /// # Errors
 /// A file cannot be read, or a line of it is invalid.
@@ -87,7 +87,8 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
     for path in metrics {
         samples.add(&text(path)?);
     }
-    // A process that was killed while it was writing leaves half a line, which is lost like the lines after it.
+    // A process that is killed while it writes leaves an incomplete last line. The line is skipped: it is lost, like the lines that the
+    // process would have written afterwards.
     let half = serde_json::Error::is_eof;
     let (client, ledger) = (lines(client, |_| false)?, lines(ledger, half)?);
     Ok(Evidence { client, ledger, metrics: samples, ..Default::default() })

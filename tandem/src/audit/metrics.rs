@@ -1,13 +1,13 @@
-//! Prometheus' text format, as far as sums need it.
+//! Reads as much of Prometheus' text format as the sums need.
 
 use std::collections::BTreeMap;
 
-/// The last samples of one or more processes. Counters of a process before and after a restart come from different files.
+/// The last samples of all processes. A process that was restarted has a file for each run.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(Vec<(String, String, f64)>);
 
 impl Samples {
-    /// Adds the text of one process.
+    /// Adds the samples in one file.
     pub fn add(&mut self, text: &str) {
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let Some((series, value)) = line.trim().rsplit_once(' ') else { continue };
@@ -27,7 +27,8 @@ impl Samples {
         self.0.iter().filter(wanted).fold(0.0, |sum, (_, _, value)| sum + value)
     }
 
-    /// Returns the values of a family by one of its labels. Those of a worker before and after a restart are added, as its blocks are.
+    /// Returns the values of the metric family `name`, by the value of its label `label`. Values from several runs of a worker are added,
+    /// so that a sum of capacities is compared with a sum of blocks.
     pub(super) fn values(&self, name: &str, label: &str) -> BTreeMap<String, f64> {
         let mut values = BTreeMap::new();
         for (_, labels, value) in self.0.iter().filter(|(of, _, _)| of == name) {

@@ -1,6 +1,6 @@
 //! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
 //!
-//! Pure: three kinds of evidence in, findings out. `docs/adr/007-ledger.md` has the rules.
+//! This module is pure: evidence is its input, findings are its output. `docs/adr/007-ledger.md` has the rules.
 
 mod evidence;
 mod metrics;
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tandem_frontend::AuditResult;
 use tandem_worker::{LedgerLine, Outcome};
 
-/// A contradiction in the evidence, and where it is.
+/// A contradiction in the evidence, with the prompt, request, worker or metric that it concerns.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Finding {
@@ -54,13 +54,13 @@ pub enum Finding {
     Held { series: String, found: f64 },
 }
 
-/// The bounds of a sum. It is uncertain whether the frontend finished the answers of clients that disconnected, which attempt won if a
-/// worker was killed, and what a killed frontend had counted.
+/// The bounds of a sum. Three things can be uncertain: whether the frontend finished the answers of clients that disconnected, which
+/// attempt won if a worker was killed, and what a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
-    /// The lower bound: only what is certain.
+    /// The lower bound, from certain values only.
     pub min: f64,
-    /// The upper bound: what is certain and what is possible.
+    /// The upper bound, from certain and possible values.
     pub max: f64,
 }
 
@@ -95,22 +95,22 @@ impl Range {
     }
 }
 
-/// One attempt as the ledgers have it.
+/// What the ledgers record about one attempt.
 #[derive(Default)]
 struct Attempt {
-    /// Worker, prompt tokens and cached tokens of each count; more than one is a finding.
+    /// Worker, prompt tokens and cached tokens of each `scheduled` line. More than one line is a finding.
     counted: Vec<(String, u32, u32)>,
     won: bool,
-    /// Its outcome is recorded. If no request is running, only outcomes at killed workers are missing.
+    /// Whether an outcome is recorded. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
-/// The attempt whose count is valid for a prompt.
+/// The attempt whose count applies to a prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The attempt that won; if a killed worker leaves that open, all that may have won.
+    /// The count of the attempt that won. If a killed worker leaves the winner uncertain: the counts of all attempts that may have won.
     counts: Vec<Count<'a>>,
-    /// One of them was counted by a killed worker, and its line is lost.
+    /// Whether one of these counts is lost, because the worker that recorded it was killed.
     unknown: bool,
 }
 
@@ -131,7 +131,7 @@ impl Winner<'_> {
     }
 }
 
-/// Numbers of what was checked.
+/// The amount of evidence that was checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// Complete answers that clients received.
@@ -140,9 +140,9 @@ pub struct Checked {
     pub estimates: usize,
     /// Attempts in the ledgers.
     pub attempts: usize,
-    /// Number of workers whose metrics were read.
+    /// Workers whose metrics were read.
     pub workers: usize,
-    /// Answers that only killed workers had counted: there is nothing to compare their usage with.
+    /// Answers whose usage cannot be compared with a count, because every count of theirs was lost with a killed worker.
     pub unverified: usize,
 }
 
@@ -186,7 +186,7 @@ pub fn check(evidence: &Evidence) -> (Checked, Vec<Finding>) {
     (checked, findings)
 }
 
-/// The request of a prompt: a prompt's id is its request's id, a dash, and its index.
+/// Returns the id of the prompt's request. A prompt's id is its request's id, a dash, and its index.
 fn request_of(prompt: &str) -> &str {
     prompt.rsplit_once('-').map_or(prompt, |(request, _)| request)
 }
@@ -204,7 +204,7 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
                             && tiers == u64::from(*cached)
                             && cached < prompt
                     }
-                    // The worker's engine does not report cached tokens: the usage has an estimate.
+                    // The worker's engine does not report cached tokens, so the answer's usage has an estimate.
                     (None, None) => tiers == 0,
                     _ => false,
                 };
@@ -231,8 +231,8 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// The last attempt that won; an earlier one was superseded, because the frontend had given it up while its first token was in flight. If
-/// workers were `lost`, attempts without an outcome may have won, too. `None`: no attempt has won.
+/// Returns the last attempt that won, or `None` if no attempt has won. If several attempts won, the frontend had abandoned the earlier ones
+/// while their first token was in flight. If workers were `lost`, later attempts without an outcome may have won, too.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -251,7 +251,7 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
 /// The winners of a request's prompts.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
-/// A series, and text that its labels contain.
+/// The name of a metric, and text that the labels of the summed series contain.
 type Series = (&'static str, &'static str);
 
 const PROMPTS: Series = ("tandem_frontend_request_cached_tokens_count", "");
@@ -259,7 +259,7 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// The expected sums of the frontends.
+/// The sums that the frontends' metrics must have.
 #[derive(Default)]
 struct Sums {
     prompts: Range,
@@ -303,7 +303,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
         if usage.source == Source::Worker {
             sums.by_workers.add(true, usage.cached_tokens);
         } else if usage.prompts > 1 {
-            // Workers may have counted some of its prompts.
+            // Workers may have counted some of the answer's prompts.
             sums.by_workers.add(false, usage.cached_tokens);
         }
         if !evidence.lost_workers.is_empty()
@@ -326,7 +326,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // An estimate is marked as one: it may differ.
+        // An answer marks an estimate as such, so the estimate may differ from the count.
         if usage.source == Source::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }

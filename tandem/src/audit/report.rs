@@ -1,7 +1,7 @@
 //! `tandem audit report`: the sums of the ledgers, for invoices.
 //!
-//! For each prompt the winning attempt counts, as in an audit: other attempts are not billed. A prompt whose count or outcome is missing,
-//! because a worker was killed before it had written it, is in no sum; the report says how many such prompts there are.
+//! Only a prompt's winning attempt is summed, so other attempts are not billed. A prompt is in no sum if its count or outcome is missing
+//! because a worker was killed before it had written that line. The report has the number of such prompts.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -12,7 +12,7 @@ use tandem_worker::LedgerLine;
 /// The key by which sums are grouped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 struct Key {
-    /// The day in UTC on which the prompt started; `-` if the line has no time.
+    /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
     day: String,
     /// `-` if the request had no account.
     account: String,
@@ -32,11 +32,11 @@ struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that may have won, or have won with a count that is lost.
+    /// Prompts that are in no sum: their outcome is missing, or they have won and their count is missing.
     unsettled: usize,
 }
 
-/// The ledgers contradict themselves, so that they have no sum.
+/// Lines of the ledgers contradict each other, so nothing can be summed.
 #[derive(Debug, thiserror::Error)]
 #[error("{count} lines contradict each other (such as: {first}); run `tandem audit check` for all of them; no sum is printed")]
 pub struct Contradiction {
@@ -91,7 +91,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     }
 }
 
-/// The date in UTC of seconds since 1970; `-` for a time that no calendar has.
+/// Returns the date in UTC of a time in seconds since 1970; `-` if the time is out of range.
 fn day(unix_seconds: u64) -> String {
     let time = i64::try_from(unix_seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
     time.map_or_else(|| "-".to_owned(), |time| time.strftime("%F").to_string())
@@ -128,7 +128,7 @@ impl Report {
         text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
-    /// Returns a remark on prompts that are in no sum.
+    /// Returns a remark on prompts that are in no sum; `None` if there are none.
     pub fn note(&self) -> Option<String> {
         let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
@@ -162,7 +162,8 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A batch, a retry, a cancelled request, one on the next day, and one whose worker was killed.
+    /// A request with two prompts, a retried one, a cancelled one, one on the next day, one whose worker was killed, and one without a
+    /// time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_ledgers_have_no_sum() {
+    fn report_of_contradicting_ledgers_fails() {
         let mut twice = ledger();
         twice.push(scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)));
         let error = report(&twice).expect_err("counted twice").to_string();
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn days_follow_the_calendar() {
+    fn day_of_a_time_follows_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01"),
             (86_399, "1970-01-01"),

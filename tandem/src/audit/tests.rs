@@ -1,4 +1,4 @@
-//! Evidence that reconciles, and every contradiction that must be found.
+//! Tests with evidence that reconciles, and with every contradiction that must be found.
 
 use super::*;
 
@@ -57,7 +57,8 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// A plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that disconnected.
+/// Consistent evidence: a plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that
+/// disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
@@ -71,7 +72,7 @@ fn agreeing() -> Evidence {
         ledger: vec![
             scheduled("a-0", 1, "p0", 100, 48),
             ended("a-0", 1, Won),
-            // The valid count is neither the first attempt's nor the resumed one's.
+            // The count that applies is neither that of the failed first attempt nor that of the attempt which resumed.
             scheduled("b-0", 1, "p0", 100, 0),
             ended("b-0", 1, Failed),
             ended("b-0", 2, Won),
@@ -181,22 +182,27 @@ fn only_uncertain_sums_may_differ() {
     assert_eq!(findings(left), [], "the frontend may have finished an answer whose client disconnected");
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
-    assert_eq!(findings(|evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone())), [], "or not");
-    assert_ne!(findings(|evidence| evidence.metrics = finished_less.clone()), [], "but not when the client has it");
+    let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
+    assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
+    assert_ne!(
+        findings(|evidence| evidence.metrics = finished_less.clone()),
+        [],
+        "but the answer counts when its client has received it"
+    );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
-    assert_eq!(findings(counted_less), [], "a killed frontend's counters are gone");
+    assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
     let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
-    assert_ne!(findings(counted_more), [], "but what is left may not be more than all");
+    assert_ne!(findings(counted_more), [], "but the remaining counters may not exceed the sum");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
     };
-    assert_eq!(findings(lost), [], "a killed worker's counters are gone");
+    assert_eq!(findings(lost), [], "a killed worker's counters are lost");
     let twice = |evidence: &mut Evidence| {
         evidence.ledger.push(ended("b-0", 1, Outcome::Won));
     };
-    assert_eq!(findings(twice), [], "of two that began, the later one stands");
+    assert_eq!(findings(twice), [], "of two attempts that won, the later one is valid");
 }
 
 #[test]
@@ -205,22 +211,22 @@ fn only_counts_of_killed_workers_are_unverified() {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // The lines that are left of an answer of 100 tokens, 64 of them cached; what must be found if one of its workers was killed; and the
-    // number of answers that cannot be verified.
+    // Each case has the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding, if workers were
+    // killed; and the number of answers that cannot be verified.
     let cases = [
-        // Its first decode worker was killed before it recorded that it had won; another one resumed.
+        // The first decode worker was killed before it recorded `won`; another one resumed.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
         (vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)], Some("attempt 1 on p0) counted 48"), 0),
-        // An earlier attempt won too late, or is the valid one: the outcome of the later one is lost.
+        // Attempt 1 won. Attempt 2 may have won as well, because its outcome is lost.
         (vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 64)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 48)],
             Some("attempt 1 on p0, attempt 2 on p0) counted 0 to 48"),
             0,
         ),
-        // An attempt with another outcome has not won.
+        // An attempt with an outcome other than `won` has not won.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 1, Outcome::Failed)], None, 1),
-        // The killed worker had counted.
+        // The line with the count was lost with the killed worker.
         (vec![ended("b-0", 1, Outcome::Won)], None, 1),
         (vec![], None, 1),
     ];

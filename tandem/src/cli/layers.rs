@@ -1,5 +1,5 @@
-//! The layers of settings. clap knows flags, environment and defaults; a key of the file replaces the default of the flag of that name, so
-//! one parser reads and checks all of them.
+//! The layers of settings. clap reads flags, environment variables and defaults. A key of the file replaces the default of the flag of that
+//! name, so one parser reads and checks all layers.
 
 use super::{Cli, rules};
 use clap::{

@@ -50,7 +50,7 @@ fn flags_override_the_file_and_the_file_overrides_defaults() {
 }
 
 #[test]
-fn collector_defaults_to_that_of_opentelemetry() {
+fn trace_collector_defaults_to_opentelemetrys_environment_variable() {
     let read = |args: &[&str], named: &str| {
         let args = ["tandem", "router"].iter().chain(args).map(OsString::from).collect();
         match Cli::read(args, Some(named.into())).expect("valid").command {
@@ -64,7 +64,7 @@ fn collector_defaults_to_that_of_opentelemetry() {
 }
 
 #[test]
-fn mistakes_in_the_file_are_reported_with_its_name() {
+fn error_in_the_config_file_names_the_file() {
     for (config, expected) in [
         ("wrokers = 3", "unknown key `wrokers`"),
         ("config = \"x\"", "unknown key `config`"),
@@ -88,7 +88,7 @@ fn mistakes_in_the_file_are_reported_with_its_name() {
 }
 
 #[test]
-fn settings_of_different_layers_exclude_each_other() {
+fn conflicting_settings_of_flags_and_file_are_refused() {
     let etcd = file("etcd = \"e:1\"\nnats-token = \"t\"");
     let path = etcd.path().to_str().expect("the path is text");
     let error = router(&["--config", path, "--workers", "w:1"]).expect_err("both are set");
@@ -141,7 +141,7 @@ fn every_setting_has_an_environment_variable_and_help() {
 }
 
 #[test]
-fn token_of_the_store_is_never_shown() {
+fn hugging_face_token_is_never_shown() {
     let settings = up(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
     assert_eq!(settings.model.store.models_dir, Some(PathBuf::from("/x")));
     for shown in [format!("{settings:?}"), toml_of(&settings)] {
@@ -166,7 +166,7 @@ fn roles_listen_on_different_ports_and_find_each_other_by_default() {
 }
 
 #[test]
-fn mistakes_on_the_command_line_are_explained() {
+fn invalid_command_line_is_refused_with_an_explanation() {
     for (args, expected) in [
         (&["router", "--prefill-workers", "3"][..], "--prefill-workers does not apply to `tandem router`, but to `tandem up`"),
         (
@@ -204,7 +204,7 @@ fn mistakes_on_the_command_line_are_explained() {
 }
 
 #[test]
-fn one_file_serves_all_roles_and_printed_settings_of_a_role_can_be_read_back() {
+fn one_config_file_serves_all_roles_and_printed_settings_can_be_read_back() {
     let text = "block-size = 64\nprefill = \"remote\"\nworkers = \"a:1,b:2\"\nrouter = \"r:1,r:2\"\npeers = \"r:2\"\nsim-speedup = 9.0\n";
     let config = file(text);
     let path = config.path().to_str().expect("the path is text");
@@ -242,7 +242,7 @@ fn etcd_replaces_lists_and_passwords_are_not_shown() {
 }
 
 #[test]
-fn registered_address_is_one_that_others_can_connect_to() {
+fn registered_address_is_one_that_other_processes_can_connect_to() {
     let registered = |args: &[&str], listens: &str| {
         let discovery = router(args).expect("valid").role.process.discovery;
         discovery.registration(listens.parse().expect("an address")).map_err(|error| error.to_string())

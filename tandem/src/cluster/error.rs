@@ -1,4 +1,4 @@
-//! Why a cluster does not start, or has ended.
+//! The errors that keep a cluster from starting or end it.
 
 use crate::{
     model::ModelError,

@@ -51,7 +51,7 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     /// The workers: first prefill workers, then decode workers.
     pub workers: Vec<Worker>,
-    /// The address of the router's gRPC.
+    /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
     /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.
@@ -111,7 +111,7 @@ impl Cluster {
 
     async fn run(settings: UpSettings, config: &EngineConfig, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
-        // All users of this machine can connect to its sockets: a key keeps them out.
+        // All users of this machine can connect to the cluster's sockets. The key keeps them from calling its services.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;

@@ -225,7 +225,7 @@ impl Parts {
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }
 
-    /// Starts a part that runs until the shutdown; if it ends before, the process ends.
+    /// Starts a part that runs until the shutdown. If the part ends earlier, the process ends.
     pub(super) fn spawn<E>(&self, part: &str, shutdown: &Shutdown, run: impl Future<Output = Result<(), E>> + Send + 'static)
     where
         E: std::error::Error + Send + Sync + 'static,
@@ -252,7 +252,7 @@ impl Drop for Report {
             Some(source) => StartError::Part { part, source },
             None => StartError::PartEnded(part),
         };
-        // The send fails if an earlier end is already reported, or if the cluster was dropped, when all parts end.
+        // The send fails if the end of another part is already reported, or if the cluster was dropped, which ends all parts.
         let _ = self.reports.try_send(end);
     }
 }

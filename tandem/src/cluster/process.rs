@@ -1,4 +1,4 @@
-//! One role in a process: the same part as in `up`, started by the same functions, and an admin endpoint.
+//! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
 
 use super::{EngineConfig, Parts, Served, StartError, Worker, listen, local_address, reachable, weights::load_served};
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
@@ -32,7 +32,7 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 /// A running role. Dropping it stops it at once.
 pub struct Process {
     name: String,
-    /// Addresses and sizes that the introduction shows, each with its name.
+    /// The addresses and sizes in the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
     /// Runs before the shutdown of `service`, so that no new client connects to a service that drains.

@@ -17,8 +17,8 @@ use tandem_frontend::ServedModel;
 use tandem_model::{Gguf, HfDirectory, ModelFile};
 use tandem_proto::ClusterKey;
 
-/// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. That is more than a second of
-/// tokens, so that a short delay of the reader pauses nothing, and takes a few hundred KiB with logprobs.
+/// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. The events cover more than a
+/// second of tokens, so a short delay of the reader does not pause the sequence. With logprobs they take a few hundred KiB.
 const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
 /// The settings of the engines of a process.
@@ -57,7 +57,7 @@ impl EngineConfig {
         }
     }
 
-    /// Loads the model with its weights, downloading it first if necessary. Takes seconds for a large one.
+    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds.
     pub(super) async fn load(self) -> Result<Loaded, StartError> {
         on_blocking_thread(move || {
             let Some((stored, revision)) = stored(&self.model)? else {
@@ -177,7 +177,7 @@ fn stored(settings: &ModelArgs) -> Result<Option<(StoredModel, String)>, StartEr
     Ok(Some((model, revision)))
 }
 
-/// The simulator's own model.
+/// Returns the model of a simulator that runs without a model's files.
 fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
@@ -212,8 +212,8 @@ fn unservable(path: &Path, source: Box<dyn Error + Send + Sync>) -> StartError {
     StartError::Unservable { path: path.to_owned(), source }
 }
 
-/// Returns the tokens that the simulator answers with: the model's plain words, or all tokens if it has none, and its first stop token as
-/// the end.
+/// Returns the tokens of the simulator's answers: the model's plain words, or all tokens if it has no plain words. The model's first stop
+/// token ends an answer.
 fn vocabulary(served: &ServedModel) -> Vocabulary {
     let tokenizer = &served.tokenizer;
     let is_word = |token: &u32| {

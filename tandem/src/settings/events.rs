@@ -14,7 +14,7 @@ use tandem_proto::ClusterKey;
 /// The number of messages of one worker that a router buffers; see [`NatsSettings::pending_max`].
 const PENDING_MAX: usize = 1_024;
 
-/// Removes passwords from addresses. Addresses with passwords are refused, but only after the settings have been logged.
+/// Serializes addresses without their passwords. Addresses with passwords are refused, but only after the settings have been logged.
 fn without_passwords<S: Serializer>(servers: &[String], serializer: S) -> Result<S::Ok, S::Error> {
     with_commas(&servers.iter().map(|server| without_password(server)).collect::<Vec<_>>(), serializer)
 }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn one_kind_of_authentication_is_accepted_and_secrets_are_not_shown() {
+    fn one_kind_of_nats_authentication_is_accepted_and_its_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(file.path(), "hidden\n").expect("ours");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 #[command(next_help_heading = "Frontend")]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontendArgs {
-    /// How often one answer may resume on another worker after its own was lost; 0: it ends with an error event. Beyond the default it is
-    /// more likely that the request itself makes workers fail
+    /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
+    /// fails more often than the default is probably itself the reason that workers fail
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 

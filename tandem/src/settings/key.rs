@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn final_newline_is_not_part_of_the_secret() {
+    fn final_newline_is_not_part_of_the_cluster_key() {
         let secret = b"0123456789abcdef0123456789abcdef";
         let fingerprint = |content: &[u8]| read(Some(content)).expect("long enough").fingerprint().to_owned();
         let plain = fingerprint(secret);
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_short_or_long_file_is_refused_with_advice() {
+    fn missing_short_or_long_key_file_is_refused_with_advice() {
         for (content, expected) in [
             (None, "openssl rand -hex 32"),
             (Some(&b""[..]), "has 0 bytes"),

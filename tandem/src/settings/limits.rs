@@ -9,9 +9,10 @@ use serde::Serialize;
 #[command(next_help_heading = "Limits")]
 #[serde(rename_all = "kebab-case")]
 pub struct LimitArgs {
-    /// Sequences of one account (--account-header) among those of --max-concurrent-requests; requests without an account count by client
-    /// address, unless that is in --trusted-proxies. More are refused with 429. 0 means no limit: set it where all clients come through a
-    /// proxy that is not listed [default: half of --max-concurrent-requests, so that one client leaves capacity to others]
+    /// Limit on the sequences of one account (--account-header) within --max-concurrent-requests; requests without an account are counted
+    /// by client address, unless that address is in --trusted-proxies. More are refused with 429. 0 means no limit: set it where all
+    /// clients connect through a proxy that is not in --trusted-proxies [default: half of --max-concurrent-requests, so that one client
+    /// leaves capacity to others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     pub max_sequences_per_account: Option<u32>,
 

@@ -153,14 +153,14 @@ impl UpSettings {
 }
 
 impl FrontendProcess {
-    /// The source of the routers' addresses.
+    /// Returns the source of the routers' addresses.
     pub fn routers(&self) -> MemberSource {
         self.discovery.members(&[Member::Router], or_default(&self.router, &["127.0.0.1:7000"]))
     }
 }
 
 impl RouterProcess {
-    /// The source of the workers' addresses.
+    /// Returns the source of the workers' addresses.
     pub fn workers(&self) -> MemberSource {
         match &self.workers_file {
             Some(file) => MemberSource::File(file.clone()),
@@ -171,7 +171,7 @@ impl RouterProcess {
         }
     }
 
-    /// The source of the other routers' addresses.
+    /// Returns the source of the other routers' addresses.
     pub fn peers(&self) -> MemberSource {
         self.process.discovery.members(&[Member::Router], self.peers.clone())
     }

@@ -24,7 +24,7 @@ pub struct SimArgs {
     #[arg(long, env = "TANDEM_SIM_DECODE_STEP_MS", value_name = "MS", default_value_t = 6.0, value_parser = not_negative)]
     pub sim_decode_step_ms: f64,
 
-    /// Milliseconds added to such a step for each sequence
+    /// Milliseconds added to a step that generates tokens, for each of its sequences
     #[arg(long, env = "TANDEM_SIM_DECODE_PER_SEQUENCE_MS", value_name = "MS", default_value_t = 0.1, value_parser = not_negative)]
     pub sim_decode_per_sequence_ms: f64,
 

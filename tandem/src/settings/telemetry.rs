@@ -23,7 +23,7 @@ pub struct TelemetryArgs {
     #[arg(long, env = "TANDEM_OTLP_ENDPOINT", value_name = "URL")]
     pub otlp_endpoint: Option<String>,
 
-    /// Share of requests that are traced, from 0 to 1. The default shows what is common at no measurable cost. Requests of trusted proxies
+    /// Share of requests that are traced, from 0 to 1. The default is a sample that has no measurable cost. Requests of trusted proxies
     /// with a sampled `traceparent` are always traced
     #[arg(long, env = "TANDEM_TRACE_SAMPLE_RATIO", value_name = "RATIO", default_value_t = 0.01, value_parser = ratio)]
     pub trace_sample_ratio: f64,

@@ -84,13 +84,13 @@ mod tests {
     }
 
     #[test]
-    fn isolation_by_account_needs_an_account_header() {
+    fn cache_isolation_by_account_needs_an_account_header() {
         let error = read(&["--cache-isolation", "account"]).expect_err("there is no account");
         assert!(error.contains("--account-header <NAME>"), "{error}");
     }
 
     #[test]
-    fn account_header_that_no_peer_may_send_is_a_mistake() {
+    fn account_header_without_trusted_proxies_is_refused() {
         const ACCOUNT: [&str; 2] = ["--account-header", "x-account"];
         for listen in ["0.0.0.0:8000", "[::1]:8000"] {
             let error = read(&[&ACCOUNT[..], &["--listen", listen]].concat()).expect_err("no proxy is trusted");
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn proxies_are_addresses_or_networks_and_can_be_read_back() {
+    fn trusted_proxies_are_addresses_or_networks_and_can_be_read_back() {
         let settings = read(&["--trusted-proxies", "10.0.0.0/8,192.168.1.7,fd00::/8"]).expect("valid");
         let written: Vec<_> = settings.frontend.tenants.trusted_proxies.iter().map(IpNet::to_string).collect();
         assert_eq!(written, ["10.0.0.0/8", "192.168.1.7/32", "fd00::/8"]);

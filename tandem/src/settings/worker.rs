@@ -38,8 +38,8 @@ pub struct WorkerArgs {
     pub batch_max: u32,
 
     /// Time after which a step that has not ended counts as hung, in seconds: the worker's requests fail over to other workers, and it gets
-    /// no new ones until the step ends. The default is how long clients and proxies usually
-    /// wait for a first token; set it lower for a device with fast steps
+    /// no new ones until the step ends. The default is how long clients and proxies usually wait for a first token; set it lower for a
+    /// device with fast steps
     #[arg(long, env = "TANDEM_STEP_TIMEOUT", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub step_timeout: u32,
 
@@ -56,7 +56,7 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_LEDGER", value_name = "FILE")]
     pub ledger: Option<PathBuf>,
 
-    /// Workers do not report cached tokens. Set by tests of the router's estimates.
+    /// Whether workers leave cached tokens out of their reports. Tests of the router's estimates set it.
     #[doc(hidden)]
     #[arg(skip)]
     #[serde(skip)]

@@ -18,7 +18,7 @@ pub(super) struct Screen {
     above: usize,
 }
 
-/// Whether the view continues or ends after an input.
+/// Whether the display continues or ends after an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flow {
     Continue,
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_sort_scroll_and_quit() {
+    fn keys_sort_and_scroll_the_table_and_quit() {
         let mut screen = Screen::new(Column::Worker, false);
         for _ in 0..4 {
             assert_eq!(press(&mut screen, KeyCode::Right), Flow::Continue);

@@ -13,7 +13,7 @@ pub(super) enum Column {
     Worker,
     /// Prefill or decode
     Role,
-    /// Whether it is routed to
+    /// Whether the router places requests on the worker
     Health,
     /// Requests that the router has placed on the worker
     Requests,
@@ -23,7 +23,7 @@ pub(super) enum Column {
     Queue,
     /// Share of prompt tokens found in the cache since the worker's start
     Hits,
-    /// Cached tokens that routers predicted: those found, corrected by this router's errors
+    /// Cached tokens that routers predicted: the tokens found, corrected by this router's prediction errors
     Predicted,
     /// Cached tokens that were found
     Real,
@@ -55,7 +55,7 @@ impl Column {
         matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
-    /// The column `steps` to the right; after the last column follows the first.
+    /// Returns the column `steps` to the right. The first column follows the last one.
     pub(super) fn step(self, steps: isize) -> Self {
         let at = (self as usize).wrapping_add_signed(steps + Self::all().len() as isize);
         Self::all()[at % Self::all().len()]
@@ -113,7 +113,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Shows `now`, with rates over the time `elapsed` since `before`.
+    /// Builds the table of `now`, with rates over the time `elapsed` since `before`.
     pub(super) fn new(now: &WorkersReply, before: &WorkersReply, elapsed: Duration) -> Self {
         let instance = |worker: &WorkerView| worker.info.as_ref().map(|info| info.instance_id.clone());
         let earlier: HashMap<_, _> = before.workers.iter().filter_map(|worker| Some((instance(worker)?, worker))).collect();

@@ -45,7 +45,7 @@ fn stopped_workers_lose_no_answer() {
 }
 
 #[test]
-fn churn_of_workers_and_clients_loses_no_answer() {
+fn repeated_worker_kills_and_client_disconnects_lose_no_answer() {
     let (row, memory) = churn::run(Form::Short);
     print_and_check(&row);
     memory.check(Form::Short);

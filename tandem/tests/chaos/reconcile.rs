@@ -164,7 +164,7 @@ async fn complete(client: &Client, number: usize) -> anyhow::Result<Usage> {
 }
 
 #[test]
-fn usage_of_clients_equals_counters_under_failures() {
+fn client_usage_equals_frontend_counters_under_failures() {
     let args = ["--sim-speedup", "20"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { args, ..Shape::default() });
     let (next, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));

@@ -9,7 +9,7 @@ pub enum Form {
     Long,
 }
 
-/// Added to time limits in the short form, because processes of a busy machine wait for a processor.
+/// Added to every time limit when the scenarios run in their short form, beside other tests: there processes wait for a processor.
 const BUSY_MACHINE: Duration = Duration::from_secs(15);
 
 /// The result of one scenario: a row of the table.

@@ -166,7 +166,7 @@ fn stored_safetensors_are_found_without_the_hub() {
 }
 
 #[test]
-fn incomplete_directory_is_never_used() {
+fn incomplete_model_directory_is_not_stored() {
     let files = |index: &str| {
         vec![
             ("config.json", b"{}".to_vec()),
@@ -191,7 +191,7 @@ fn incomplete_directory_is_never_used() {
 }
 
 #[test]
-fn interrupted_download_is_never_used() {
+fn interrupted_download_is_not_stored() {
     let (machine, _hub) = Hub::start(&["a.gguf"], gguf(50_000), usize::MAX);
     let error = machine.bare_store().get(&source("hf:org/name/a.gguf")).expect_err("every download is interrupted");
     assert!(matches!(error, ModelError::WrongSize { .. } | ModelError::Hub { .. }), "{error:?}");
@@ -216,7 +216,7 @@ fn file_that_the_hub_lacks_is_reported() {
 }
 
 #[test]
-fn revision_of_the_hub_is_resolved_to_its_commit_and_kept_apart() {
+fn hub_revision_is_resolved_to_a_commit_and_stored_separately() {
     let (machine, hub) = Hub::start(&["a.gguf"], gguf(5_000), 0);
     let store = machine.bare_store();
     let [(_, main), (_, tagged)] = COMMITS;

@@ -105,7 +105,7 @@ fn source(text: &str) -> Source {
 }
 
 #[test]
-fn path_must_name_one_model() {
+fn model_path_without_exactly_one_model_is_refused() {
     let machine = Machine::new();
     let store = machine.bare_store();
     let dir = machine.path("My-Model");

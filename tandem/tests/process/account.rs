@@ -20,7 +20,7 @@ fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>
 }
 
 #[test]
-fn guess_of_another_accounts_prompt_is_not_cached() {
+fn prompt_of_another_account_is_not_found_in_the_cache() {
     const SECRET: &str = "The launch of the new product is a secret until spring. Its codename is BLUE HERON.";
     let plan = Plan::new();
     let workers = [address(), address()];
@@ -48,7 +48,7 @@ fn report(ledgers: &[String], format: &str) -> (bool, String) {
 }
 
 #[test]
-fn report_sums_the_usage_of_each_account() {
+fn audit_report_sums_the_usage_of_each_account() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);

@@ -1,4 +1,4 @@
-//! No log line at any level, of any component or library, contains text of prompts or answers.
+//! Checks that no log line at any level, of any component or library, contains text of prompts or answers.
 
 use crate::up::Up;
 use std::{fs::File, path::Path};
@@ -70,7 +70,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
 }
 
 #[test]
-fn logs_contain_no_text_on_the_simulator() {
+fn logs_contain_no_prompt_or_answer_text_on_the_simulator() {
     let dir = tempfile::tempdir().expect("a temporary directory");
     let log = dir.path().join("log");
     for prefill in ["remote", "local"] {
@@ -79,7 +79,7 @@ fn logs_contain_no_text_on_the_simulator() {
 }
 
 #[test]
-fn logs_contain_no_text_on_the_real_model() {
+fn logs_contain_no_prompt_or_answer_text_on_the_real_model() {
     let Ok(model) = std::env::var("TANDEM_MODEL") else {
         #[expect(clippy::print_stderr, reason = "a skipped test must be visible")]
         {

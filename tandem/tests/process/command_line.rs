@@ -35,7 +35,7 @@ fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
 const LONG: &str = r#"{"model":"sim","stream":true,"max_tokens":60000,"logit_bias":{"257":-100},"messages":[{"role":"user","content":"a long story"}]}"#;
 
 #[test]
-fn printed_request_works_and_shutdown_is_clean() {
+fn printed_curl_request_is_answered_and_sigint_ends_the_process_cleanly() {
     let up = sim(&["--sim-speedup", "50"]);
     for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0"] {
         assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
@@ -120,7 +120,7 @@ fn port_in_use_is_reported_in_one_line() {
 }
 
 #[test]
-fn mistakes_are_reported_in_one_line_and_by_the_exit_code() {
+fn failed_start_prints_one_line_and_sets_the_exit_code() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     for (args, code, expected) in [

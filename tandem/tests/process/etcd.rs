@@ -58,7 +58,7 @@ fn processes_find_each_other_through_etcd_and_survive_its_loss() {
 }
 
 #[test]
-fn index_is_complete_with_and_without_nats() {
+fn repeated_prompt_is_cached_with_and_without_nats() {
     let (etcd, mut nats) = (Server::etcd(&[]), Server::nats(&["--user=u", "--pass=hidden"]));
     let (plan, etcd_at, nats_at) = (Plan::new(), etcd.address(), nats.address());
     let discovery = ["--etcd", &etcd_at, "--nats", &nats_at, "--nats-user", "u", "--nats-password"];

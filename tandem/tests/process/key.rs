@@ -70,7 +70,7 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
 }
 
 #[test]
-fn unusable_key_file_ends_the_process_with_advice() {
+fn process_with_an_unusable_key_file_ends_with_advice() {
     let plan = Plan::new();
     plan.secret("short", "0123456789abcdef\n");
     for (name, expected) in [("short", "has 16 bytes, but needs at least 32"), ("missing", "openssl rand -hex 32")] {
@@ -87,7 +87,7 @@ fn unusable_key_file_ends_the_process_with_advice() {
 }
 
 #[test]
-fn reachable_process_warns_without_a_key_and_with_a_readable_one() {
+fn process_on_a_public_address_warns_about_a_missing_or_readable_key() {
     let plan = Plan::new();
     let warned = |name: &str, what: &str| plan.log(name).lines().any(|line| line.contains("WARN") && line.contains(what));
     let router = |name: &str, listen: [u8; 4], args: &[&str]| -> Up {

@@ -62,7 +62,7 @@ fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
 }
 
 #[test]
-fn incompatible_workers_get_no_requests() {
+fn incompatible_worker_receives_no_requests() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
@@ -107,7 +107,7 @@ fn incompatible_workers_get_no_requests() {
 }
 
 #[test]
-fn incompatible_frontends_serve_nothing() {
+fn incompatible_frontend_refuses_requests() {
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     plan.list(&[prefill, decode]);
@@ -134,7 +134,7 @@ fn incompatible_frontends_serve_nothing() {
 }
 
 #[test]
-fn failed_start_advises_the_operator() {
+fn error_at_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");

@@ -139,7 +139,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
 }
 
 #[test]
-fn router_waits_for_a_prefix_that_its_peer_placed() {
+fn two_routers_place_equal_prompts_where_the_first_is_computed() {
     const CLIENTS: usize = 16;
     // Each prompt takes two seconds to compute.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);

@@ -119,7 +119,7 @@ const SECRET: &str = "tourmaline";
 const CALLERS_TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
 #[test]
-fn trace_is_one_tree_across_processes_without_text() {
+fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
     let plan = Plan::new();
     let (collector, at) = Collector::start(&plan);
     let (endpoint, workers) = (format!("http://{at}"), [address(), address()]);

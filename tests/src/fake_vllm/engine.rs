@@ -1,12 +1,12 @@
-//! The engine of a fake vLLM server: a prefix cache, and tokens that depend on nothing but the tokens before them and the seed.
+//! The engine of a fake vLLM server: a prefix cache, and tokens that depend only on the tokens before them and on the seed.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use tandem_adapter::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
 
-/// Tokens of the fake's vocabulary.
+/// The size of the fake model's vocabulary.
 const VOCABULARY: u64 = 256;
 
-/// The prefix cache of one engine: blocks in the order in which they were used last.
+/// The prefix cache of one engine. It drops the least recently used block first.
 #[derive(Debug)]
 pub struct Cache {
     block_size: usize,
@@ -15,12 +15,12 @@ pub struct Cache {
     held: HashSet<u64>,
 }
 
-/// A prompt's blocks in the cache.
+/// The result of storing a prompt.
 #[derive(Debug)]
 pub struct Stored {
-    /// Leading tokens that were found.
+    /// The number of leading tokens that were cached.
     pub cached_tokens: usize,
-    /// What the engine publishes about it.
+    /// The events that the engine publishes.
     pub events: Vec<EngineEvent>,
 }
 
@@ -30,8 +30,8 @@ impl Cache {
         Self { block_size, capacity, used: VecDeque::new(), held: HashSet::new() }
     }
 
-    /// Computes a prompt under a salt: finds its leading blocks, stores the others, and drops old blocks for them. `report_hits`: the found blocks
-    /// are reported, too. `lookup`: whether blocks are looked for at all.
+    /// Finds the leading blocks of a prompt with this salt, stores its other blocks, and drops the oldest blocks beyond the capacity. If
+    /// `report_hits`, the events include the found blocks. Without `lookup` no block is found.
     pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
         let hashes = hashes(tokens, salt, self.block_size);
         // The last token is always computed.
@@ -80,19 +80,19 @@ impl Cache {
         Stored { cached_tokens: found * self.block_size, events }
     }
 
-    /// Drops everything.
+    /// Drops all blocks.
     pub fn clear(&mut self) -> Vec<EngineEvent> {
         self.used.clear();
         self.held.clear();
         vec![EngineEvent::Cleared]
     }
 
-    /// The number of blocks in it.
+    /// Returns the number of cached blocks.
     pub fn len(&self) -> usize {
         self.held.len()
     }
 
-    /// Whether it holds nothing.
+    /// Returns whether no block is cached.
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
     }
@@ -116,22 +116,22 @@ fn mix(value: u64) -> u64 {
     tandem_kv::mix(value)
 }
 
-/// Returns the token that the fake model generates after these; a greedy one has no seed.
+/// Returns the token that the fake model generates after these tokens. Without a seed the model samples greedily.
 pub fn next_token(tokens: &[u32], seed: Option<u64>) -> u32 {
     let of_tokens = tokens.iter().fold(7, |hash, token| mix(hash ^ u64::from(*token)));
     (mix(of_tokens ^ seed.map_or(0, |seed| mix(seed ^ tokens.len() as u64))) % VOCABULARY) as u32
 }
 
-/// KV that an engine holds for another one.
+/// The KV of a prompt that an engine holds until another engine pulls it.
 #[derive(Clone, Debug)]
 pub struct HeldKv {
-    /// The tokens whose KV it is.
+    /// The tokens of the prompt.
     pub tokens: Vec<u32>,
-    /// When the engine may use its blocks for something else.
+    /// The time at which the engine's lease on the blocks ends.
     pub until: tokio::time::Instant,
 }
 
-/// The network between the fakes: what each engine holds, by engine and request.
+/// The network between the fake engines: the held KV of all engines, by the ids of engine and request.
 pub type Fabric = std::sync::Arc<parking_lot::Mutex<HashMap<(String, String), HeldKv>>>;
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cache_finds_stored_prefixes_and_drops_the_oldest() {
+    fn fake_cache_finds_stored_prefixes_and_drops_the_oldest() {
         let mut cache = Cache::new(4, 3);
         let prompt: Vec<u32> = (0..12).collect();
         assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0);

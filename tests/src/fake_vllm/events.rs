@@ -1,4 +1,4 @@
-//! The KV events of a fake vLLM server: real ZMQ sockets, vLLM's encoding, and losses on request.
+//! Publishes the KV events of a fake vLLM server over real ZMQ sockets, in vLLM's encoding. Tests can make it lose events.
 
 use anyhow::{Context, Result};
 use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
@@ -11,18 +11,18 @@ use tokio::{
 };
 use zeromq::{RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSocket, ZmqMessage};
 
-/// How a publisher publishes.
+/// The settings of a publisher.
 #[derive(Clone, Debug)]
 pub struct PublisherSettings {
-    /// Where batches are published. Port 0 is a free one.
+    /// The endpoint at which batches are published. Port 0 stands for any free port.
     pub endpoint: String,
-    /// Where batches are replayed.
+    /// The endpoint at which batches are replayed. Port 0 stands for any free port.
     pub replay_endpoint: String,
     /// The topic of the batches.
     pub topic: String,
     /// The data-parallel rank that the batches name.
     pub data_parallel_rank: u32,
-    /// Batches that are kept for replays.
+    /// The number of batches that are kept for replays.
     pub buffer_batches: usize,
 }
 
@@ -60,12 +60,12 @@ enum Command {
 }
 
 impl Publisher {
-    /// Publishes at free ports of this machine.
+    /// Starts a publisher at free ports of this machine.
     pub async fn bind() -> Result<Self> {
         Self::bind_with(PublisherSettings::default()).await
     }
 
-    /// Publishes with these settings.
+    /// Starts a publisher with these settings.
     pub async fn bind_with(mut settings: PublisherSettings) -> Result<Self> {
         let (sockets, endpoint, replay_endpoint) = Sockets::bind(&settings).await?;
         (settings.endpoint, settings.replay_endpoint) = (endpoint, replay_endpoint);
@@ -77,12 +77,12 @@ impl Publisher {
         Ok(Self { settings, commands, subscriptions, _task: task })
     }
 
-    /// Returns the settings, with the ports that are used. vLLM returns them at `/kv_event_sources`.
+    /// Returns the settings with the ports that were bound. vLLM returns these endpoints at `/kv_event_sources`.
     pub fn endpoints(&self) -> &PublisherSettings {
         &self.settings
     }
 
-    /// Waits for this many subscriptions since the start. Batches before the first one reach no subscriber.
+    /// Waits until there have been this many subscriptions since the start. No subscriber receives a batch published before it subscribed.
     pub async fn subscribed(&mut self, subscriptions: usize) -> Result<()> {
         self.subscriptions.wait_for(|count| *count >= subscriptions).await.context("the publisher has ended")?;
         Ok(())
@@ -98,22 +98,22 @@ impl Publisher {
         self.command(|reply| Command::PublishBytes(payload, reply)).await
     }
 
-    /// The next batches reach no subscriber, as if it had been too slow. They are replayed.
+    /// Sends none of the next `batches` batches to subscribers, as if these were too slow. The batches can still be replayed.
     pub async fn drop_next(&self, batches: usize) -> Result<()> {
         self.command(|reply| Command::DropNext(batches, reply)).await
     }
 
-    /// Batches up to now are not replayed any more.
+    /// Drops all batches that are kept for replays.
     pub async fn forget(&self) -> Result<()> {
         self.command(Command::Forget).await
     }
 
-    /// Whether requests for a replay are answered.
+    /// Sets whether the publisher answers requests for a replay.
     pub async fn answer_replays(&self, answers: bool) -> Result<()> {
         self.command(|reply| Command::Replay(answers, reply)).await
     }
 
-    /// Later batches have this topic.
+    /// Sets the topic of later batches.
     pub async fn set_topic(&self, topic: &str) -> Result<()> {
         self.command(|reply| Command::Topic(topic.to_owned(), reply)).await
     }
@@ -123,7 +123,7 @@ impl Publisher {
         self.command(|reply| Command::Reopen { as_other_process: false, reply }).await?
     }
 
-    /// Ends, and begins again at the same endpoints as another process, with batch 0.
+    /// Restarts at the same endpoints like a new process: batch numbers start at 0 again, and earlier batches cannot be replayed.
     pub async fn restart(&self) -> Result<()> {
         self.command(|reply| Command::Reopen { as_other_process: true, reply }).await?
     }
@@ -151,7 +151,7 @@ struct Sockets {
 }
 
 impl Drop for Sockets {
-    /// A socket of this kind does not close its connections when it is dropped.
+    /// Closes the connections, because an `XPubSocket` does not close them when it is dropped.
     fn drop(&mut self) {
         let backend = self.publish.backend();
         while let Some(Some(event)) = self.accepted.next().now_or_never() {
@@ -190,7 +190,7 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // An error is that of one subscriber, which has left. The first byte of a subscription is 1.
+                // An error only means that one subscriber has disconnected. The first byte of a subscription is 1.
                 received = sockets.publish.recv() => {
                     if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
@@ -206,7 +206,7 @@ impl State {
     }
 
     async fn execute(&mut self, command: Command, sockets: &mut Sockets) {
-        // A caller that does not wait for the reply is none of this task's business.
+        // Sending a reply fails if the caller does not wait for it any more.
         match command {
             Command::Publish(events, reply) => {
                 let payload = encode(self.next as f64, &events, self.settings.data_parallel_rank);
@@ -242,7 +242,7 @@ impl State {
             self.to_drop -= 1;
         } else {
             let frames = [self.settings.topic.clone().into_bytes(), number.to_be_bytes().to_vec(), payload.clone()];
-            // A subscriber that has left receives nothing.
+            // The send fails if a subscriber has disconnected.
             let _ = sockets.publish.send(message(frames)).await;
         }
         self.kept.push_back((number, payload));
@@ -383,7 +383,7 @@ mod tests {
     ];
 
     #[test]
-    fn encoding_equals_recorded_payloads() {
+    fn encoded_events_equal_recorded_payloads() {
         for digits in RECORDED {
             let digits: Vec<u8> = digits.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
             let payload: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();

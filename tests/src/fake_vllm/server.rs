@@ -28,22 +28,22 @@ use std::{
 };
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::Instant};
 
-/// How a fake engine is built.
+/// The settings of a fake engine.
 #[derive(Clone, Debug)]
 pub struct FakeSettings {
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: usize,
-    /// Blocks of the device.
+    /// The number of blocks in the device's memory.
     pub blocks: usize,
-    /// It publishes KV events.
+    /// Whether the engine publishes KV events.
     pub events: bool,
-    /// It reports cached tokens (`--enable-prompt-tokens-details`).
+    /// Whether the engine reports cached tokens (`--enable-prompt-tokens-details`).
     pub reports_cached_tokens: bool,
-    /// Time of a step.
+    /// The duration of a step.
     pub step: Duration,
-    /// The time for which KV is held for another engine.
+    /// The time for which the engine holds KV for another engine.
     pub lease: Duration,
-    /// Where it finds the KV of other engines.
+    /// The network from which the engine pulls the KV of other engines.
     pub fabric: Fabric,
 }
 
@@ -68,19 +68,19 @@ pub struct FakeVllm {
     _serving: JoinSet<()>,
 }
 
-/// What the handlers share.
+/// The state that all handlers share.
 struct Engine {
     settings: FakeSettings,
     id: String,
     started: AtomicU64,
     cache: Mutex<Cache>,
     publisher: Option<Publisher>,
-    /// The streams of running requests end when their value is true.
+    /// The running requests by id. A request is aborted when its value becomes true.
     running: Mutex<HashMap<String, watch::Sender<bool>>>,
     requests: AtomicUsize,
     next: AtomicU64,
     fails: AtomicBool,
-    /// Bodies of all requests for tokens.
+    /// The bodies of all requests for tokens.
     seen: Mutex<Vec<Value>>,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
@@ -122,12 +122,12 @@ impl FakeVllm {
         Ok(Self { address, engine, _serving: serving })
     }
 
-    /// Returns its URL.
+    /// Returns the URL of the server.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Returns the number of requests that run.
+    /// Returns the number of running requests.
     pub fn running(&self) -> usize {
         self.engine.requests.load(Ordering::SeqCst)
     }
@@ -137,7 +137,7 @@ impl FakeVllm {
         self.engine.seen.lock().clone()
     }
 
-    /// Returns the prompt tokens that it has computed or found, and those that it has found, as vLLM's metrics count them.
+    /// Returns the number of prompt tokens of all local prefills, and how many of them were cached, as vLLM's metrics count them.
     pub fn counted(&self) -> (u64, u64) {
         (self.engine.prompt_tokens.load(Ordering::SeqCst), self.engine.cached_tokens.load(Ordering::SeqCst))
     }
@@ -147,22 +147,22 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Its KV events.
+    /// Returns the publisher of the engine's KV events, if the engine publishes them.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }
 
-    /// From now on every request for tokens fails with HTTP 500.
+    /// Sets whether every request for tokens fails with HTTP 500.
     pub fn fail(&self, fails: bool) {
         self.engine.fails.store(fails, Ordering::SeqCst);
     }
 
-    /// From now on it reports a start of its own, as a restarted server does.
+    /// Changes the start time that the server reports, as a restart does.
     pub fn pretend_restart(&self) {
         self.engine.started.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Loses the KV that it holds for other engines, as an engine that was killed.
+    /// Drops the KV that the engine holds for other engines, as a crash does.
     pub fn lose_held_kv(&self) {
         self.engine.settings.fabric.lock().retain(|(engine, _), _| *engine != self.engine.id);
     }
@@ -198,7 +198,7 @@ async fn abort(State(engine): State<Arc<Engine>>, Json(body): Json<Value>) -> St
     StatusCode::OK
 }
 
-/// A request that runs; dropping it takes it out of the engine.
+/// A running request. Dropping this value removes the request from the engine.
 struct Run {
     engine: Arc<Engine>,
     id: String,
@@ -240,7 +240,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let transfer = &body["kv_transfer_params"];
     let pulled = if transfer["do_remote_prefill"] == true {
         let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
-        // As vLLM, it does not compare the KV with its prompt, nor the time with the lease.
+        // Like vLLM, the fake checks neither that the KV belongs to this prompt nor that the lease is still valid.
         match engine.settings.fabric.lock().remove(&key) {
             Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
             _ if body["stream"] == true => {
@@ -287,7 +287,7 @@ fn streamed(events: Vec<Value>) -> Response {
     Body::from_stream(stream::iter(events.map(Ok::<_, Infallible>).collect::<Vec<_>>())).into_response()
 }
 
-/// A request that generates.
+/// A request whose tokens are being generated.
 struct Generation {
     run: Run,
     context: Vec<u32>,
@@ -299,7 +299,7 @@ struct Generation {
 }
 
 impl Generation {
-    /// Generates a token; returns it with the reason for which it is the last, if it is.
+    /// Generates a token. Returns the token (`None` if the request was aborted), and the finish reason if it is the last one.
     async fn step(&mut self) -> (Option<u32>, Option<&'static str>) {
         let step = self.run.engine.settings.step;
         tokio::select! {

@@ -365,7 +365,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(100);
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_arrive_complete_in_order_and_after_the_links_delay() {
+    async fn bytes_arrive_completely_in_order_after_the_delay() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { delay: Duration::from_millis(200), pause: Duration::from_millis(500), ..Link::CLEAR });
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn partition_of_one_direction_delays_bytes_until_it_ends() {
+    async fn partition_in_one_direction_delays_bytes_until_it_ends() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { open: false, ..Link::CLEAR });

@@ -1,10 +1,10 @@
-//! KV that engines exchange by handles.
+//! Transfers of KV from one external engine to another by handles.
 
 use super::*;
 use tandem_engine::{KvHandle, Prefill};
 use tandem_worker::KvExchange;
 
-/// A prefilling and a decoding engine that reach each other.
+/// Returns a prefilling and a decoding engine on the same network.
 async fn pair() -> Result<(External, External)> {
     let fake = FakeSettings::default();
     Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))
@@ -34,7 +34,7 @@ async fn pull(adapter: &Adapter, tokens: &[TokenId], handle: KvHandle) -> Result
 }
 
 #[tokio::test]
-async fn pulled_prompt_is_continued_and_counted_where_it_was_prefilled() -> Result<()> {
+async fn pulled_prompt_is_continued_and_only_the_prefilling_engine_counts_it() -> Result<()> {
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);
     for cached in [0, 96] {
@@ -48,7 +48,7 @@ async fn pulled_prompt_is_continued_and_counted_where_it_was_prefilled() -> Resu
 }
 
 #[tokio::test]
-async fn lost_kv_fails_the_pull_and_not_the_engine() -> Result<()> {
+async fn lost_kv_fails_its_pull_but_no_later_one() -> Result<()> {
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);
     let (_, handle) = export(&prefill.adapter, &prompt).await?;
@@ -60,7 +60,7 @@ async fn lost_kv_fails_the_pull_and_not_the_engine() -> Result<()> {
 }
 
 #[tokio::test]
-async fn incomplete_handle_never_reaches_the_engine() -> Result<()> {
+async fn incomplete_handle_is_not_sent_to_the_engine() -> Result<()> {
     let (_, decode) = pair().await?;
     let handle = KvHandle { bytes: br#"{"do_remote_prefill":true}"#.to_vec(), valid_for: LIMIT, chunks: Vec::new() };
     assert_eq!(pull(&decode.adapter, &prompt(1, 100), handle).await?.other, ["PullFailed"]);
@@ -69,7 +69,7 @@ async fn incomplete_handle_never_reaches_the_engine() -> Result<()> {
 }
 
 #[tokio::test]
-async fn engines_have_a_family_only_with_a_connector() -> Result<()> {
+async fn engine_has_a_kv_exchange_family_only_with_a_connector() -> Result<()> {
     let (prefill, _) = pair().await?;
     assert_eq!(prefill.adapter.kv_exchange().family(), "nixl/vllm-0.32.0/auto/32");
     let alone = external(FakeSettings::default(), |settings| settings.nixl = false).await?;

@@ -1,4 +1,4 @@
-//! Generations with their own prefill, the queue, and what the worker reports about the cache.
+//! Jobs of an external engine that prefills its own prompts, the queue of jobs, and the reports about the engine's cache.
 
 use super::*;
 use tandem_engine::{Generated, Refusal};
@@ -9,7 +9,7 @@ fn on_device(tokens: u32) -> Option<Option<CachedTokens>> {
 }
 
 #[tokio::test]
-async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() -> Result<()> {
+async fn job_reports_the_engines_tokens_and_cached_tokens() -> Result<()> {
     let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(1, 100);
     for cached in [0, 96] {
@@ -28,7 +28,7 @@ async fn generation_reports_the_engines_tokens_and_its_count_of_cached_tokens() 
 }
 
 #[tokio::test]
-async fn other_namespaces_share_nothing() -> Result<()> {
+async fn prompts_of_different_namespaces_share_no_cached_blocks() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
@@ -38,7 +38,7 @@ async fn other_namespaces_share_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
+async fn cached_tokens_are_reported_before_a_sample_finishes() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let mut job = adapter.generate(generate(&prompt(1, 40), 3)).await?;
     let mut counted = false;
@@ -51,7 +51,7 @@ async fn count_is_reported_before_the_last_sample_has_finished() -> Result<()> {
 }
 
 #[tokio::test]
-async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
+async fn each_sample_has_its_own_seed_and_the_prompt_counts_once() -> Result<()> {
     let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(2, 70);
     let sampling = Sampling { max_tokens: Some(4), temperature: 1.0, seed: 7, ..Sampling::default() };
@@ -66,7 +66,7 @@ async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
 }
 
 #[tokio::test]
-async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
+async fn resumed_samples_continue_after_their_generated_tokens() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(3, 50);
     let whole = continuation(&prompt, 9, None);
@@ -79,7 +79,7 @@ async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
 }
 
 #[tokio::test]
-async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
+async fn stop_token_ends_a_sample_and_is_reported() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(4, 20);
     let whole = continuation(&prompt, 3, None);
@@ -91,7 +91,7 @@ async fn stop_token_ends_a_sample_and_is_named() -> Result<()> {
 }
 
 #[tokio::test]
-async fn logprobs_come_with_their_tokens() -> Result<()> {
+async fn logprobs_of_prompt_and_generated_tokens_are_reported() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let prompt = prompt(5, 20);
     let mut request = Generate { prompt_logprobs: Some(1), ..generate(&prompt, 2) };
@@ -117,7 +117,7 @@ async fn logprobs_come_with_their_tokens() -> Result<()> {
 }
 
 #[tokio::test]
-async fn unreported_count_stays_unreported() -> Result<()> {
+async fn cached_tokens_are_unreported_if_the_engine_does_not_report_them() -> Result<()> {
     let fake = FakeSettings { reports_cached_tokens: false, ..FakeSettings::default() };
     let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.cached, Some(None));
@@ -125,7 +125,7 @@ async fn unreported_count_stays_unreported() -> Result<()> {
 }
 
 #[tokio::test]
-async fn cancelled_job_ends_with_its_count_and_a_dropped_one_leaves_nothing() -> Result<()> {
+async fn cancelled_job_reports_cached_tokens_and_a_dropped_one_is_aborted() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for cancels in [true, false] {
@@ -144,7 +144,7 @@ async fn cancelled_job_ends_with_its_count_and_a_dropped_one_leaves_nothing() ->
 }
 
 #[tokio::test]
-async fn request_is_submitted_when_the_engine_has_a_place() -> Result<()> {
+async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } =
         external(fake, |settings| (settings.running_max, settings.waiting_max) = (1, 1)).await?;
@@ -161,7 +161,7 @@ async fn request_is_submitted_when_the_engine_has_a_place() -> Result<()> {
 }
 
 #[tokio::test]
-async fn engine_errors_have_their_reasons() -> Result<()> {
+async fn failed_and_unsupported_requests_are_reported_with_their_reason() -> Result<()> {
     let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.fail(true);
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.other, ["Failed"]);
@@ -174,7 +174,7 @@ async fn engine_errors_have_their_reasons() -> Result<()> {
     Ok(())
 }
 
-/// The sequence hashes of the prompts' blocks, which the worker must report.
+/// Returns the sequence hashes of the prompt's blocks, which the worker must report.
 fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
     sequence_hashes(&HashKey::new([7; 16]), &namespace(), 16, tokens)
 }
@@ -184,7 +184,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     let mut watch = adapter.watch().await.context("the engine runs")?;
     assert!(watch.snapshot.stored.is_empty());
-    // An engine's block of 32 tokens is two blocks of the cluster; the answer's token does not fill another.
+    // An engine's block of 32 tokens is two blocks of the cluster. The generated token does not fill another block.
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
     let mut stored = Vec::new();
@@ -201,7 +201,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
+async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_events() -> Result<()> {
     let fake = FakeSettings { events: false, ..FakeSettings::default() };
     let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
@@ -213,7 +213,7 @@ async fn without_events_blocks_are_assumed_by_what_was_routed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn restarted_engine_ends_the_instance() -> Result<()> {
+async fn restart_of_the_engine_ends_the_workers_instance() -> Result<()> {
     let External { fake, adapter, mut follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.pretend_restart();
     let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower runs")??;

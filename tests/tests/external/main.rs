@@ -15,10 +15,10 @@ use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token};
 use tandem_worker::{Backend, Job};
 use tokio::{task::JoinSet, time::timeout};
 
-/// Only a failing test waits this long.
+/// Limit on every wait. Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A connected engine.
+/// A fake engine, the adapter that is connected to it, and the task that follows its events.
 struct External {
     fake: FakeVllm,
     adapter: Adapter,
@@ -73,7 +73,7 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
     }
 }
 
-/// What a job reported, in short.
+/// A summary of the events of a job.
 #[derive(Debug, Default, PartialEq)]
 struct Report {
     cached: Option<Option<CachedTokens>>,
@@ -104,7 +104,7 @@ async fn next(job: &mut dyn Job) -> Result<Option<Event>> {
     timeout(LIMIT, job.next()).await.context("the job reports nothing")
 }
 
-/// Reads a job to its end.
+/// Reads the events of a job until it ends.
 async fn read(job: &mut dyn Job) -> Result<Report> {
     let mut report = Report::default();
     while let Some(event) = next(job).await? {
@@ -117,7 +117,7 @@ async fn run(adapter: &Adapter, generate: Generate) -> Result<Report> {
     read(&mut *adapter.generate(generate).await?).await
 }
 
-/// The greedy continuation of the fake model.
+/// Returns the next `tokens` tokens that the fake model generates after the prompt.
 fn continuation(prompt: &[TokenId], tokens: usize, seed: Option<u64>) -> Vec<TokenId> {
     let mut all = prompt.to_vec();
     for _ in 0..tokens {
@@ -133,5 +133,5 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    timeout(LIMIT, polling).await.with_context(|| format!("in vain: {what}"))
+    timeout(LIMIT, polling).await.with_context(|| format!("timeout, but not reached: {what}"))
 }

@@ -292,7 +292,7 @@ async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn page_matches_metrics_in_a_real_browser() -> Result<()> {
+async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     let (_cluster, address) = cluster::start(MODEL, &["prefill-0", "prefill-1"], &[DECODE]).await?;
     let client = Client::new(address);
     wait_until("the cluster is ready", async || {

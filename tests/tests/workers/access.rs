@@ -147,7 +147,7 @@ async fn last_prefill_message(channel: &Channel, instance_id: &str, ticket: v1::
 }
 
 #[tokio::test]
-async fn peer_has_one_join_at_a_time() {
+async fn worker_joins_one_communicator_per_peer_at_a_time() {
     let access = all_paths();
     let cluster = Cluster::start(setup(&access), setup(&access)).await;
     let receiver = AcceptingReceiver::start().await;
@@ -164,7 +164,7 @@ async fn peer_has_one_join_at_a_time() {
 }
 
 #[tokio::test]
-async fn joins_of_many_peers_are_bounded() {
+async fn number_of_concurrent_communicator_joins_is_bounded() {
     let access = all_paths();
     let cluster = Cluster::start(setup(&access), setup(&access)).await;
     access.join_gate.close();
@@ -216,7 +216,7 @@ async fn control_stream_of_unknown_communicator_is_refused() {
 }
 
 #[tokio::test]
-async fn control_streams_are_bounded() {
+async fn number_of_control_streams_is_bounded() {
     let decode = Worker::decode(&setup(&all_paths())).await;
     // Without a first message each stream occupies a place until the worker stops waiting for the message.
     let silent = (0..CONTROL_STREAMS_MAX + 10).map(|_| async {

@@ -164,7 +164,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
 }
 
 #[tokio::test]
-async fn batches_of_spent_tickets_are_discarded_without_harm_to_others() {
+async fn batches_with_spent_tickets_are_discarded_and_change_no_other_answer() {
     let access = two_hosts();
     let cluster = cluster(&access).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;

@@ -170,7 +170,7 @@ async fn prefill_without_a_ticket_in_time_is_released_and_stays_cached() {
 }
 
 #[tokio::test]
-async fn failure_names_the_decode_worker_without_blocks() {
+async fn timeout_failure_names_the_decode_worker_that_has_no_free_blocks() {
     let quick = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
     let mut full = Setup::default();
     full.sim = SimSettings { capacity_blocks: 80, speedup: 1.0, ..full.sim };
@@ -193,7 +193,7 @@ async fn transfer_that_misses_its_deadline_fails() {
 }
 
 #[tokio::test]
-async fn failure_names_the_restarted_instance() {
+async fn failure_names_the_old_instance_of_a_restarted_worker() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let wrong = (FailureReason::WrongInstance, "before".to_owned());
     let mut request = cluster.remote(prompt(1, 50), 1);
@@ -205,7 +205,7 @@ async fn failure_names_the_restarted_instance() {
 }
 
 #[tokio::test]
-async fn full_queues_refuse_requests() {
+async fn full_queue_of_either_worker_refuses_requests() {
     let mut slow = Setup::slow();
     (slow.engine.batch_max, slow.engine.queue_max) = (1, 1);
     let decode = Setup { remote_waiting_max: 2, ..slow.clone() };
@@ -239,7 +239,7 @@ async fn full_queues_refuse_requests() {
 }
 
 #[tokio::test]
-async fn protocol_violations_are_errors() {
+async fn message_that_violates_the_protocol_is_refused_as_invalid() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let no_start =
         FakeDecodeWorker::open(&cluster, ticket("a:1", vec![])).await.err().expect("the first message must be a start");

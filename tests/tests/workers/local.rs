@@ -9,7 +9,7 @@ use tandem_proto::{
 use tonic::Code;
 
 #[tokio::test]
-async fn prompt_is_counted_cold_then_warm() {
+async fn repeated_prompt_reports_its_cached_tokens_and_has_the_same_answer() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let cold = cluster.answer(cluster.local(prompt(1, 100), 20)).await;
     assert_eq!((cold.cached_tokens(), cold.kv_transfer_bytes()), (Some(0), 0));

@@ -23,8 +23,8 @@ use tokio::{
 /// The longest time from this end's joining until the prefill worker opens the control stream.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
-/// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator that the
-/// other end did not join.
+/// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator
+/// that the other end did not join.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
 
 /// The receiving ends of a worker's communicators. Cheap to clone.
@@ -50,8 +50,8 @@ struct Peer {
 }
 
 enum State {
-    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the connection from
-    /// this channel.
+    /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the
+    /// connection from this channel.
     Joining(oneshot::Receiver<Connection>),
     /// A control stream waits for this end to join.
     Claimed,
@@ -210,8 +210,8 @@ impl Joining {
 }
 
 impl Connection {
-    /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and discarded.
-    /// `None`: the communicator is broken.
+    /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and
+    /// discarded. `None`: the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
         let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());

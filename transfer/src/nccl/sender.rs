@@ -94,8 +94,9 @@ impl NcclSender {
         Some(NcclPath { ticket, batches: peer.batches.clone()? })
     }
 
-    /// Joins a communicator and sends its batches, in a new task. Called only for a communicator that was named by a ticket under which blocks were
-    /// written at `address`: joining connects to an address within the id, and occupies a thread until the other end has joined, too.
+    /// Joins a communicator and sends its batches, in a new task. Called only for a communicator that was named by a ticket under which
+    /// blocks were written at `address`: joining connects to an address within the id, and occupies a thread until the other end has
+    /// joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
         let permit = Arc::clone(&self.0.joins).try_acquire_owned();
         let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {

@@ -20,7 +20,7 @@ use tandem_transfer::TransferError;
 use tokio::net::{TcpListener, TcpStream};
 use tonic::{Request, Response, Status, Streaming};
 
-pub async fn late_write_is_refused_and_harms_no_other(rig: Rig) {
+pub async fn late_write_is_refused_and_changes_no_block_of_another_ticket(rig: Rig) {
     rig.memory.issue(TICKET, 0..4);
     rig.memory.hold();
     rig.memory.0.begun.forget_permits(usize::MAX);
@@ -245,7 +245,7 @@ impl Transfer for Losing {
 }
 
 #[tokio::test]
-async fn lost_block_is_noticed() {
+async fn transfer_fails_if_the_receiver_reports_fewer_blocks_than_sent() {
     let rig = host().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let address = listener.local_addr().expect("bound").to_string();
@@ -283,7 +283,7 @@ async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
 }
 
 #[tokio::test]
-async fn silent_connection_is_noticed_within_the_keep_alive_limit() {
+async fn silent_connection_fails_the_transfer_within_the_keep_alive_limit() {
     let rig = host().await;
     rig.memory.issue(TICKET, 0..20);
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");

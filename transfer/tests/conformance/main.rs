@@ -28,7 +28,7 @@ async fn all_blocks_are_written_bit_equal_in_any_order(rig: Rig) {
     }
 }
 
-async fn two_transfers_share_a_ticket_without_mixing(rig: Rig) {
+async fn two_transfers_with_one_ticket_write_their_own_blocks(rig: Rig) {
     rig.memory.issue(TICKET, 0..8);
     let (mut even, mut odd) = (rig.open(TICKET).await, rig.open(TICKET).await);
     for index in (0..8).step_by(2) {
@@ -40,12 +40,12 @@ async fn two_transfers_share_a_ticket_without_mixing(rig: Rig) {
     assert!(rig.memory.revoke(TICKET).iter().all(|(index, payload)| *payload == block(*index)));
 }
 
-async fn transfer_of_nothing_succeeds(rig: Rig) {
+async fn transfer_without_blocks_succeeds(rig: Rig) {
     rig.memory.issue(TICKET, []);
     rig.open(TICKET).await.finish().await.expect("nothing can be refused");
 }
 
-async fn wrong_ticket_is_refused(rig: Rig) {
+async fn unknown_ticket_is_refused(rig: Rig) {
     rig.memory.issue(TICKET, 0..4);
     for wrong in [0, TICKET ^ 1, u64::MAX] {
         assert!(matches!(rig.send(wrong, 0, block(0)).await, Err(TransferError::Refused(_))));
@@ -61,7 +61,7 @@ async fn block_that_is_not_missing_is_refused(rig: Rig) {
     assert!(rig.memory.revoke(TICKET).is_empty());
 }
 
-async fn same_block_twice_is_refused(rig: Rig) {
+async fn block_sent_twice_is_refused(rig: Rig) {
     rig.memory.issue(TICKET, 0..2);
     rig.send(TICKET, 0, block(0)).await.expect("it is missing");
     assert!(matches!(rig.send(TICKET, 0, block(1)).await, Err(TransferError::Refused(_))));
@@ -87,7 +87,7 @@ async fn block_of_another_size_is_refused(rig: Rig) {
     assert!(rig.memory.revoke(TICKET).is_empty());
 }
 
-async fn refusal_in_the_middle_ends_the_transfer(rig: Rig) {
+async fn refused_block_ends_the_transfer(rig: Rig) {
     rig.memory.issue(TICKET, 0..3);
     let mut push = rig.open(TICKET).await;
     for index in 0..3 {
@@ -105,7 +105,7 @@ async fn refusal_in_the_middle_ends_the_transfer(rig: Rig) {
     assert_eq!(rig.memory.revoke(TICKET).len(), 3);
 }
 
-async fn receiver_that_was_never_reachable_is_reported(rig: Rig) {
+async fn unreachable_receiver_is_reported(rig: Rig) {
     let mut push = rig.open(TICKET).await;
     rig.disconnect();
     let sending = async {
@@ -132,7 +132,7 @@ async fn receiver_that_disconnects_is_reported(rig: Rig) {
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is whole");
 }
 
-async fn dropped_transfer_leaves_whole_blocks_and_no_right_to_write(rig: Rig) {
+async fn dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
     rig.memory.issue(TICKET, 0..10);
     let mut push = rig.open(TICKET).await;
     for index in 0..5 {
@@ -146,7 +146,7 @@ async fn dropped_transfer_leaves_whole_blocks_and_no_right_to_write(rig: Rig) {
     rig.send(TICKET + 1, 0, block(0)).await.expect("the next transfer is not harmed");
 }
 
-async fn slow_receiver_makes_the_sender_wait(rig: Rig) {
+async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
     const BLOCKS: u32 = 128;
     rig.memory.issue(TICKET, 0..BLOCKS);
     rig.memory.hold();
@@ -167,7 +167,7 @@ async fn slow_receiver_makes_the_sender_wait(rig: Rig) {
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)));
 }
 
-async fn several_blocks_wait_to_be_written_at_a_time(rig: Rig) {
+async fn several_blocks_are_being_written_at_a_time(rig: Rig) {
     if rig.path == TransferPath::Nccl {
         // A communicator moves one batch at a time.
         return;
@@ -210,7 +210,7 @@ async fn finish_waits_until_the_last_block_is_written(rig: Rig) {
     assert_eq!(rig.memory.revoke(TICKET).len(), 2);
 }
 
-async fn sent_blocks_are_written_while_the_sender_waits_and_an_interruption_is_reported(rig: Rig) {
+async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig) {
     rig.memory.issue(TICKET, 0..1);
     rig.memory.hold();
     let mut push = rig.open(TICKET).await;
@@ -248,21 +248,21 @@ macro_rules! conformance {
 
 conformance!(host, simulated, ipc, nccl; {
     all_blocks_are_written_bit_equal_in_any_order,
-    two_transfers_share_a_ticket_without_mixing,
-    transfer_of_nothing_succeeds,
-    wrong_ticket_is_refused,
+    two_transfers_with_one_ticket_write_their_own_blocks,
+    transfer_without_blocks_succeeds,
+    unknown_ticket_is_refused,
     block_that_is_not_missing_is_refused,
-    same_block_twice_is_refused,
+    block_sent_twice_is_refused,
     block_of_another_size_is_refused,
-    refusal_in_the_middle_ends_the_transfer,
-    receiver_that_was_never_reachable_is_reported,
+    refused_block_ends_the_transfer,
+    unreachable_receiver_is_reported,
     receiver_that_disconnects_is_reported,
-    dropped_transfer_leaves_whole_blocks_and_no_right_to_write,
-    several_blocks_wait_to_be_written_at_a_time,
+    dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked,
+    several_blocks_are_being_written_at_a_time,
     finish_waits_until_the_last_block_is_written,
-    sent_blocks_are_written_while_the_sender_waits_and_an_interruption_is_reported,
+    disconnection_is_reported_while_a_sent_block_is_being_written,
     blocks_sent_together_are_written_together_or_not_at_all,
-    late_write_is_refused_and_harms_no_other,
+    late_write_is_refused_and_changes_no_block_of_another_ticket,
     spent_ticket_is_refused,
     transfer_dropped_at_any_poll_has_written_whole_blocks_only,
     written_blocks_are_correct_in_a_thousand_interleavings,
@@ -270,9 +270,9 @@ conformance!(host, simulated, ipc, nccl; {
 
 /// The test does not apply to the other paths: announcing blocks never waits for the receiver, and a communicator's `send` always does.
 #[tokio::test]
-async fn sender_waits_for_a_receiver_that_does_not_write() {
-    slow_receiver_makes_the_sender_wait(host().await).await;
-    slow_receiver_makes_the_sender_wait(simulated().await).await;
+async fn sender_waits_while_the_receiver_does_not_write_on_host_and_simulated_paths() {
+    sender_waits_while_the_receiver_does_not_write(host().await).await;
+    sender_waits_while_the_receiver_does_not_write(simulated().await).await;
 }
 
 /// The test does not apply to the host path, whose messages carry one block each.

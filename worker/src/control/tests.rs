@@ -9,7 +9,7 @@ use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
 use tokio::sync::{broadcast, watch};
 use tonic::Code;
 
-/// A back end whose batches are given by the test.
+/// A back end whose batches are sent by the test.
 struct Scripted {
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     snapshot: Mutex<Snapshot>,
@@ -78,7 +78,7 @@ impl Watched {
         self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
     }
 
-    /// Watches, and takes the snapshot and the load that come first.
+    /// Opens a `Watch` stream and reads the messages that come first: the snapshot and the load.
     async fn watch_batches(&self) -> Replies<WatchReply> {
         let mut replies = self.watch().await;
         assert!(matches!(next(&mut replies).await, watch_reply::Message::Snapshot(chunk) if chunk.last));
@@ -121,7 +121,7 @@ fn ids(batch: &v1::KvEventBatch) -> Vec<u64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watch_fails_while_the_engine_hangs() {
+async fn watch_stream_fails_while_the_engine_hangs() {
     let worker = Watched::new(8);
     let mut replies = worker.watch_batches().await;
     worker.backend.hangs.send_replace(true);
@@ -134,7 +134,7 @@ async fn watch_fails_while_the_engine_hangs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn snapshot_is_first_and_later_events_exclude_it() {
+async fn snapshot_comes_first_and_its_events_are_not_sent_again() {
     let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: (0..2 * CHUNK_HASHES_MAX as u64 + 1).map(SequenceHash).collect() };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
@@ -160,7 +160,7 @@ async fn snapshot_is_first_and_later_events_exclude_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_are_sent_immediately_and_load_alone_is_delayed() {
+async fn events_are_sent_immediately_and_a_load_without_events_is_delayed() {
     let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     let started = Instant::now();
@@ -201,7 +201,7 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn steps_without_events_do_not_delay_the_load_forever() {
+async fn load_is_sent_regularly_although_every_step_changes_it() {
     let worker = Watched::new(16);
     let mut replies = worker.watch_batches().await;
     let steps = async {
@@ -222,7 +222,7 @@ async fn steps_without_events_do_not_delay_the_load_forever() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn slow_watcher_gets_data_loss_and_others_continue() {
+async fn slow_watcher_receives_data_loss_and_other_watchers_continue() {
     let worker = Watched::new(4);
     let (mut slow, mut quick) = (worker.watch_batches().await, worker.watch_batches().await);
     for id in 1..=100 {
@@ -251,7 +251,7 @@ async fn watch_of_another_instance_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_ends_watch_streams() {
+async fn draining_worker_ends_its_watch_streams() {
     let worker = Watched::new(4);
     let mut replies = worker.watch_batches().await;
     let started = Instant::now();
@@ -274,7 +274,7 @@ async fn watch_streams_end_with_the_engine() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watch_carries_events_while_the_broker_is_disconnected() {
+async fn watch_stream_carries_events_while_nats_is_disconnected() {
     let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };

@@ -43,7 +43,7 @@ fn recorded_stored_event_is_decoded() {
 }
 
 #[test]
-fn recorded_report_of_hits_names_the_session() {
+fn recorded_hits_and_stored_blocks_name_their_session() {
     let batch = decode(&bytes(HITS_THEN_STORED)).unwrap();
     let [EngineEvent::Stored(hits), EngineEvent::Stored(stored)] = &batch.events[..] else { panic!("{batch:?}") };
     assert_eq!((hits.session.as_deref(), stored.session.as_deref()), (Some("req-78"), Some("req-78")));
@@ -52,7 +52,7 @@ fn recorded_report_of_hits_names_the_session() {
 }
 
 #[test]
-fn recorded_clear_comes_before_what_was_stored_after_it() {
+fn recorded_clear_is_decoded_before_the_blocks_stored_after_it() {
     let batch = decode(&bytes(CLEARED_THEN_STORED)).unwrap();
     assert!(
         matches!(&batch.events[..], [EngineEvent::Cleared, EngineEvent::Stored(stored)] if stored.hashes.len() == 2),
@@ -61,7 +61,7 @@ fn recorded_clear_comes_before_what_was_stored_after_it() {
 }
 
 #[test]
-fn recorded_removals_come_one_by_one_before_what_was_stored() {
+fn recorded_removals_are_decoded_one_by_one_before_the_stored_blocks() {
     let batch = decode(&bytes(REMOVED_THEN_STORED)).unwrap();
     let (last, removed) = batch.events.split_last().unwrap();
     assert!(matches!(last, EngineEvent::Stored(_)), "{last:?}");
@@ -73,7 +73,7 @@ fn recorded_removals_come_one_by_one_before_what_was_stored() {
 }
 
 #[test]
-fn events_of_older_versions_are_arrays() {
+fn array_events_of_older_vllm_versions_are_decoded() {
     let hashes = || Value::Array(vec![Value::from(-1), Value::Binary(vec![1, 2])]);
     let tokens = Value::Array(vec![7.into(), 8.into()]);
     let stored = Value::Array(vec!["BlockStored".into(), hashes(), 5.into(), tokens, 1.into(), Value::Nil]);
@@ -118,7 +118,7 @@ fn unknown_events_fields_and_media_are_tolerated() {
 }
 
 #[test]
-fn keys_besides_one_text_are_not_a_salt() {
+fn extra_keys_other_than_one_text_are_not_a_salt() {
     let keys = |keys: Vec<Value>| Value::Array(keys);
     let (image, lora, salt) = (Value::Array(vec!["image".into(), 3.into()]), Value::from("lora"), Value::from("salt"));
     for (value, expected) in [
@@ -163,12 +163,12 @@ fn malformed_batches_are_refused() {
 
 proptest! {
     #[test]
-    fn no_payload_makes_the_decoder_panic(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn decoding_any_payload_never_panics(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _ = decode(&payload);
     }
 
     #[test]
-    fn no_damage_to_a_batch_makes_the_decoder_panic(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
+    fn decoding_a_damaged_batch_never_panics(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         for digits in [STORED, HITS_THEN_STORED, CLEARED_THEN_STORED] {
             let mut payload = bytes(digits);
             for (index, byte) in &changes {

@@ -12,7 +12,7 @@ use zeromq::{DealerSocket, Endpoint, Host, Socket, SocketEvent, SocketRecv, Sock
 #[error("{0:?} is not an endpoint of KV events: it has the form tcp://HOST:PORT or ipc://PATH")]
 pub struct InvalidEndpoint(pub String);
 
-/// Why a connection is of no use.
+/// Why a connection or a replay failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SocketError {
     #[error(transparent)]
@@ -28,7 +28,7 @@ pub(super) enum SocketError {
 /// The number that ends a replay.
 const END: u64 = u64::MAX;
 
-/// Checks an endpoint's form. vLLM's own settings may have `*` as host, which a server binds.
+/// Checks that a client can connect to an endpoint. vLLM's own settings may have the host `*`, to which only a server can bind.
 pub(super) fn check(endpoint: &str) -> Result<(), InvalidEndpoint> {
     let is_valid = match endpoint.parse() {
         Ok(Endpoint::Tcp(Host::Domain(host), _)) => host != "*",
@@ -58,7 +58,7 @@ impl Live {
     /// Returns the next batch's number and payload. Cancel-safe.
     ///
     /// # Errors
-    /// The connection is lost. The socket would connect again by itself, without a sign of what it missed.
+    /// The connection was lost. The socket would reconnect by itself, without any sign that batches were missed.
     pub async fn next(&mut self) -> Result<(u64, Bytes), SocketError> {
         loop {
             let message = tokio::select! {
@@ -69,7 +69,7 @@ impl Live {
                     Some(_) => continue,
                 },
             };
-            // A subscription also receives topics that begin with its own.
+            // A ZMQ subscription also receives topics that begin with its own topic.
             if message.get(0).is_some_and(|topic| *topic == self.topic.as_bytes()) {
                 return batch(&message);
             }
@@ -77,14 +77,14 @@ impl Live {
     }
 }
 
-/// The answer to a request for published batches.
+/// A replay of published batches.
 pub(super) struct Replay {
     socket: DealerSocket,
     limit: Duration,
 }
 
 impl Replay {
-    /// Requests all batches from this number on that the engine still has.
+    /// Requests a replay of all batches from this number on that the engine still has.
     pub async fn request(settings: &SubscriptionSettings, from: u64) -> Result<Self, SocketError> {
         let endpoint = settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?;
         let mut socket = DealerSocket::new();
@@ -103,7 +103,7 @@ impl Replay {
     }
 }
 
-/// The last two frames of a message are a batch's number and its payload; before them come the topic and, in a replay, an empty frame.
+/// Returns a batch's number and payload, which are the last two frames of a message, after the topic and, in a replay, an empty frame.
 fn batch(message: &ZmqMessage) -> Result<(u64, Bytes), SocketError> {
     let frame = |from_end: usize| message.len().checked_sub(from_end).and_then(|index| message.get(index));
     let number = frame(2).and_then(|number| <[u8; 8]>::try_from(&number[..]).ok()).map(u64::from_be_bytes);
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn endpoints_of_servers_are_refused() {
+    fn only_endpoints_that_a_client_can_connect_to_are_accepted() {
         for valid in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine-0.example:5557", "ipc:///run/vllm/events"] {
             assert_eq!(check(valid), Ok(()), "{valid}");
         }
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_is_in_the_last_two_frames() {
+    fn batch_is_read_from_the_last_two_frames_of_a_message() {
         let message = |frames: &[&'static [u8]]| {
             ZmqMessage::try_from(frames.iter().map(|frame| Bytes::from_static(frame)).collect::<Vec<_>>()).unwrap()
         };

@@ -41,7 +41,8 @@ macro_rules! instructions {
             $(#[$doc])*
             #[inline(always)]
             fn $name(self $(, $argument: $kind)*) $(-> $result)? {
-                // SAFETY: `self` proves that the processor has the instructions. Pointers are to slices of the length that is loaded or stored.
+                // SAFETY: `self` proves that the processor has the instructions. Pointers are to slices of the length that is loaded or
+                // stored.
                 unsafe { $value }
             }
         )*
@@ -133,7 +134,7 @@ impl Simd for Avx512 {
         no_sums() -> __m512i = _mm512_setzero_si512();
         add_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);
 
-        /// Adds 128, which makes the weights unsigned; [`Self::no_signed_sums`] subtracts what that adds to the sums.
+        /// Adds 128, which makes the weights unsigned; [`Self::no_signed_sums`] subtracts the excess of the sums.
         signed(bytes: __m512i) -> __m512i = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
         no_signed_sums(x_total: i32) -> __m512i = _mm512_set1_epi32(-128 * x_total);
         add_signed_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);

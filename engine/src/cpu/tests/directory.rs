@@ -83,7 +83,7 @@ fn model(name: &str) -> Gguf {
 }
 
 #[test]
-fn directories_give_the_logits_of_the_reference() {
+fn model_directories_give_the_reference_logits() {
     const YARN: &str = r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":24}"#;
     const LINEAR: &str = r#"{"type":"linear","factor":4.0}"#;
     for (name, rope, shards) in [

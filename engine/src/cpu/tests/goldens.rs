@@ -82,7 +82,7 @@ fn sha256(file: &[u8]) -> String {
 }
 
 #[test]
-fn small_models_give_the_logits_of_the_reference() {
+fn small_models_give_the_reference_logits() {
     let (goldens, models) = (goldens(), models());
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {

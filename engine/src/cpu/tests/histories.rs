@@ -75,7 +75,7 @@ impl Worker {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Prompts of a family have a common beginning.
+    /// Prompts of a family have a common prefix.
     family: u64,
     len: usize,
     max_tokens: u32,
@@ -129,10 +129,10 @@ const SETTINGS: EngineSettings = EngineSettings {
     step_max: std::time::Duration::from_secs(60),
 };
 
-/// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in batches of any
-/// composition, preempted for lack of blocks, and on any number of threads.
+/// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in
+/// batches of any composition, preempted for lack of blocks, and on any number of threads.
 #[test]
-fn any_history_gives_the_bits_of_running_alone() {
+fn requests_in_any_history_have_the_same_bits_as_alone() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
     let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
     let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });

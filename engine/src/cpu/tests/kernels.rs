@@ -50,7 +50,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn matrix_kernels_give_equal_bits(seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80) {
+    fn matrix_kernels_give_equal_bits_on_all_instruction_sets(
+        seed in any::<u64>(), rows in 1usize..80, groups in 1usize..4, outputs in 1usize..80,
+    ) {
         let mut random = Random::new(seed);
         for (kind, block_len) in KINDS {
             let inputs = if block_len == 1 { groups * 32 - random.below(20) as usize } else { groups * block_len };
@@ -77,7 +79,7 @@ proptest! {
     }
 
     #[test]
-    fn norm_and_gate_kernels_give_equal_bits(seed in any::<u64>(), rows in 1usize..5, width in 1usize..100) {
+    fn norm_and_gate_kernels_give_equal_bits_on_all_instruction_sets(seed in any::<u64>(), rows in 1usize..5, width in 1usize..100) {
         let mut random = Random::new(seed);
         let (x, y, weight) = (wild(&mut random, rows * width), wild(&mut random, rows * width), wild(&mut random, width));
         let len = rows * width;
@@ -90,7 +92,7 @@ proptest! {
     }
 
     #[test]
-    fn attention_kernel_gives_equal_bits(
+    fn attention_kernel_gives_equal_bits_on_all_instruction_sets(
         seed in any::<u64>(), before in 0usize..60, new in 1usize..30, kv_heads in 1usize..3, group in 1usize..4, pairs in 1usize..20,
         block_size in 1usize..40,
     ) {

@@ -25,7 +25,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn bits_do_not_depend_on_chunks(seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12)) {
+    fn logits_and_kv_have_the_same_bits_for_any_chunks(
+        seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12),
+    ) {
         for sizes in all_sizes() {
             let model = model(sizes);
             let tokens = tokens(seed, len, sizes.vocab);
@@ -38,7 +40,7 @@ proptest! {
     }
 
     #[test]
-    fn bits_do_not_depend_on_the_batch(seed in any::<u64>(), shapes in prop::collection::vec((0usize..30, 1usize..12), 1..6)) {
+    fn logits_have_the_same_bits_in_any_batch(seed in any::<u64>(), shapes in prop::collection::vec((0usize..30, 1usize..12), 1..6)) {
         for sizes in all_sizes() {
             let model = model(sizes);
             let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
@@ -77,7 +79,7 @@ fn logits_are_returned_for_the_requested_tokens() {
 }
 
 #[test]
-fn copied_blocks_give_the_same_bits() {
+fn decode_on_copied_blocks_gives_logits_with_the_same_bits() {
     let model = model(QUANTISED);
     let tokens = tokens(9, 61, QUANTISED.vocab);
     let (from, to) = (scattered(0, 2), scattered(1, 2));
@@ -105,7 +107,7 @@ fn copied_blocks_give_the_same_bits() {
 }
 
 #[test]
-fn block_layout_is_layers_then_keys_and_values() {
+fn engine_info_has_the_sizes_of_model_and_kv_memory() {
     let model = model(ODD);
     let engine = engine(&model);
     let info = engine.describe();
@@ -116,7 +118,7 @@ fn block_layout_is_layers_then_keys_and_values() {
 }
 
 #[test]
-fn packed_weights_are_as_small_as_in_the_file() {
+fn packed_weights_are_at_most_5_percent_larger_than_the_file() {
     // All dimensions are multiples of 32, so that no panel is padded.
     let sizes = Sizes { vocab: 128, heads: 4, kv_heads: 2, head_dim: 32, width: 128, ..QUANTISED };
     let file = file(sizes, 1).finish();
@@ -125,7 +127,7 @@ fn packed_weights_are_as_small_as_in_the_file() {
 }
 
 #[test]
-fn bits_do_not_depend_on_instruction_set_or_threads() {
+fn logits_and_kv_have_the_same_bits_for_any_instruction_set_and_threads() {
     for sizes in all_sizes() {
         let model = model(sizes);
         let tokens = tokens(11, 70, sizes.vocab);

@@ -6,7 +6,7 @@ use tandem_model::ModelFile;
 
 /// The error is within what 8-bit activations may cause.
 #[test]
-fn each_weight_format_multiplies_like_its_dequantised_numbers() {
+fn products_of_each_weight_format_match_its_dequantised_weights() {
     for (kind, inputs) in [
         (kind::Q4_0, 96),
         (kind::Q4_1, 96),
@@ -144,7 +144,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
 }
 
 #[test]
-fn complete_models_give_the_logits_of_double_precision() {
+fn model_logits_match_those_in_double_precision() {
     let floats = [kind::F32, kind::F16, kind::BF16].map(|kind| Sizes { kind, ..ODD });
     let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
     let quantised = [kind::Q4_0, kind::Q4_1, kind::Q8_0].map(|kind| Sizes { kind, ..QUANTISED });
@@ -156,7 +156,7 @@ fn complete_models_give_the_logits_of_double_precision() {
 }
 
 #[test]
-fn extended_contexts_give_the_logits_of_double_precision() {
+fn logits_with_extended_context_match_those_in_double_precision() {
     let file = || file(QWEN3, 8).u32("qwen3.rope.scaling.original_context_length", 16).f32("qwen3.rope.scaling.factor", 4.0);
     compare(gguf(file().str("qwen3.rope.scaling.type", "yarn")), QWEN3);
     compare(gguf(file().str("qwen3.rope.scaling.type", "linear")), QWEN3);

@@ -60,7 +60,7 @@ fn non_finite_weights_are_refused() {
 }
 
 #[test]
-fn impossible_kv_memories_are_refused() {
+fn empty_or_oversized_kv_memory_is_refused() {
     let model = model(QUANTISED);
     for (block_size, capacity_blocks) in [(0, 1), (1, 0), (u32::MAX, u32::MAX)] {
         let error =

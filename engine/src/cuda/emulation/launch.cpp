@@ -71,7 +71,7 @@ bool all_in(std::vector<Fiber>::iterator begin, std::vector<Fiber>::iterator end
     return std::all_of(begin, end, [state](const Fiber &fiber) { return fiber.state == state; });
 }
 
-/// Runs a warp until all its threads wait for the block or have ended: as far ahead of the other warps as it can get.
+/// Runs a warp, ahead of the other warps, until all its threads wait at a barrier of the block or have ended.
 void run_warp(const char *kernel, Block &own, size_t warp, bool reversed) {
     const auto begin = own.fibers.begin() + warp * LANES, end = begin + LANES;
     for (;;) {
@@ -114,8 +114,8 @@ void run_block(const char *kernel, Block &own, bool reversed) {
 
 } // namespace
 
-/// Runs a kernel to its end. Returns false if there is no kernel of this name. `order`: 1 runs lanes, warps and blocks from last to first, 2 performs
-/// asynchronous copies immediately, 3 both.
+/// Runs a kernel to its end. Returns false if there is no kernel of this name. `order`: 1 runs lanes, warps and blocks from last to first,
+/// 2 performs asynchronous copies immediately, 3 does both.
 extern "C" bool launch(const char *name, const u32 grid[3], u32 threads, u32 shared_bytes, void **arguments, u32 order) {
     for (const Entry &entry : ENTRIES) {
         if (strcmp(entry.name, name) != 0) continue;

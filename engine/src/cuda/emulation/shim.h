@@ -1,9 +1,9 @@
 // Emulation of a GPU on the host, for tests: the counterpart of kernels/primitives.cu.
 //
-// The threads of a block are fibers of one host thread. A warp runs as far ahead of the others as barriers allow, from the first warp or from the
-// last; asynchronous copies are performed when they are started, or as late as possible, when they are waited for. A kernel's result must not depend
-// on either, and does if a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A deadlock among the threads of a block ends the process
-// with a message.
+// The threads of a block are fibers of one host thread. A warp runs as far ahead of the others as barriers allow, from the first warp or
+// from the last; asynchronous copies are performed when they are started, or as late as possible, when they are waited for. A kernel's
+// result must not depend on either, and does if a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A deadlock among the
+// threads of a block ends the process with a message.
 
 #pragma once
 #include <algorithm>
@@ -106,7 +106,8 @@ inline void wait(decltype(Fiber::READY) state, const char *operation) {
     if (_setjmp(self.place) == 0) _longjmp(block()->scheduler, 1);
 }
 
-/// Passes a value to the warp, waits for all lanes to do so, and returns their values, lane 0 first. All lanes must be at the same operation.
+/// Passes a value to the warp, waits for all lanes to do so, and returns their values, lane 0 first. All lanes must be at the same
+/// operation.
 inline const Shown *exchange(const char *operation, Shown own) {
     Fiber &self = fiber();
     // Double-buffered: a lane may pass its next value before another lane has read this one, but not the one after that.
@@ -197,8 +198,8 @@ DEVICE u32 ballot(bool yes) {
 }
 
 /// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": for a lane, `group` = lane / 4 and `t` = lane % 4. The first
-/// operand's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8 for
-/// the second register) of column group; the sum's i: row group (+ 8 where i > 1), column 2t + i % 2.
+/// operand's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8
+/// for the second register) of column group; the sum's i: row group (+ 8 where i > 1), column 2t + i % 2.
 DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return low | static_cast<u64>(high) << 32; };
     const auto shown = emulation::exchange("multiply_add", {{pair(a[0], a[1]), pair(a[2], a[3]), pair(b0, b1)}});

@@ -54,7 +54,8 @@ impl Driver {
         Ok(Self { device: handle, capability: (major, minor), version, shared_max: shared.max(0) as usize })
     }
 
-    /// Finds `gpus` GPUs of one kind from ordinal `device` on, and NCCL if there are several. Fails if one is missing or differs from the first.
+    /// Finds `gpus` GPUs of one kind from ordinal `device` on, and NCCL if there are several. Fails if one is missing or differs from the
+    /// first.
     pub fn find_alike(device: u32, gpus: u32) -> Result<Vec<Self>, CudaError> {
         let first = Self::find(device)?;
         let mut found = vec![first];

@@ -161,8 +161,8 @@ impl Plan {
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);
         let preference = result::create_matmul_pref().map_err(failed)?;
         let wanted = if timed_at(rows).is_some() { CANDIDATES } else { 1 };
-        // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results as are
-        // requested, and cuBLASLt reports how many of them it has written.
+        // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results
+        // as are requested, and cuBLASLt reports how many of them it has written.
         let found = unsafe {
             let which = cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
             let transposed = std::ptr::from_ref(&TRANSPOSED).cast();
@@ -199,8 +199,8 @@ impl Plan {
     /// Enqueues the GEMM with this algorithm.
     fn run(&self, target: Target, algorithm: &sys::cublasLtMatmulAlgo_t, operands: Operands) -> Result<(), CublasError> {
         let (alpha, beta) = (1.0f32, if self.accumulates { 1.0f32 } else { 0.0 });
-        // SAFETY: handle and plan are alive; the plan's layouts are those of the GEMM, and the caller's addresses refer to matrices of these sizes; alpha
-        // and beta are read during the call. C and D are the same matrix with the same layout, which cuBLASLt allows.
+        // SAFETY: handle and plan are alive; the plan's layouts are those of the GEMM, and the caller's addresses refer to matrices of
+        // these sizes; alpha and beta are read during the call. C and D are the same matrix with the same layout, which cuBLASLt allows.
         unsafe {
             result::matmul(
                 target.handle,

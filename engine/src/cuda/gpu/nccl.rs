@@ -64,8 +64,8 @@ impl Config {
     }
 }
 
-/// The library's functions. cudarc's loader is not used: it searches for other file names and panics if it finds none, and its result type is an enum
-/// of one version, which must not hold a code of a later version.
+/// The library's functions. cudarc's loader is not used: it searches for other file names and panics if it finds none, and its result type
+/// is an enum of one version, which must not hold a code of a later version.
 pub(in crate::cuda) struct Nccl {
     get_unique_id: unsafe extern "C" fn(*mut CommunicatorId) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
@@ -101,8 +101,8 @@ fn failed(doing: &'static str) -> impl Fn(NcclError) -> CudaError {
 }
 
 impl Nccl {
-    /// Returns the library. It is searched for once per process, because a process loads a shared library once. Fails if it is not found, or older
-    /// than 2.14.
+    /// Returns the library. It is searched for once per process, because a process loads a shared library once. Fails if it is not found,
+    /// or older than 2.14.
     pub fn load() -> Result<Arc<Self>, CudaError> {
         static LOADED: OnceLock<Option<Arc<Nccl>>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| NAMES.into_iter().find_map(Self::open).map(Arc::new));
@@ -241,8 +241,8 @@ impl Communicator {
         Ok(communicators.pop().expect("one context is one rank"))
     }
 
-    /// Creates a communicator whose ranks are GPUs of this process. Its calls block until the work has been enqueued, which no other process can
-    /// delay; in non-blocking mode NCCL would start a thread for every call.
+    /// Creates a communicator whose ranks are GPUs of this process. Its calls block until the work has been enqueued, which no other
+    /// process can delay; in non-blocking mode NCCL would start a thread for every call.
     pub fn all(nccl: &Arc<Nccl>, contexts: &[Arc<Context>]) -> Result<Vec<Self>, CudaError> {
         Self::join(nccl, contexts, nccl.unique_id()?, Rank { rank: 0, ranks: contexts.len() as u32 }, Duration::ZERO)
     }
@@ -273,7 +273,8 @@ impl Communicator {
             for (context, (handle, rank)) in contexts.iter().zip(handles.iter().zip(first..)) {
                 context.enter().map_err(|_| NcclError::Broken)?;
                 let mut config = Config::new(in_process);
-                // SAFETY: the configuration is read during the call. The handle may be written until the rank has joined, which is awaited below.
+                // SAFETY: the configuration is read during the call. The handle may be written until the rank has joined, which is awaited
+                // below.
                 let code = unsafe { (nccl.init)(handle.as_ptr(), ranks as c_int, UniqueId(id), rank as c_int, &mut config) };
                 nccl.check(code)?;
             }
@@ -301,7 +302,8 @@ impl Communicator {
         self.exchange(&both, limit).map_err(failed("sending to the same GPU"))
     }
 
-    /// Sends or receives regions. Returns when all transfers are done; on failure, aborts the communicator and waits until no transfer can write.
+    /// Sends or receives regions. Returns when all transfers are done; on failure, aborts the communicator and waits until no transfer can
+    /// write.
     fn exchange(&self, transfers: &[(TransferFn, c_int, &[Region])], limit: Duration) -> Result<(), NcclError> {
         let nccl = &self.nccl;
         let exchanged = self.with_handle(|handle| {
@@ -381,8 +383,8 @@ impl Drop for Communicator {
         if self.context.enter().is_err() {
             return;
         }
-        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are aborted instead: they are dropped one
-        // after the other, and a collective that still runs because a GPU was lost never ends.
+        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are aborted instead: they are
+        // dropped one after the other, and a collective that still runs because a GPU was lost never ends.
         let ended = || {
             // SAFETY: the communicator is alive, and no further calls follow.
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
@@ -464,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn polling_ends_with_success_error_or_limit() {
+    fn polling_ends_on_success_error_or_timeout() {
         let mut looks = 0;
         let third = poll_until(Instant::now(), Duration::from_secs(60), || {
             looks += 1;

@@ -9,7 +9,8 @@ use cudarc::driver::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk budget.
+/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk
+/// budget.
 const PROMPT_ROWS: usize = 256;
 /// Number of uses after which a GEMM of prompt steps is timed. Every layer uses it once, so this is in its second or third step.
 const PROMPT_USES: usize = 64;
@@ -120,7 +121,8 @@ impl Drop for Clock {
             // Freeing would never return. Little memory is leaked, as the engine ends then.
             return;
         }
-        // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses them.
+        // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses
+        // them.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             let _locked = driver_lock();

@@ -1,10 +1,11 @@
 // Attention over paged KV: the parts common to prompts and single tokens, and the kernel for prompts.
 //
-// FlashAttention-2 (Dao 2023): scores are computed for a tile of positions at a time, with an online softmax, so that no more than a tile is in
-// memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once for all of
-// them. Scores are scaled by log2(e), so that exponentials are powers of two.
+// FlashAttention-2 (Dao 2023): scores are computed for a tile of positions at a time, with an online softmax, so that no more than a tile
+// is in memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once
+// for all of them. Scores are scaled by log2(e), so that exponentials are powers of two.
 
-/// Elements from one row to the next in shared memory: 16 bytes more than a head, so that the eight rows of a matrix are in different banks.
+/// Elements from one row to the next in shared memory: 16 bytes more than a head, so that the eight rows of a matrix are in different
+/// banks.
 constexpr int STRIDE = HEAD_PAD + 8;
 
 /// Online softmax of 16 packed rows, as accumulator fragments: a lane holds rows lane / 4 and lane / 4 + 8, and two of every eight columns.
@@ -105,8 +106,8 @@ constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
 /// Bytes of shared memory: queries, and two tiles each of keys and values, one in use while the other is being copied.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 
-/// Attention of consecutive tokens. One thread block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most), position of
-/// the first token, offset of the sequence's block table in `tables`. The tokens' own KV is already in `pool`.
+/// Attention of consecutive tokens. One thread block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most),
+/// position of the first token, offset of the sequence's block table in `tables`. The tokens' own KV is already in `pool`.
 KERNEL(PROMPT_WARPS * 32)
 attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *tiles, half_t *out, int layer, float scale) {
     DYNAMIC_SHARED(shared);

@@ -1,5 +1,5 @@
-// Attention of single tokens (Flash-Decoding, Dao et al. 2023): it is bound by reading the KV, so several thread blocks divide a sequence's positions
-// into partitions, and a second kernel combines their results.
+// Attention of single tokens (Flash-Decoding, Dao et al. 2023): it is bound by reading the KV, so several thread blocks divide a sequence's
+// positions into partitions, and a second kernel combines their results.
 
 constexpr int TOKEN_WARPS = 4;
 /// Packed rows: query heads of one key head, 16 at a time.
@@ -14,9 +14,10 @@ constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_ST
 constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
-/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads. `partitions`: row,
-/// first position, position after the last, offset of the sequence's block table in `tables`. Writes outputs that are not yet divided by their sums,
-/// [partition][head][element], and the maximum and sum of each, [partition][head]. Empty partitions are padding and write nothing.
+/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads.
+/// `partitions`: row, first position, position after the last, offset of the sequence's block table in `tables`. Writes outputs that are
+/// not yet divided by their sums, [partition][head][element], and the maximum and sum of each, [partition][head]. Empty partitions are
+/// padding and write nothing.
 KERNEL(TOKEN_WARPS * 32)
 attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
@@ -108,8 +109,8 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 
 constexpr int COMBINE_THREADS = 128;
 
-/// Combines the partitions of single tokens. One thread block per token and head. `rows`: row, first partition, number of partitions. Rows without
-/// partitions (padding) get zeros.
+/// Combines the partitions of single tokens. One thread block per token and head. `rows`: row, first partition, number of partitions. Rows
+/// without partitions (padding) get zeros.
 KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;

@@ -1,7 +1,8 @@
 // The model's shape and what follows from it. All are compile-time constants.
 //
-// Compile-time options: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, SMALL_SHARED_MEMORY (1: a thread block may
-// use less than 100 KiB of shared memory), PAIRS_ADJACENT (RoPE rotates pairs of elements; 1: 2i and 2i + 1, 0: i and i + HEAD_DIM / 2).
+// Compile-time options: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, SMALL_SHARED_MEMORY (1: a thread
+// block may use less than 100 KiB of shared memory), PAIRS_ADJACENT (RoPE rotates pairs of elements; 1: 2i and 2i + 1,
+// 0: i and i + HEAD_DIM / 2).
 
 /// Query heads per key and value head.
 constexpr int GROUP = HEADS / KV_HEADS;

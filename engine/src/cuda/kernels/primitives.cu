@@ -1,7 +1,7 @@
 // The device operations that the kernels need beyond plain CUDA C++: 16-bit floats, warp shuffles, tensor cores, asynchronous copies.
 //
-// emulation/shim.h defines the same names for the host, after the description of each instruction in the PTX ISA manual. All other files compile with
-// either. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
+// emulation/shim.h defines the same names for the host, after the description of each instruction in the PTX ISA manual. All other files
+// compile with either. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
 //
 // Compile-time option: HALF_IS_FLOAT16 (1: 16-bit floats are IEEE half precision, 0: bfloat16).
 

@@ -17,8 +17,8 @@ KERNEL(ROW_THREADS) embed(const u32 *tokens, const half_t *embedding, float *str
     for (int i = threadIdx.x; i < width; i += ROW_THREADS) stream[row * width + i] = widen(from[i]);
 }
 
-/// RMSNorm (Zhang and Sennrich 2019): out = x / sqrt(mean(x²) + eps) × weight. Output row i is from input row `rows[i]`, or from row i if `rows` is
-/// null. One thread block per output row.
+/// RMSNorm (Zhang and Sennrich 2019): out = x / sqrt(mean(x²) + eps) × weight. Output row i is from input row `rows[i]`, or from row i if
+/// `rows` is null. One thread block per output row.
 KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *weight, half_t *out, int width, float eps) {
     __shared__ float sums[ROW_THREADS / 32];
     const u64 to = blockIdx.x, from = rows ? rows[to] : to;
@@ -37,8 +37,8 @@ KERNEL(ROW_THREADS) rms_norm(const float *stream, const u32 *rows, const float *
     }
 }
 
-/// RoPE (Su et al. 2021): cosine and sine of every row's rotations, times the magnitude, as [row][pair]. Angles are in double precision, because positions
-/// are large. One thread block per row.
+/// RoPE (Su et al. 2021): cosine and sine of every row's rotations, times the magnitude, as [row][pair]. Angles are in double precision,
+/// because positions are large. One thread block per row.
 KERNEL(64) rope(const u32 *positions, const double *frequencies, float2 *rotations, double magnitude) {
     const u64 row = blockIdx.x;
     for (int pair = threadIdx.x; pair < HEAD_DIM / 2; pair += 64) {
@@ -106,7 +106,8 @@ store_kv(half_t *qkv, const float *biases, const float *query_norm, const float 
 
 DEVICE float swiglu_of(float gate, float up) { return gate / (1.0f + exp2_fast(gate * -1.44269504f)) * up; }
 
-/// SwiGLU (Shazeer 2020): gate ÷ (1 + e^-gate) × up. A row of `gates` has `ffn` gates (a multiple of 8), then as many ups. One thread per eight elements.
+/// SwiGLU (Shazeer 2020): gate ÷ (1 + e^-gate) × up. A row of `gates` has `ffn` gates (a multiple of 8), then as many ups. One thread per
+/// eight elements.
 KERNEL(ROW_THREADS) swiglu(const half_t *gates, half_t *out, int ffn, u32 rows) {
     const u64 eight = static_cast<u64>(blockIdx.x) * ROW_THREADS + threadIdx.x, each = ffn / 8;
     if (eight >= each * rows) return;

@@ -1,9 +1,9 @@
-// Samples a token from a row of logits, with the same rules as engine/src/sampling.rs on the host: penalties, bias, mask; temperature, min-p, top-k,
-// top-p; then selection by one random number in [0, 1) over the cumulative weights in the order of token ids. The result depends only on the row, the
-// settings and that number.
+// Samples a token from a row of logits, with the same rules as engine/src/sampling.rs on the host: penalties, bias, mask; temperature,
+// min-p, top-k, top-p; then selection by one random number in [0, 1) over the cumulative weights in the order of token ids. The result
+// depends only on the row, the settings and that number.
 //
-// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. One thread block
-// per row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal tokens.
+// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. One
+// thread block per row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal tokens.
 
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
@@ -25,7 +25,7 @@ struct SampleSettings {
     u32 first_adjustment, adjustments;
     /// Offset of the row's mask in words (a bit per token, 1: allowed); -1: no mask.
     int mask;
-    /// Number of alternatives whose logprobs are returned; NO_TOKEN: not even the sampled token's.
+    /// Number of alternatives whose logprobs are returned; NO_TOKEN: the sampled token's logprob is not returned either.
     u32 top;
     u32 padding;
 };
@@ -62,7 +62,7 @@ struct Row {
     DEVICE_MEMBER u32 begin(u32 warp) const { return warp * segment(); }
     DEVICE_MEMBER u32 end(u32 warp) const { return min((warp + 1) * segment(), len); }
 
-    /// Returns the largest number with `may(token, number)`, and its token; the lowest token if several are equal.
+    /// Returns the largest number for which `may(token, number)` is true, and its token; the lowest token if several are equal.
     template <class May> DEVICE_MEMBER Best largest(May may) {
         const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         Best best = {-INFINITY_F, NO_TOKEN};
@@ -94,7 +94,8 @@ struct Row {
         return all;
     }
 
-    /// Returns the first token at which the running sum of `measure` exceeds `target`; if rounding leaves none, the last token with a measure above 0.
+    /// Returns the first token at which the running sum of `measure` exceeds `target`; if rounding leaves none, the last token with a
+    /// measure above 0.
     template <class Measure> DEVICE_MEMBER u32 first_beyond(double target, Measure measure) {
         sum(measure);
         const u32 own = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -130,7 +131,7 @@ struct Row {
     }
 };
 
-/// A set of candidates: the tokens whose weight's bits are above `least`, and of those equal to it the tokens up to `last`.
+/// A set of candidates: the tokens whose weight has bits above `least`, and those up to `last` whose weight has bits equal to `least`.
 struct Candidates {
     u32 least, last;
 
@@ -158,7 +159,7 @@ struct Candidates {
         }
         const double above = row.sum([&](u32 token, float weight) { return from(low + 1, token, weight); });
         const double each = measure(__uint_as_float(low));
-        // Of the candidates equal to `low`, as many as are missing, at least one.
+        // The number of candidates equal to `low` that are needed to reach the target, at least one.
         const double wanted = fmax(ceil((target - above) / each), 1.0);
         const auto equal = [&](u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) == low ? 1.0 : 0.0;

@@ -198,7 +198,7 @@ fn single_tokens_attend_to_all_earlier_positions() {
 }
 
 #[test]
-fn prompts_and_single_tokens_share_a_step() {
+fn prompts_and_single_tokens_in_one_step_get_correct_attention() {
     compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
 }
 
@@ -208,7 +208,7 @@ const fn small_shared(shape: Shape) -> Shape {
 }
 
 #[test]
-fn small_shared_memory_tiles_give_the_same_attention() {
+fn tiles_for_small_shared_memory_give_correct_attention() {
     let shape = small_shared(shape(Half::BFloat16, 4, 1, 128, 16));
     assert!(shape.prompt_bytes() <= 99 << 10 && shape.token_bytes() <= 99 << 10);
     compare(shape, &[sequence(0, 33), sequence(63, 2), sequence(32, 40), sequence(333, 1), sequence(0, 1)]);

@@ -23,7 +23,7 @@ const OWN_BLOCKS: u32 = 10;
 struct Sequence {
     /// The step in which the sequence starts.
     begins: usize,
-    /// Number of positions in shared blocks.
+    /// The number of positions before the prompt's own; their blocks are shared with other sequences.
     before: usize,
     prompt: usize,
     /// Number of tokens sampled.
@@ -163,7 +163,7 @@ fn least_recently_used_graph_is_evicted() {
 }
 
 #[test]
-fn only_small_fully_sampled_decode_steps_have_a_bucket() {
+fn only_small_fully_sampled_decode_steps_use_a_graph() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
     let sample = Logits::Sample(sampler.request(1));

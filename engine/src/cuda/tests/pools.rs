@@ -31,7 +31,7 @@ fn assert_moved(from: &Runner<Emulated>, to: &Runner<Emulated>) {
 }
 
 #[test]
-fn pull_copies_blocks_of_another_process_and_drop_unmaps_it() {
+fn memory_of_another_process_is_copied_from_and_unmapped_on_drop() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
@@ -64,7 +64,7 @@ fn engines_of_one_process_copy_without_ipc() {
 }
 
 #[test]
-fn open_rejects_foreign_host_or_layout() {
+fn handle_of_another_host_or_layout_is_refused() {
     let engine = filled(&[0, 1, 2, 3, 4, 5, 6, 7].map(BlockId));
     let memory = engine.kv_memory().unwrap();
     let handle = memory.ipc_handle().unwrap();
@@ -84,11 +84,11 @@ fn open_rejects_foreign_host_or_layout() {
     assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
     // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
     let other = filled(&[0; 8].map(BlockId));
-    let (mut oversized, mut gone) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
+    let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
     assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
-    gone[51] = 0xff;
-    assert_eq!(refused(&gone), "its engine has ended");
+    ended[51] = 0xff;
+    assert_eq!(refused(&ended), "its engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
         assert_eq!(refused(other), "invalid handle (from another version?)");
     }
@@ -120,7 +120,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
 
 /// Moves blocks of a model on two GPUs, each of which holds its shard of every block.
 #[test]
-fn every_rank_moves_its_shard() {
+fn each_rank_transfers_its_shard_of_a_block() {
     let sharded = || Runner::new(load_sharded(&model(), 2, 0).unwrap(), LIMITS).unwrap();
     let (mut source, destination) = (sharded(), sharded());
     run(&mut source, &TOKENS, &[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId), &[30]);
@@ -143,7 +143,7 @@ fn every_rank_moves_its_shard() {
 }
 
 #[test]
-fn copies_continue_after_their_engine_has_ended() {
+fn copies_of_open_memory_work_after_their_engine_was_dropped() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[0; 8].map(BlockId));
     let mut handle = source.kv_memory().unwrap().ipc_handle().unwrap();

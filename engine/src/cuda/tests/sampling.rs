@@ -145,7 +145,7 @@ fn only_tokens_allowed_by_the_mask_are_sampled() {
 }
 
 #[test]
-fn rows_without_a_candidate_still_give_a_token() {
+fn row_with_non_finite_logits_still_gives_a_token() {
     let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
     let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
     let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();

@@ -85,9 +85,9 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// Then the supervisor restarts the process: without that, every other request would fail on the lost device, too.
+/// When the engine has ended, the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
-async fn lost_device_ends_its_engine() {
+async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });
     let mut job = engine.generate(generate(3)).await.expect("it fits");
     let mut last = None;
@@ -95,7 +95,7 @@ async fn lost_device_ends_its_engine() {
         last = Some(event);
     }
     assert!(matches!(last, Some(Event::Failed)), "{last:?}");
-    assert!(engine.generate(generate(3)).await.is_err(), "it is gone");
+    assert!(engine.generate(generate(3)).await.is_err(), "the engine has ended");
 }
 
 #[tokio::test(start_paused = true)]

@@ -18,7 +18,7 @@ fn computed(world: &mut World) -> usize {
 }
 
 #[test]
-fn burst_of_one_prompt_is_computed_once() {
+fn burst_of_equal_prompts_is_computed_once() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("the same for all", 1_000);
     for id in 0..8 {
@@ -31,7 +31,7 @@ fn burst_of_one_prompt_is_computed_once() {
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
     // 935 tokens are left of the first, 7 of each other prefill and of the generation: tokens computed for another prompt count once.
-    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count there");
+    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
     }
@@ -44,7 +44,7 @@ fn burst_of_one_prompt_is_computed_once() {
 }
 
 #[test]
-fn deferred_prompt_lets_others_pass_and_takes_over_from_a_cancelled_owner() {
+fn deferred_prompt_delays_no_other_and_takes_over_from_a_cancelled_owner() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
     world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits");
@@ -105,7 +105,7 @@ fn remote(text: &[TokenId], max_tokens: u32) -> Generate {
 }
 
 #[test]
-fn received_blocks_are_matched_by_all_equal_prompts() {
+fn equal_prompts_reuse_the_blocks_received_for_the_first() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("sent once", 1_000);
     for id in 0..8 {

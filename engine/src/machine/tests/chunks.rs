@@ -19,7 +19,7 @@ fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
 }
 
 #[test]
-fn chunks_cover_the_tokens_that_were_not_cached() {
+fn reported_chunks_cover_the_uncached_prompt_tokens() {
     let mut world = World::new(64, SETTINGS);
     world.machine.prefill(0, prefill(prompt("cut", 150)), world.now).expect("it fits");
     world.run();
@@ -37,7 +37,7 @@ fn chunks_cover_the_tokens_that_were_not_cached() {
 }
 
 #[test]
-fn last_recorded_chunk_absorbs_all_later_ones() {
+fn chunks_beyond_the_report_limit_are_merged_into_the_last_one() {
     let mut world = World::new(200, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("long", 1_601), 1), world.now).expect("it fits");
     world.run();

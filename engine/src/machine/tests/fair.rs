@@ -55,15 +55,15 @@ proptest! {
     }
 
     #[test]
-    fn last_of_shares_is_last_of_fair_order(sequences in sequences()) {
+    fn last_job_by_shares_is_the_last_in_the_fair_order(sequences in sequences()) {
         let last = fair_order(&sequences).last().map(|place| sequences[*place].1);
         let shares = shares_of(&sequences);
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// This ensures that a sequence that is admitted because fewer than a batch precede it becomes part of the batch.
+    /// So a sequence that is admitted because fewer sequences than a batch precede it becomes part of the batch.
     #[test]
-    fn one_more_sequence_is_no_later_in_the_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
+    fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
         let before = shares_of(&sequences).before(account, job);
         let mut with = sequences.clone();
@@ -73,8 +73,8 @@ proptest! {
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
-    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and what accounts with permanent
-    /// demand have got differs by two quanta at most.
+    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and the tokens allotted to
+    /// accounts with permanent demand differ by two quanta at most.
     #[test]
     fn round_robin_spends_the_budget_and_is_fair_within_two_quanta(
         steps in prop::collection::vec(1..2_000usize, 1..40),
@@ -113,7 +113,7 @@ proptest! {
 
     /// Prompts that arrive together finish in the order in which they would if all were computed at the same speed.
     #[test]
-    fn prompts_are_due_in_the_order_of_processor_sharing(costs in prop::collection::vec(1..50usize, 1..12)) {
+    fn prompts_are_due_in_the_order_in_which_processor_sharing_finishes_them(costs in prop::collection::vec(1..50usize, 1..12)) {
         let dues: Vec<u64> = (0..costs.len()).map(|last| due(0, costs[last], costs[..last].iter().copied())).collect();
         let mut by_due: Vec<usize> = (0..costs.len()).collect();
         by_due.sort_by_key(|place| (dues[*place], *place));
@@ -127,9 +127,9 @@ proptest! {
         }
     }
 
-    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done has a limit: its due
-    /// value minus the time (in tokens) at which the oldest prompt that then waited had arrived, times 1 + the harmonic number of the most
-    /// waiting prompts. Equal prompts are done in the order of their arrival.
+    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done is limited: to its
+    /// due value minus the arrival (in tokens) of the oldest prompt that was waiting when it arrived, times 1 + the harmonic number of the
+    /// maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
     #[test]
     fn no_prompt_starves(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
         struct Prompt { arrived: u64, oldest: u64, due: u64, cost: usize, left: usize }

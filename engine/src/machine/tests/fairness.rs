@@ -7,7 +7,7 @@ fn of(account: &str, job: Generate) -> Generate {
     Generate { account: account.to_owned(), ..job }
 }
 
-/// A request with `count` samples of `tokens` tokens each.
+/// Returns a request with this many samples, each of `tokens` tokens.
 fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     let mut job = generate(prompt(text, len), tokens);
     job.samples = samples;
@@ -15,7 +15,7 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     job
 }
 
-/// Runs steps until a job has its first token; returns how many.
+/// Runs steps until a job has its first token; returns the number of steps.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
     while !world.events.get(&job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Token { .. }))) {
@@ -51,7 +51,7 @@ fn samples_beyond_the_batch_hold_no_blocks() {
 }
 
 #[test]
-fn samples_of_one_request_leave_places_to_other_requests() {
+fn request_with_many_samples_does_not_delay_other_requests() {
     for account in ["", "another"] {
         let mut world = World::new(512, EngineSettings { batch_max: 8, ..SETTINGS });
         let mut jobs: Vec<(JobId, Generate)> =
@@ -72,7 +72,7 @@ fn samples_of_one_request_leave_places_to_other_requests() {
 }
 
 #[test]
-fn requests_of_one_account_leave_places_to_other_accounts() {
+fn account_with_many_requests_does_not_delay_other_accounts() {
     let mut world = World::new(512, EngineSettings { batch_max: 4, ..SETTINGS });
     let mut jobs: Vec<(JobId, Generate)> =
         (0..8).map(|id| (id, of("greedy", samples(&format!("{id} of many"), 30, 1, 80)))).collect();
@@ -90,7 +90,7 @@ fn requests_of_one_account_leave_places_to_other_accounts() {
 }
 
 #[test]
-fn request_with_many_samples_is_preempted_for_one_that_has_no_place() {
+fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
     let mut jobs: Vec<(JobId, Generate)> = (0..2).map(|id| (id, samples(["takes", "all"][id as usize], 40, 8, 60))).collect();
     let mut world = World::new(44, SETTINGS);
     for (id, job) in &jobs {
@@ -184,7 +184,7 @@ fn long_prompt_does_not_starve() {
 }
 
 #[test]
-fn prompts_beyond_the_lookahead_take_no_blocks() {
+fn prompt_beyond_the_lookahead_is_not_admitted() {
     let mut world = World::new(100, EngineSettings { chunk_budget: 64, ..SETTINGS });
     for id in 0..3 {
         world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("it fits");
@@ -231,7 +231,7 @@ proptest! {
 
     /// However many accounts compete, each answer equals that of the job running alone, and no block is left in use.
     #[test]
-    fn any_mix_of_accounts_and_samples_is_served(
+    fn every_answer_in_a_mix_of_accounts_and_samples_equals_that_alone(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),
         capacity in 50..80u32,
         batch_max in 1..12u32,

@@ -64,10 +64,12 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
-    /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it runs
-    /// alone, counts are bounded, and at the end no block is held.
+    /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it
+    /// runs alone, counts are bounded, and at the end no block is held.
     #[test]
-    fn any_history_gives_the_texts_of_running_alone_and_frees_all_blocks(operations in operations(), capacity in 12..40u32, budget in 1..100u32) {
+    fn jobs_in_any_history_have_the_same_text_as_alone_and_free_all_blocks(
+        operations in operations(), capacity in 12..40u32, budget in 1..100u32,
+    ) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();

@@ -56,7 +56,7 @@ pub(super) fn reserved(world: &mut World) -> (Generate, Ticket) {
 }
 
 #[test]
-fn concurrently_written_blocks_are_used_after_confirmation() {
+fn concurrently_written_blocks_are_used_only_after_confirmation() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let kv = kv(&job.prompt);

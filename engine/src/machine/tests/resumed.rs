@@ -67,7 +67,7 @@ fn resumed_sample_at_its_limit_finishes_immediately() {
 }
 
 #[test]
-fn kv_of_prompt_and_generated_tokens_may_be_received() {
+fn resumed_job_receives_the_kv_of_prompt_and_generated_tokens() {
     for (kept, common_blocks) in [(vec![Some(20)], 4), (vec![Some(20), None, Some(3)], 3)] {
         let mut job = penalised(40, 60);
         job.samples = kept.len() as u32;

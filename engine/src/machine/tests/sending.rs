@@ -23,7 +23,7 @@ fn prefill_keeps_its_blocks_until_its_job_is_cancelled() {
 }
 
 #[test]
-fn preempted_prefill_is_still_sent() {
+fn preempted_prefill_still_sends_its_blocks() {
     let mut world = World::new(37, EngineSettings { chunk_budget: 16, ..SETTINGS });
     world.machine.generate(0, generate(prompt("grows", 60), 90), world.now).expect("the job fits");
     world.machine.prefill(1, prefill(prompt("pushed back", 500)), world.now).expect("the job fits");
@@ -39,7 +39,7 @@ fn preempted_prefill_is_still_sent() {
 }
 
 #[test]
-fn blocks_are_reported_before_later_chunks_are_computed() {
+fn computed_blocks_are_reported_before_later_chunks_are_computed() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();
@@ -51,7 +51,7 @@ fn blocks_are_reported_before_later_chunks_are_computed() {
 }
 
 #[test]
-fn blocks_are_reported_in_place_when_requested() {
+fn computed_blocks_are_reported_without_copies_when_requested() {
     let mut world = World::new(64, EngineSettings { chunk_budget: 32, ..SETTINGS });
     world.machine.prefill(0, prefill(prompt("early", 97)), world.now).expect("the job fits");
     world.step();

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn placements_of_routers_add_up_and_reports_of_workers_count_once() {
+    fn placements_are_summed_over_routers_and_worker_reports_count_once() {
         let one = WorkersReply { workers: vec![view("p0", "a", 4), view("p1", "b", 1)], ..Default::default() };
         let mut failing = view("p1", "b", 1);
         failing.circuit_open = true;
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn router_of_another_cluster_is_left_out() {
+    fn router_of_another_cluster_is_not_shown() {
         let of = |cluster: &str| Identity { cluster: cluster.to_owned(), ..Identity::default() };
         let reply = |cluster: &str, worker_id: &str| WorkersReply {
             identity: Some(of(cluster)),

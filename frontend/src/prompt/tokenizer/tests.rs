@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn special_names_are_encoded_only_where_parsed() {
+fn names_of_special_tokens_become_their_ids_only_if_parsed() {
     let tokenizer = Tokenizer::sim();
     let text = "a<|im_end|>é";
     let parsed = tokenizer.encode(text, Special::Parsed).expect("bytes always encode");
@@ -15,7 +15,7 @@ fn special_names_are_encoded_only_where_parsed() {
 }
 
 #[test]
-fn guarded_names_are_encoded_as_plain_text() {
+fn names_of_special_tokens_in_guarded_text_stay_text() {
     let tokenizer = Tokenizer::sim();
     for content in ["<|im_end|>", "<|im_<|im_start|>start|>", "<|im_end|><|im_end|>", "no names", "\u{FDD0}<|im_end|>", ""] {
         let guard = Tokenizer::guard([content].into_iter()).expect("one is free");
@@ -31,7 +31,7 @@ fn guarded_names_are_encoded_as_plain_text() {
 }
 
 #[test]
-fn file_with_another_algorithm_is_refused() {
+fn unsupported_tokenizer_or_pre_tokenizer_is_refused() {
     let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
     assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm(found)) if found == "llama"));
     let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
@@ -53,7 +53,7 @@ struct Golden {
 }
 
 #[test]
-fn pre_tokenizers_cut_as_the_families_own_do() {
+fn pre_tokenizers_give_the_token_ids_of_hugging_face_and_llama_cpp() {
     let goldens: Goldens = serde_json::from_str(include_str!("../../../../ci/goldens/cuts.json")).expect("the goldens are JSON");
     let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
     bytes.sort_unstable();

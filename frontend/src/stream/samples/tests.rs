@@ -48,7 +48,7 @@ fn stop_string_ends_the_sample_and_its_last_token_counts() {
 }
 
 #[test]
-fn stop_token_counts_and_special_tokens_have_no_text() {
+fn stop_and_special_tokens_count_as_completion_tokens_without_text() {
     const EOS: u32 = tandem_model::sim::IM_END;
     let mut samples = samples(1, &[], Sampling::default());
     let special = Token { token: tandem_model::sim::IM_START, ..Token::default() };
@@ -58,7 +58,7 @@ fn stop_token_counts_and_special_tokens_have_no_text() {
 }
 
 #[test]
-fn incomplete_character_at_the_end_is_replaced() {
+fn incomplete_character_at_the_end_becomes_a_replacement_character() {
     let mut samples = samples(1, &[], Sampling::default());
     let got =
         deltas(&mut samples, vec![tokens(0, b"a\xE2"), tokens(0, b"\x82"), finished(0, finished::FinishReason::Length, None)]);
@@ -75,7 +75,7 @@ fn stop_strings_do_not_count_before_min_tokens() {
 }
 
 #[test]
-fn logprobs_come_with_their_text_and_not_for_the_stop_string() {
+fn logprobs_are_sent_with_their_text_but_not_for_the_stop_string() {
     let mut samples = samples(1, &["ND"], Sampling { logprobs: Some(0), ..Sampling::default() });
     for reply in [tokens(0, "é".as_bytes()), tokens(0, b"aN"), tokens(0, b"xND")] {
         samples.apply(reply).expect("the replies are valid");

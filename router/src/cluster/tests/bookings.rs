@@ -49,7 +49,7 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
 }
 
 #[test]
-fn bookings_count_as_reported_after_lost_messages() {
+fn bookings_count_as_reported_after_a_new_snapshot() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (booking, _) = scenario.place_hashes(100, hashes(1, 0, 6));
     // The lost message, and the next report as well, announced that the worker's load includes the request.
@@ -62,7 +62,7 @@ fn bookings_count_as_reported_after_lost_messages() {
 }
 
 #[test]
-fn local_prompt_counts_on_decode_and_its_tokens_end_before_its_sequence() {
+fn local_prompt_counts_on_its_decode_worker_with_tokens_until_prefilled() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert!(placement.prefill.is_none());

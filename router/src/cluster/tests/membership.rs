@@ -32,7 +32,7 @@ fn worker_that_differs_from_the_first_member_cannot_join() {
 }
 
 #[tokio::test]
-async fn requests_are_placed_between_slices_of_many_events() {
+async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (id, request) = (scenario.member("d0"), scenario.request(100, hashes(1, 0, 6)));
     let cluster = Cluster { state: Mutex::new(scenario.state), ..Cluster::new(RouterSettings::default(), Metrics::default()) };
@@ -122,7 +122,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
 }
 
 #[test]
-fn starting_router_waits_for_each_listed_worker_once() {
+fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     let list = |scenario: &mut Scenario| {
         ["host:1", "host:2", "host:3"]

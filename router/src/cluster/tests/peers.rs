@@ -45,7 +45,7 @@ impl Replica {
         }
     }
 
-    /// Loses the next message if it has changes. Chunks of a full state are sent within one connection, which loses none.
+    /// Loses the next message if it has changes. A full state is sent in chunks over one connection, which loses no chunk.
     fn lose(&mut self) {
         self.sent.pop_front_if(|reply| matches!(reply.message, Some(Message::Changes(_))));
     }
@@ -79,7 +79,7 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// A worker's report comes to include a booking of either router. `of`: the router; `at`: its booking; `prefill`: the worker.
+    /// A worker's report includes a booking of either router from now on. `of`: the router; `at`: its booking; `prefill`: the worker.
     Included {
         of: usize,
         at: usize,
@@ -270,7 +270,7 @@ fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
 }
 
 #[test]
-fn rebooked_request_counts_on_its_workers_without_load() {
+fn rebooked_request_has_a_booking_on_its_workers_but_adds_no_load() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let request = scenario.request(100, hashes(1, 0, 6));
     let running = |prefill: Option<&str>, prefilling| v1::ExistingPlacement {
@@ -307,7 +307,7 @@ fn rebooked_request_counts_on_its_workers_without_load() {
 }
 
 #[test]
-fn bookings_beyond_a_peers_limit_are_ignored() {
+fn peer_bookings_beyond_the_limit_are_ignored() {
     let mut one = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let mut other = Scenario::with(RouterSettings { bookings_max: 2, ..settings(PrefillPlace::Remote) }, 1, 1);
     let mut replica = Replica::open(&mut other.state);

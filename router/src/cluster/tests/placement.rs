@@ -89,7 +89,7 @@ fn overlap_decides_when_loads_are_equal() {
 }
 
 #[test]
-fn failed_attempts_exclude_failed_workers_and_the_last_uses_decode_only() {
+fn failed_workers_are_excluded_and_the_last_attempt_uses_a_decode_worker_only() {
     let mut scenario = Scenario::with(RouterSettings { attempts_max: 3, ..settings(PrefillPlace::Auto) }, 2, 1);
     // The decode worker is busy, so the first attempts are remote.
     scenario.reports("d0", vec![], Load { running_sequences: 50, decode_step_ms: 1.0, ..Default::default() }, &[]);

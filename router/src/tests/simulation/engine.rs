@@ -95,7 +95,7 @@ impl Worker {
         }
     }
 
-    /// Takes the cache's new events, and applies them to `cached`.
+    /// Takes the cache's new events and applies them to `cached`.
     pub(super) fn take_events(&mut self) -> Vec<KvEvent> {
         let events = self.cache.take_events();
         for event in &events {

@@ -83,7 +83,7 @@ struct Simulation<'a> {
     preemptions: u64,
 }
 
-/// Simulates the requests for these prompts on the cluster, in simulated time.
+/// Simulates the requests with these prompts on the cluster, in simulated time.
 pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
     let _entered = runtime.enter();
@@ -185,7 +185,7 @@ impl Simulation<'_> {
         self.start(now, computes);
     }
 
-    /// Returns an exclusion of all workers but the one that the rule chooses. It is empty if the router itself chooses.
+    /// Returns an exclusion of all workers but the one that the rule chooses. The exclusion is empty for the router's own rule.
     fn exclude_by_rule(&mut self, placement_request: &PlacementRequest) -> Excluded {
         let candidates = self.router.lock().candidates(&placement_request.hashes);
         let query = PlacementQuery {
@@ -257,7 +257,7 @@ impl Simulation<'_> {
         self.report(number, vec![]);
     }
 
-    /// Ends the request's sequence on this worker, which has computed all that it has to compute there.
+    /// Ends the request's sequence on this worker, which has computed its share of the request.
     fn ends(&mut self, now: Micros, number: usize, request: usize) {
         let worker = &mut self.workers[number];
         let at = worker.running.iter().position(|sequence| sequence.request == request).expect("it is running");

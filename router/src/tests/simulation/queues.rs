@@ -23,7 +23,7 @@ struct Setup {
     policy: PolicyKind,
     workers: usize,
     capacity_blocks: u32,
-    /// Time to compute a block.
+    /// Time to compute a block of tokens.
     block: Micros,
     /// Fixed time to compute any prompt, in addition to its blocks.
     overhead: Micros,
@@ -345,7 +345,7 @@ fn documents_hit_the_cache_and_load_is_balanced_at_any_concurrency() {
 }
 
 #[test]
-fn documents_larger_than_all_caches_hit_more_often_than_by_load_alone() {
+fn documents_larger_than_all_caches_hit_more_often_than_with_least_loaded() {
     let setup = Setup { capacity_blocks: 160, ..small_workers() };
     let prompts = documents(40, 23, 10, 1);
     let (aware, blind) = (simulate(setup, &prompts), simulate(Setup { policy: PolicyKind::LeastLoaded, ..setup }, &prompts));
@@ -372,7 +372,7 @@ fn recorded_conversations_wait_less_than_with_baselines_and_load_is_balanced() {
 }
 
 #[test]
-fn prompts_that_share_nothing_wait_no_longer_than_when_caches_are_ignored() {
+fn prompts_without_common_prefix_wait_no_longer_than_with_least_loaded() {
     let setup = Setup { concurrency: Some(16), ..small_workers() };
     let prompts = documents(400, 23, 1, 7);
     let (aware, blind) = (simulate(setup, &prompts), simulate(Setup { policy: PolicyKind::LeastLoaded, ..setup }, &prompts));

@@ -38,8 +38,8 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
     )
 }
 
-/// Asserts that at the 99th percentile requests wait no longer with our rule than with the best other rule, and on average at most 5%
-/// longer.
+/// Asserts that at the 99th percentile requests wait no longer with this router's rule than with the best other rule, and on average at
+/// most 5% longer.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
     print(&format!("{what}, Tandem"), &ours).expect("stdout");
@@ -54,10 +54,10 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
     ours
 }
 
-/// If every new token were charged once for each running sequence, and blocks in use not at all, one worker after the other would receive
-/// no more prompts, while the queues of the others grew.
+/// If every new token were charged once for each running sequence, and blocks in use were not charged, one worker after the other would
+/// receive no more prompts, while the queues of the other workers grew.
 #[test]
-fn cost_policy_waits_least_with_long_answers() {
+fn requests_wait_least_by_the_cost_policy_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     assert_no_rule_is_better("answers x 8", world(), &prompts);
     let Some(prompts) = conversations(2.0, 8) else { return skipped() };
@@ -70,7 +70,7 @@ fn cost_policy_waits_least_with_long_answers() {
 }
 
 #[test]
-fn cost_policy_waits_least_with_small_caches_or_recorded_answers() {
+fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };
@@ -78,16 +78,16 @@ fn cost_policy_waits_least_with_small_caches_or_recorded_answers() {
 }
 
 #[test]
-fn cost_policy_waits_least_with_one_slow_worker() {
+fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[0].1 = 4.0;
     assert_no_rule_is_better("one worker four times slower", World { devices, ..world() }, &prompts);
 }
 
-/// Two of the eight workers only prefill, for the other six, and are used where that is estimated to be faster.
+/// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
 #[test]
-fn interference_of_a_tenth_waits_less_than_of_one_with_mixed_roles() {
+fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[..2].fill((Role::Prefill, 1.0));

@@ -6,7 +6,7 @@ const HEIGHT = 200;
 const EDGE = { left: 44, right: 12, top: 10, bottom: 26 };
 const TICKS = 4;
 
-// The maximum of any number of values, 0 of none: Math.max takes a limited number of arguments.
+// Returns the maximum of any number of values, or 0 if there are none. Math.max takes only a limited number of arguments.
 function greatest(values) {
   return values.reduce((one, other) => Math.max(one, other), 0);
 }

@@ -78,7 +78,7 @@ export function inOrder(one, other) {
   return other.role.localeCompare(one.role) || one.worker.localeCompare(other.worker, 'en', { numeric: true });
 }
 
-// A worker's colour is its index among all that this page has seen, so that it never changes.
+// A worker's colour is given by its index among all workers that this page has seen, so it never changes.
 const places = new Map();
 
 export function colour(worker) {

@@ -29,7 +29,7 @@ async function getRequests() {
     since = found.since;
     return found;
   }
-  // The frontend was restarted and counts from 1 again.
+  // The frontend was restarted and numbers its records from 1 again.
   forget();
   return getRequests();
 }
@@ -87,7 +87,7 @@ function showCharts() {
   lineChart(byId('overlap-blocks'), { series: lines('overlap', 'prompts'), span: span(), format: brief, what: 'Overlap in blocks' });
 }
 
-// A hidden or paused page asks nothing. Called again when it becomes visible or the pause ends.
+// A hidden or paused page sends no requests. This function is called again when the page becomes visible or the pause ends.
 async function updateLoop() {
   clearTimeout(timer);
   if (updating || paused || document.visibilityState !== 'visible') return;

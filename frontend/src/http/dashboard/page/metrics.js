@@ -42,7 +42,8 @@ export function note(at, workers) {
   if (snapshots.length > SAMPLES_MAX) snapshots.shift();
 }
 
-// One line per worker: [time, part / all] of what was added within each window, null where nothing was.
+// Returns one line per worker. Each point is a time and the ratio `part / all` of what was added in the window before it, or null if
+// nothing was added.
 export function lines(part, all) {
   const names = [...new Set(snapshots.flatMap((snapshot) => [...snapshot.totals.keys()]))];
   return names.map((name) => ({ name, points: snapshots.map((snapshot, index) => [snapshot.at, ratio(name, index, part, all)]) }));

@@ -5,7 +5,7 @@ import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 
 const PAGE = 25;
-// Each is an SVG element, drawn again at every update.
+// Each point is an SVG element that is drawn again at every update.
 const POINTS_MAX = 500;
 
 let records = [];

@@ -5,7 +5,7 @@ import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
 // The stages from the request's arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   const place = record.prefill_worker ?? record.decode_worker;
-  // The last token is computed with the first step of the answer.
+  // The prompt's last token is computed in the first step of the answer.
   const computed = record.prompt_tokens - (record.cached_tokens ?? 0) - 1;
   const found = [
     ['read', 'Read and tokenize', 0, steps.requested_ms, 'frontend'],
@@ -17,11 +17,12 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
     ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
   ].filter(([, , from, to]) => from !== null && to !== null);
-  // Without a first token only the end is known.
+  // Without a first token, only the time of the end is known.
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
 }
 
-// The chunks of the prefill, if there was more than one. Workers report 64, the last of which holds the rest. Times are of the worker's clock, so the last may end a little after the stage.
+// The chunks of the prefill, if there is more than one. A worker reports at most 64 chunks, and the last one includes all later chunks. The
+// times are from the worker's clock, so the last chunk may end shortly after the stage.
 const chunksOf = ({ chunks }) => (chunks.length > 1 ? chunks : []);
 
 function bars(list, steps) {
@@ -51,7 +52,7 @@ function facts(record) {
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
     : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;
-  // The workers are known with the first token.
+  // The workers are known only when the first token has arrived.
   const started = record.steps.first_token_ms !== null;
   const known = (text) => (started ? text : 'not known');
   const list = [
