@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -68,6 +69,8 @@ class Tandem:
 
     def __init__(self, stage):
         self.stage, self.processes, self.ledgers, self.workers = stage, {}, [], stage.folder / "workers"
+        # gRPC's address and the metrics' address of each worker process.
+        self.addresses = {}
 
     def __enter__(self):
         return self
@@ -98,7 +101,7 @@ class Tandem:
         urls = ["--engine-url", ",".join(engine.url for engine in engines)]
         if prefill:
             urls += ["--prefill-engine-url", ",".join(engine.url for engine in prefill), "--engine-kv-lease", LEASE_SECONDS]
-        self.start(name, "up", "--engine", "vllm", "--listen", listen, *model(), *urls, *CONCURRENT, *self.ledger(name), *flags)
+        self.start(name, "up", "--engine", "vllm", "--listen", listen, *urls, *CONCURRENT, *self.ledger(name), *flags)
         client = Client(listen)
         self.ready(client, name)
         workers = len(engines) + len(prefill)
@@ -117,23 +120,25 @@ class Tandem:
 
     def frontend(self, router):
         listen = f"127.0.0.1:{free_port()}"
-        served = ("--served-model-name", MODEL)
-        self.start("frontend", "frontend", "--engine", "vllm", "--listen", listen, "--router", router, *model(), *served)
+        model, served = next(iter(self.stage.engines)).folder / "model", ("--served-model-name", MODEL)
+        self.start("frontend", "frontend", "--engine", "vllm", "--listen", listen, "--router", router, "--model", model, *served)
         return Client(listen)
 
-    def worker(self, name, role, engine, *flags, addresses=None):
-        """Starts a worker process for an engine; returns its gRPC address and the address of its metrics."""
-        grpc, admin = addresses or (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
+    def worker(self, name, role, engine, *flags):
+        """Starts a worker process for an engine, at its former addresses if one of this name has run before."""
+        grpc, admin = self.addresses.setdefault(name, (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"))
         listen = ("--listen", grpc, "--admin-listen", admin, "--worker-id", name)
         self.start(name, f"{role}-worker", "--engine", "vllm", "--engine-url", engine.url, *listen, *CONCURRENT, *self.ledger(name), *flags)
-        return grpc, admin
 
-    def join(self, *workers):
+    def join(self, *names):
         """Makes these the router's workers, and waits until the router has joined all of them and no other one."""
-        self.listen("".join(f"{grpc}\n" for grpc, _ in workers))
+        self.listen("".join(f"{self.addresses[name][0]}\n" for name in names))
         router = Client(self.router_admin)
-        joined = lambda: router.metric("tandem_router_workers", state="joined") == len(workers)
-        wait_until(f"the router has {len(workers)} workers", lambda: answers(joined), READY_SECONDS)
+
+        def joined():
+            return set(re.findall(r'tandem_router_index_blocks\{worker="(.*?)"', router.get("/metrics")[1])) == set(names)
+
+        wait_until(f"the router's workers are {', '.join(names)}", lambda: answers(joined), READY_SECONDS)
 
     def ready(self, client, name):
         """Waits until the frontend says that requests can be served."""
@@ -160,10 +165,6 @@ class Tandem:
         done = subprocess.run([self.stage.tandem, "audit", "check", *arguments, *flags], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"the audit fails:\n{done.stdout}{done.stderr}"
         return done.stdout.strip().splitlines()[-1]
-
-
-def model():
-    return ("--model", os.environ["TANDEM_MODEL"])
 
 
 def answers(condition):

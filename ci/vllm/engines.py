@@ -22,7 +22,7 @@ from pathlib import Path
 MODEL = "smollm2"
 BLOCK_SIZE = 32
 # Fewer than eight documents of scenarios/routing.py need: it matters which engine has which.
-BLOCKS = 240
+BLOCKS = 160
 MAX_MODEL_LEN = 4096
 # The time that a prefill engine keeps blocks which no decode engine has pulled. vLLM's default of 30 s is too short for two busy cores.
 LEASE_SECONDS = 60

@@ -25,10 +25,15 @@ LONG_PROMPTS, LONG_WORDS = 5, 700
 CLIENT_LEFT_SECONDS = 1.0
 
 
+def story(name):
+    """Returns a prompt of about 80 tokens whose answer repeats little, so that a wrong continuation shows."""
+    return f"Write a story. It is about these things: {prose(name, 30)}. Begin with a surprise, name each person, and explain why they travel."
+
+
 def alone(engine, prompts, tokens):
     """Returns the answers of one engine by itself."""
     client = Client(engine.url)
-    calls = [lambda prompt=prompt: client.ask("completions", prompt, cache_salt="alone", max_tokens=tokens).check() for prompt in prompts]
+    calls = [lambda prompt=prompt: client.ask("chat", prompt, cache_salt="alone", max_tokens=tokens).check() for prompt in prompts]
     return [answer.text for answer in together(calls)]
 
 
@@ -44,10 +49,10 @@ class Faults:
     def __init__(self, stage, tandem):
         self.tandem, self.prefill, self.decode = tandem, stage.engines["prefill"], stage.engines["decode"]
         router = tandem.router()
-        self.prefill_worker = tandem.worker("prefill-0", "prefill", self.prefill, *NIXL)
-        self.decode_worker = tandem.worker("decode-0", "decode", self.decode, *NIXL)
+        tandem.worker("prefill-0", "prefill", self.prefill, *NIXL)
+        tandem.worker("decode-0", "decode", self.decode, *NIXL)
         # The prefill engine decodes in place of the other one, by itself.
-        self.reserve = tandem.worker("reserve", "decode", self.prefill)
+        tandem.worker("reserve", "decode", self.prefill)
         self.client = tandem.frontend(router)
         self.router = Client(tandem.router_admin)
         self.pair()
@@ -56,10 +61,10 @@ class Faults:
         self.counted = self.failures()
 
     def pair(self):
-        self.tandem.join(self.prefill_worker, self.decode_worker)
+        self.tandem.join("prefill-0", "decode-0")
 
     def all(self):
-        self.tandem.join(self.prefill_worker, self.decode_worker, self.reserve)
+        self.tandem.join("prefill-0", "decode-0", "reserve")
 
     def failures(self):
         return [int(self.client.metric(f"tandem_frontend_{name}_total")) for name in ("migrations", "attempts_failed")]
@@ -78,7 +83,7 @@ class Faults:
     def streams(self, prompts, tokens, gate):
         """Starts streams, and returns when each has had three chunks."""
         asked = [
-            lambda number=number, prompt=prompt: self.client.ask("completions", prompt, stream=True, max_tokens=tokens, on_chunk=gate.of(number))
+            lambda number=number, prompt=prompt: self.client.ask("chat", prompt, stream=True, max_tokens=tokens, on_chunk=gate.of(number))
             for number, prompt in enumerate(prompts)
         ]
         streams = InBackground(asked)
@@ -86,7 +91,7 @@ class Faults:
         return streams
 
     def decode_engine_is_killed(self):
-        prompts = [prose(f"Stream {number}", 60) for number in range(STREAMS)]
+        prompts = [story(f"Stream {number}") for number in range(STREAMS)]
         expected = alone(self.prefill, prompts, STREAM_TOKENS)
         gate = Gate()
         streams = self.streams(prompts, STREAM_TOKENS, gate)
@@ -112,18 +117,18 @@ class Faults:
     def decode_engine_restarts(self, prompts, expected):
         self.decode.wait()
         self.pair()
-        status, answer = self.prefill.post("/tokenize", {"prompt": prompts[0]})
+        status, answer = self.prefill.post("/tokenize", {"messages": [{"role": "user", "content": prompts[0]}]})
         assert status == 200, answer
         overlap = self.client.explain([[*answer["tokens"], 1]])[0]["decode-0"]["overlap_blocks"]
         assert overlap == 0, f"{overlap} blocks of the former engine are predicted"
-        answers = together([lambda prompt=prompt: self.client.ask("completions", prompt, max_tokens=STREAM_TOKENS) for prompt in prompts])
+        answers = together([lambda prompt=prompt: self.client.ask("chat", prompt, max_tokens=STREAM_TOKENS) for prompt in prompts])
         predicted = self.router.metric("tandem_router_overlap_over_tokens_total", worker="decode-0")
         self.row("decode engine restarted at its address", answers, expected, f"{predicted:.0f} tokens predicted on it that were not cached")
         assert predicted == 0
 
     def clients_leave(self):
         gate = Gate()
-        streams = self.streams([prose(f"Left {number}", 40) for number in range(5)], 200, gate)
+        streams = self.streams([story(f"Left {number}") for number in range(5)], 200, gate)
         gate.closed = True
         streams.results()
         ended = wait_until("the decode engine runs nothing", lambda: running(self.decode) == 0, 30, 0.01)
@@ -138,17 +143,17 @@ class Faults:
         self.table.row("client leaves in prefill", 1, 0, 0, 0, 0, seen)
 
     def worker_is_killed(self):
-        prompts = [prose(f"Worker {number}", 60) for number in range(4)]
-        expected = alone(self.prefill, prompts, STREAM_TOKENS)
+        prompts, tokens = [story(f"Worker {number}") for number in range(4)], 3 * STREAM_TOKENS
+        expected = alone(self.prefill, prompts, tokens)
         gate = Gate()
-        streams = self.streams(prompts, STREAM_TOKENS, gate)
+        streams = self.streams(prompts, tokens, gate)
         self.all()
-        assert not gate.reached(1, STREAM_TOKENS), "a stream ended before the fault"
+        assert not gate.reached(1, tokens), "a stream ended before the fault"
         self.tandem.processes["decode-0"].kill()
         ended = wait_until("the decode engine runs nothing", lambda: running(self.decode) == 0, 30, 0.01)
         seen = f"its engine runs 0 requests after {ended:.2f} s"
         self.row("kill -9 of the decode engine's worker, 4 streams", streams.results(), expected, seen)
-        self.tandem.worker("decode-0", "decode", self.decode, *NIXL, addresses=self.decode_worker)
+        self.tandem.worker("decode-0", "decode", self.decode, *NIXL)
         self.all()
         engines = {"prefill-0": self.prefill, "reserve": self.prefill, "decode-0": self.decode}
         last = []
@@ -164,7 +169,7 @@ class Faults:
     def prefill_engine_is_killed(self):
         self.pair()
         prompts = [prose(f"Long {number}", LONG_WORDS) for number in range(LONG_PROMPTS)]
-        asked = InBackground([lambda prompt=prompt: self.client.ask("completions", prompt, max_tokens=8) for prompt in prompts])
+        asked = InBackground([lambda prompt=prompt: self.client.ask("chat", prompt, max_tokens=8) for prompt in prompts])
         wait_until("the prompts are in prefill", lambda: running(self.prefill) >= LONG_PROMPTS, 60, 0.02)
         time.sleep(1)
         prompts_in_prefill = running(self.prefill)
@@ -176,7 +181,7 @@ class Faults:
         self.prefill.wait()
 
     def engine_reports_no_counts(self):
-        self.tandem.join(self.reserve)
+        self.tandem.join("reserve")
         for again in (False, True):
             hits = prefix_cache([self.prefill])[1]
             answer = self.client.ask("chat", prose("Unreported", 100), max_tokens=4).check()
