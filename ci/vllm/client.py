@@ -90,7 +90,7 @@ class Client:
                     self.read_object(response, answer)
             except (Left, TimeoutError) as error:
                 answer.error = "left" if leave or isinstance(error, Left) else f"no answer within {TIMEOUT_SECONDS} s"
-                # Data that nobody reads must not keep the connection open.
+                # Data in flight must not keep the connection open.
                 with contextlib.suppress(OSError, AttributeError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
@@ -189,12 +189,19 @@ class Gate:
 
 
 def wait_until(what, holds, seconds=TIMEOUT_SECONDS, interval=0.05):
-    """Polls; returns the seconds until it held."""
+    """Polls until `holds` returns something true, and returns it."""
     began = time.perf_counter()
-    while not holds():
+    while not (held := holds()):
         passed = time.perf_counter() - began
         assert passed < seconds, f"not within {seconds} s: {what}"
         time.sleep(interval)
+    return held
+
+
+def seconds_until(*arguments):
+    """Returns how long `wait_until` took."""
+    began = time.perf_counter()
+    wait_until(*arguments)
     return time.perf_counter() - began
 
 

@@ -63,13 +63,17 @@ def ask_all(client, name):
 
 
 def prefixes(engine):
-    """Returns the beginnings of prompts that the engine has cached for the running cluster, in Tandem's blocks. The cluster's salt is the last
-    one in the engine's events; the caches of earlier clusters, which had other keys, have other salts."""
+    """Returns the beginnings of prompts that the engine has cached for the running cluster, in Tandem's blocks, and the number of all blocks with
+    a salt of Tandem's. The cluster's own salt is the last one in the engine's events. Earlier clusters had other keys, and so other salts."""
     batches = kv_events.replay(engine.event_sources()[1])
-    salts = [keys for _, events in batches for event in events for keys in event.get("extra_keys") or () if keys and len(keys[0]) == 80]
-    chains = kv_events.chains(kv_events.cache(batches))
-    cached = [tokens for tokens, keys in chains if salts and keys == tuple(salts[-1])]
-    return {tokens[:end] for tokens in cached for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK)}
+    salts = [tuple(keys) for _, events in batches for event in events for keys in event.get("extra_keys") or () if keys and len(keys[0]) == 80]
+    beginnings = {
+        (salt, tokens[:end])
+        for tokens, salt in kv_events.chains(kv_events.cache(batches))
+        if salt in set(salts)
+        for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK)
+    }
+    return {tokens for salt, tokens in beginnings if salt == salts[-1]}, len(beginnings)
 
 
 def leaves(beginnings):
@@ -81,19 +85,35 @@ def compare(client, engines, router=None):
     """Compares the router's index with the engines' caches. Returns the blocks in each cache and in the index, the number of prompts that were
     looked up, and what differs. `router`: where the router's metrics are, if they are not the frontend's."""
     caches = {worker: prefixes(engine) for worker, engine in engines.items()}
-    prompts = leaves(set().union(*caches.values()))
+    prompts = leaves(set().union(*(found for found, _ in caches.values())))
     wrong = []
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         some = prompts[start : start + PROMPTS_AT_ONCE]
         for tokens, workers in zip(some, client.explain([[*tokens, ONE_MORE] for tokens in some])):
-            for worker, found in caches.items():
+            for worker, (found, _) in caches.items():
                 held = max((end for end in range(TANDEM_BLOCK, len(tokens) + 1, TANDEM_BLOCK) if tokens[:end] in found), default=0)
-                indexed = workers[worker]["overlap_blocks"] * TANDEM_BLOCK
-                if indexed != held:
-                    wrong.append(f"{worker}: {indexed} of {len(tokens)} tokens are indexed, {held} are cached")
-    sizes = {worker: (len(found), int((router or client).metric("tandem_router_index_blocks", worker=worker))) for worker, found in caches.items()}
+                known = workers[worker]["overlap_blocks"] * TANDEM_BLOCK
+                if known != held:
+                    wrong.append(f"{worker}: {known} of {len(tokens)} tokens are indexed, {held} are cached")
+    indexed = {worker: int((router or client).metric("tandem_router_index_blocks", worker=worker)) for worker in caches}
+    sizes = {worker: (held, indexed[worker]) for worker, (_, held) in caches.items()}
     wrong += [f"{worker}: {indexed} blocks are indexed, {held} are cached" for worker, (held, indexed) in sizes.items() if held != indexed]
     return sizes, len(prompts), wrong
+
+
+def index_equals_caches(client, engines, router=None):
+    """Waits until the index equals the engines' caches; returns the blocks of each worker, and the number of prompts that were looked up."""
+    differences = []
+
+    def equal():
+        nonlocal differences
+        sizes, prompts, differences = compare(client, engines, router)
+        return not differences and ({worker: held for worker, (held, _) in sizes.items()}, prompts)
+
+    try:
+        return wait_until("the index equals the engines' caches", equal, 20, 1)
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *differences])) from None
 
 
 def scenario(stage):
@@ -118,20 +138,9 @@ def scenario(stage):
             if policy == "random":
                 continue
             assert cached / at_most >= OF_POSSIBLE_MIN, f"{cached} of {at_most} possible tokens were cached"
-            last = None
-
-            def equal():
-                nonlocal last
-                last = compare(client, engines)
-                return not last[2]
-
-            try:
-                wait_until("the index equals the engines' caches", equal, 15, 1)
-            except AssertionError:
-                raise AssertionError("the index differs from the engines' caches:\n" + "\n".join(last[2])) from None
-            sizes, prompts, _ = last
-            for worker, (held, indexed) in sizes.items():
-                print(f"{worker}: the engine's cache has {held} blocks by its replayed events, the index {indexed}; {prompts} leaves were compared")
+            sizes, prompts = index_equals_caches(client, engines)
+            for worker, blocks in sizes.items():
+                print(f"{worker}: {blocks} blocks in the engine's cache by its replayed events, and in the index; {prompts} leaves were compared")
     ratio = shares["kv_aware"] / shares["random"]
     print(f"KV-aware placement caches {ratio:.2f} times the share of random placement")
     assert ratio >= OF_RANDOM_MIN, f"only {ratio:.2f} times the share of random placement"
