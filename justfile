@@ -1,13 +1,13 @@
-# Everything that must pass.
+# Runs all checks that must pass before a change is merged.
 check:
     bash ci/test.sh
 
-# The same without the release build and the model: for while you write.
+# Runs fewer checks, while you write code: without the release build, and without the tests on the default model.
 quick:
     cargo fmt --all --check
     cargo clippy --workspace --all-targets -- -D warnings
     cargo test --workspace
 
-# A cluster on this machine.
+# Starts a cluster on this machine.
 up *flags:
     cargo run --release -- up {{flags}}

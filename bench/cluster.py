@@ -1,4 +1,4 @@
-"""Measures the time to first token and the memory of `tandem up`, and reports which goals are met. `bench/cluster.sh` starts it."""
+"""Measures the time to first token and the memory of `tandem up`, and reports which goals are met. Run by `bench/cluster.sh`."""
 
 import argparse
 import concurrent.futures
@@ -31,7 +31,7 @@ WARM_MAX = 1 / 5
 REMOTE_MAX = 1.10
 READY_MAX_MIB = 450e6 / 2**20
 FILLED_MAX_MIB = 1.5 * 1024
-# The number of prompts that run at once while the caches are filled, and the most prompts for that. Some of them find full caches.
+# While the caches are filled: the number of prompts that run at once, and the maximum number of prompts. Some prompts find full caches.
 FILLERS = 4
 FILLS_MAX = 60
 # A load average above this value means that other work affects the figures.
@@ -59,7 +59,7 @@ class Cluster:
         while not (found := re.search(r"frontend +http://(\S+)", introduction)):
             line = self.process.stdout.readline()
             if not line:
-                sys.exit(f"{' '.join(command)} ended early with {self.process.wait()}; its error is above")
+                sys.exit(f"{' '.join(command)} ended early with status {self.process.wait()}; its error is above")
             introduction += line
         self.address = found[1]
         self.model = introduction.split(" is ready")[0]
@@ -88,14 +88,14 @@ class Cluster:
         """Returns the time to the first token of a prompt that is not cached, and checks where it was prefilled."""
         answer = self.complete(prompt)
         if answer.cached_tokens or bool(answer.details["prefill_worker"]) != self.remote:
-            sys.exit(f"the prompt was not cold: {answer}")
+            sys.exit(f"a prompt that should be computed was cached, or was prefilled on the wrong worker: {answer}")
         return answer.ttft_ms
 
     def warm(self, prompt):
         """Returns the time to the first token of a prompt that is cached."""
         answer = self.complete(prompt)
         if answer.cached_tokens < (len(prompt) - 1) // BLOCK * BLOCK:
-            sys.exit(f"the prompt is not cached: {answer}")
+            sys.exit(f"a prompt that should be cached was computed: {answer}")
         return answer.ttft_ms
 
     def blocks(self):
@@ -118,19 +118,19 @@ class Cluster:
 
 
 def prompt(name, tokens=PROMPT):
-    """Returns a prompt whose first block differs from that of every other name."""
+    """Returns a prompt for this name. The first blocks of prompts with different names differ."""
     return random.Random(name).choices(WORDS, k=tokens)
 
 
 def measure(clusters, rounds):
-    """Returns milliseconds to the first token by name, one value for each round. In every second round the order is reversed."""
+    """Returns the times to first token in milliseconds by the cluster's name, one per round. Every second round has the reverse order."""
     times = {}
     for number in range(-WARM_UPS, rounds):
         words = prompt(f"round {number}")
         for name, cluster in list(clusters.items())[:: -1 if number % 2 else 1]:
             found = {name: cluster.cold(words)}
             if name == "remote":
-                # The router receives the events of new blocks a moment later.
+                # The router receives the events of the prompt's new blocks shortly after the answer.
                 time.sleep(0.1)
                 found["warm"] = cluster.warm(words)
             if number >= 0:
@@ -171,7 +171,7 @@ class Report:
         self.all_met = True
 
     def judge(self, values, goal, pattern):
-        """Returns the cells: value, goal, and whether the goal is met."""
+        """Returns three cells of a table row: the values, the goal, and whether the goal is met."""
         met = statistics.median(values) <= goal
         self.all_met &= met
         return f"{shown(values, pattern)} | ≤ {pattern.format(goal)} | {'met' if met else '**not met**'}"
@@ -217,7 +217,7 @@ def output(*command):
 
 
 def document(arguments, start):
-    """Returns the whole page, and whether every goal is met. `start` starts a cluster."""
+    """Returns the text of docs/bench/cluster.md, and whether every goal is met. `start` starts a cluster."""
     load_note = "nothing else running" if os.getloadavg()[0] <= QUIET_MAX else "**with other work on the machine, as the ranges show**"
     load = "load average at the start {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
     progress(load)
@@ -269,7 +269,7 @@ def main():
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cluster.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
-        parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+        parser.error(f"--write needs --rounds {ROUNDS_MIN} or more; without --write, --rounds must be 1 or more")
     with contextlib.ExitStack() as running:
 
         def start(*settings):

@@ -1,4 +1,4 @@
-"""Measures our CPU back end against llama.cpp, in alternation, and reports which goals are met. `bench/cpu.sh` starts it."""
+"""Compares the speed of our CPU back end with that of llama.cpp and reports which goals are met. `bench/cpu.sh` starts this script."""
 
 import argparse
 import contextlib
@@ -70,7 +70,7 @@ class Side:
             sys.exit(f"{self.name} took more than {ANSWER_MAX_S} s for a round: stop other work on this machine")
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"{self.name} ended early with {self.process.wait()}; its error is above")
+            sys.exit(f"{self.name} ended early with status {self.process.wait()}; its error is above")
         return line.strip()
 
     def seconds(self, workload):
@@ -121,7 +121,7 @@ class Sides:
 
 
 class OtherWork:
-    """Measures the share of the processors' time that other work uses after its creation."""
+    """Measures the fraction of the processors' time that other processes use after this object was created."""
 
     def __init__(self, sides):
         self.sides = sides
@@ -149,7 +149,7 @@ def busy_loops():
     try:
         for _ in os.sched_getaffinity(0):
             loops.append(subprocess.Popen([sys.executable, "-c", BUSY_LOOP], process_group=0))
-        # Wait until all of them have started.
+        # Wait until all busy loops have started.
         time.sleep(0.3)
         yield
     finally:
@@ -160,9 +160,9 @@ def busy_loops():
 
 
 def alternate(sides, workload, rounds, conditions=(contextlib.nullcontext,)):
-    """Returns tokens a second, as [condition][side][round].
+    """Returns a list of tokens per second, one per round, for each side under each condition: [condition][side][round].
 
-    In every round each side runs once under each condition, and the order is reversed in every second round."""
+    In every round each side runs once under each condition. Every second round has the reverse order."""
     rates = [[[] for _ in sides] for _ in conditions]
     for number in range(rounds):
         step = -1 if number % 2 else 1
@@ -188,7 +188,7 @@ class Report:
         self.all_met = True
 
     def judge(self, values, goal, pattern):
-        """Returns the cells: value, goal, and whether the goal is met."""
+        """Returns three cells of a table row: the values, the goal, and whether the goal is met."""
         met = statistics.median(values) >= goal
         self.all_met &= met
         return f"{shown(values, pattern)} | ≥ {pattern.format(goal)} | {'met' if met else '**not met**'}"
@@ -274,7 +274,7 @@ def versions(sides):
 
 
 def document(arguments, sides):
-    """Returns the whole page, and whether every goal is met."""
+    """Returns the text of docs/bench/cpu.md, and whether every goal is met."""
     load = "load average {:.2f}, {:.2f}, {:.2f}".format(*os.getloadavg())
     others = OtherWork(sides)
     time.sleep(2)
@@ -323,11 +323,11 @@ def main():
     parser.add_argument("--write", action="store_true", help="write the result to docs/bench/cpu.md, not to the output")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.write and arguments.rounds < ROUNDS_MIN:
-        parser.error(f"a result that is kept needs {ROUNDS_MIN} rounds or more, any other 1 or more")
+        parser.error(f"--write needs --rounds {ROUNDS_MIN} or more; without --write, --rounds must be 1 or more")
     if arguments.only and arguments.write:
         parser.error("the written page has both tables: --write cannot be combined with --only")
     if len(os.sched_getaffinity(0)) < max(THREADS):
-        parser.error(f"this needs {max(THREADS)} processors")
+        parser.error(f"this benchmark needs {max(THREADS)} processors")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     sides = Sides(arguments)
     try:

@@ -27,12 +27,12 @@ TIE = 5e-2
 # The shape of Qwen3-8B.
 LARGE = dict(vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 LAYERS = int(os.environ.get("BENCH_LAYERS", "36"))
-# Goals for prefill and decode, as shares of the card's measured ceilings.
+# Goals for prefill and decode, as fractions of the card's highest measured rates.
 PREFILL_GOAL, DECODE_GOAL = 0.6, 0.8
-# Goals for transfers: the share of a plain copy's bandwidth, and the added share of a prompt's time to first token.
+# Goals for transfers: the minimum fraction of a plain copy's bandwidth, and the maximum fraction that a handoff adds to a prompt's TTFT.
 COPY_GOAL, HANDOFF_GOAL = 0.7, 0.05
 DECODE_STEPS = 16
-# The whole run takes less than eight minutes.
+# Benchmarks are ended at this time, so that the whole run takes less than eight minutes.
 DEADLINE = time.monotonic() + 470
 
 
@@ -115,7 +115,7 @@ def check_model(name, config, dtype, folder):
             sequence.append(token)
     if not worst < ERROR_MAX[dtype]:
         failures.append(f"logits are wrong by {worst:.2e} of their size")
-    # This also checks the tokens of sequences that are decoded together, and blocks that are received from another engine.
+    # These checks compare the tokens of sequences that are decoded together, and blocks that are received from another engine.
     for check in ("replayed", "transfer"):
         output, error = run_bench(check, folder)
         if error or output.strip() != "equal":
@@ -175,7 +175,7 @@ def measure_conversations(model):
             if found := re.search(r"frontend +http://(\S+)", line):
                 break
         else:
-            print(f"tandem up ended with {cluster.wait()}: its error is above")
+            print(f"tandem up ended with status {cluster.wait()}: its error is above")
             return False
         print("\nTwo workers on one card, Qwen3-8B's shape. ", end="")
         turns.measure(found[1], turns.shape_of()[1])
@@ -199,7 +199,7 @@ def seconds_of(work, rounds=5):
 
 
 def measure_ceilings():
-    """Returns the card's highest rates: floating-point operations and bytes a second."""
+    """Measures the card's highest rates. Returns floating-point operations per second and bytes per second."""
     a, b = (torch.randn(8_192, 8_192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * 8_192**3 / seconds_of(lambda: a @ b)
     block = torch.empty(1 << 30, device="cuda", dtype=torch.int8)

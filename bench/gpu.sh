@@ -3,8 +3,8 @@
 #   bench/gpu.sh build   on a machine with Rust and pip: writes the files for the other machine to target/gpu (about 50 MB)
 #   bench/gpu.sh         on the machine with the GPU, which needs Python with torch, transformers and safetensors, but no network: prints
 #                        tables in less than eight minutes, and exits with 1 if a result is wrong or a goal is not met
-# BENCH_PYTHON: the Python with these packages [default: python3]. BENCH_LAYERS: layers of the model whose speed is measured [default: 36, as
-# in Qwen3-8B].
+# BENCH_PYTHON: the Python with these packages [default: python3]. BENCH_LAYERS: layers of the model whose speed is measured [default: 36,
+# as in Qwen3-8B].
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

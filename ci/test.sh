@@ -30,7 +30,7 @@ tools() {
     command -v cargo >/dev/null || fail "cargo is missing: install Rust 1.95 or later from https://rustup.rs"
     for component in rustfmt clippy; do
         cargo "${component/rust/}" --version >/dev/null 2>&1 || rustup component add "$component" ||
-            fail "$component is missing: rustup component add $component"
+            fail "$component is missing and could not be installed: run rustup component add $component"
     done
     # `tandem model fetch` uses the machine's pip. If there is none, a virtual environment provides it.
     if ! python3 -m pip --version >/dev/null 2>&1 && ! pip3 --version >/dev/null 2>&1 && ! pip --version >/dev/null 2>&1; then
@@ -63,7 +63,7 @@ model() {
     local lines
     lines=$("${CARGO_TARGET_DIR:-target}/release/tandem" model fetch)
     export TANDEM_MODEL="${lines##*$'\n'}"
-    [ -s "$TANDEM_MODEL" ] || fail "the default model was not fetched"
+    [ -s "$TANDEM_MODEL" ] || fail "the default model was not fetched: see what tandem model fetch says above"
     printf '%s\n' "$TANDEM_MODEL"
 }
 
@@ -73,7 +73,7 @@ nvrtc() {
     folder="$PWD/${CARGO_TARGET_DIR:-target}/ci-nvrtc"
     case "${CARGO_TARGET_DIR:-target}" in /*) folder="$CARGO_TARGET_DIR/ci-nvrtc" ;; esac
     if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-        echo "no NVRTC for $(uname -s) on $(uname -m): the test of the GPU's kernels is skipped"
+        echo "no NVRTC for $(uname -s) on $(uname -m): the test that compiles the GPU kernels is skipped"
         return
     fi
     if [ ! -e "$folder/$version" ]; then

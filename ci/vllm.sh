@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${CARGO_TARGET_DIR:-$PWD/target}/ci-vllm"
 case "$folder" in /*) ;; *) folder="$PWD/$folder" ;; esac
 tandem="${CARGO_TARGET_DIR:-target}/release/tandem"
-# Every process that this script starts ends after this time.
+# The time after which this script ends every process that it has started.
 limit_seconds=3600
 
 fail() {
@@ -77,10 +77,10 @@ gguf() {
     local lines
     if [ -z "${TANDEM_MODEL:-}" ]; then
         [ -x "$tandem" ] || cargo build --release --locked
-        lines=$("$tandem" model fetch) || fail "the default model was not fetched"
+        lines=$("$tandem" model fetch) || fail "the default model was not fetched: see what tandem model fetch says above"
         TANDEM_MODEL=${lines##*$'\n'}
     fi
-    [ -s "$TANDEM_MODEL" ] || fail "there is no model in $TANDEM_MODEL"
+    [ -s "$TANDEM_MODEL" ] || fail "the model file $TANDEM_MODEL is missing or empty: correct TANDEM_MODEL"
     export TANDEM_MODEL
 }
 
@@ -92,7 +92,7 @@ setup() {
     unless_done model "$TANDEM_MODEL $(stat -c '%s %Y' "$TANDEM_MODEL") $(sha256sum ci/vllm/model_folder.py)" make_model "$TANDEM_MODEL"
 }
 
-# Requests that the Python program end its engines, then kills the processes that are left.
+# Sends SIGTERM to the Python program, which then ends its engines, and kills the processes that remain.
 end_engines() {
     local file
     if [ -n "${program:-}" ] && kill -TERM "$program" 2>/dev/null; then
@@ -121,7 +121,7 @@ with_engines() {
     program=$!
     wait "$program" || status=$?
     program=
-    [ "$status" -ne 124 ] || fail "ended after $limit_seconds s"
+    [ "$status" -ne 124 ] || fail "not finished after $limit_seconds s, so everything was ended: see the logs in $run"
     exit "$status"
 }
 

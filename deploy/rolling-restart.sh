@@ -14,7 +14,8 @@ healthy() {
         [ "$(docker inspect -f '{{.State.Health.Status}}' "$1")" = healthy ] && return
         sleep 1
     done
-    printf '%s did not become healthy in %s s; the others were not replaced (docker logs %s)\n' "$1" "$patience" "$1" >&2
+    printf 'deploy/rolling-restart.sh: container %s did not become healthy within %s s; see docker logs %s\n' "$1" "$patience" "$1" >&2
+    printf 'The remaining containers were not replaced.\n' >&2
     exit 1
 }
 

@@ -30,4 +30,4 @@ authorization {
 }
 max_connections: 256
 CONF
-printf '%s holds passwords and key of deploy/docker-compose.yml\n' "$folder"
+printf '%s holds the passwords and the cluster key for deploy/docker-compose.yml\n' "$folder"

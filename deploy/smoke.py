@@ -24,7 +24,7 @@ def chat(base, text, max_tokens):
     )
     frames = [line[6:].strip() for line in urllib.request.urlopen(request, timeout=120) if line.startswith(b"data: ")]
     if not frames or frames[-1] != b"[DONE]":
-        raise ValueError(f"the answer is not whole: {frames[-1:]}")
+        raise ValueError(f"the answer is not complete; its last frame is {frames[-1:]}")
     return [json.loads(frame) for frame in frames[:-1]]
 
 
@@ -34,7 +34,7 @@ def cached(base):
         usage = chat(base, text, 8)[-1]["usage"]
         print(f"{turn} time: {usage['prompt_tokens']} tokens, {usage['prompt_tokens_details']['cached_tokens']} of them cached")
     if usage["prompt_tokens_details"]["cached_tokens"] < 100:
-        sys.exit("the second time its prompt should have been cached")
+        sys.exit("the second request reports fewer than 100 cached tokens, although its prompt is the same")
 
 
 def load(base):
@@ -50,7 +50,7 @@ def load(base):
                 chat(base, f"Client {number} asks for the {turn}th time what a tandem is. " * 10, 24)
                 whole.append(number)
             except Exception as error:
-                lost.append(f"{number}, {turn}: {error} {getattr(error, 'read', bytes)()[:300]!r}")
+                lost.append(f"client {number}, request {turn}: {error} {getattr(error, 'read', bytes)()[:300]!r}")
 
     clients = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
     for thread in clients:
@@ -58,7 +58,7 @@ def load(base):
     over.wait()
     for thread in clients:
         thread.join()
-    print(f"{len(whole)} answers were whole, {len(lost)} were lost")
+    print(f"{len(whole)} answers were complete, {len(lost)} were lost")
     print(*lost[:10], sep="\n")
     sys.exit(1 if lost or not whole else 0)
 

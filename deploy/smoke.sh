@@ -24,7 +24,12 @@ for _ in $(seq 300); do
     curl -sf "http://$TANDEM_PORT/ready" >/dev/null && ready=1 && break
     sleep 1
 done
-[ -n "${ready:-}" ] || { "${compose[@]}" ps; "${compose[@]}" logs --tail 20 router frontend prefill decode; exit 1; }
+[ -n "${ready:-}" ] || {
+    "${compose[@]}" ps
+    "${compose[@]}" logs --tail 20 router frontend prefill decode
+    echo "deploy/smoke.sh: the cluster was not ready within 300 s; its containers and the ends of their logs are above" >&2
+    exit 1
+}
 
 python3 smoke.py cached "http://$TANDEM_PORT"
 
@@ -34,7 +39,7 @@ load=$!
 trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    # Takes the first container. The whole output of docker-compose is read, otherwise docker-compose would end with SIGPIPE.
+    # Reads the service's containers. The whole output is read, because docker-compose would otherwise end with SIGPIPE.
     mapfile -t containers < <("${compose[@]}" ps -q "$service")
     victim=${containers[0]:?no container of $service runs}
     # The process is killed from outside, like a crash: Docker does not restart containers that it kills itself.
@@ -51,7 +56,7 @@ for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
     # The output is empty while Prometheus knows no target. This is not an error.
     up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
-    printf 'Prometheus sees %s of %s\n' "${up:-none}" "$target"
+    printf 'Prometheus scrapes %s of %s %s processes\n' "${up:-none}" "${expected#*=}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1
 done
 exit "$lost"

@@ -36,7 +36,9 @@ impl Backend for Adapter {
             KvSource::Remote => false,
         };
         if !supported {
-            return Err(Refusal::Unsupported("this worker's engine does not receive KV from other workers".into()));
+            return Err(Refusal::Unsupported(
+                "this worker's engine cannot receive KV from the worker that prefills the prompt".into(),
+            ));
         }
         Ok(Box::new(job::generate(&self.shared, &self.api, generate)?))
     }
@@ -55,5 +57,9 @@ impl Backend for Adapter {
 
     fn kv_exchange(&self) -> KvExchange<'_> {
         self.family.as_deref().map_or(KvExchange::None, |family| KvExchange::Handles { family })
+    }
+
+    fn assumes_cache(&self) -> bool {
+        self.shared.approximate
     }
 }

@@ -12,7 +12,7 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
-    /// The engine refused the request or failed.
+    /// The engine refused the request or failed, and reported no count of cached tokens.
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
 
     /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
@@ -26,7 +26,7 @@ pub(crate) trait Api: Send + Sync + 'static {
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure>;
 
-    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives. The first token has none.
+    /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
     /// The engine refused the request or failed.
@@ -45,10 +45,11 @@ pub(crate) struct Call {
     pub tokens: Vec<TokenId>,
 }
 
-/// A prompt that the engine has computed.
+/// A prompt whose computation has ended, by itself or because the request was aborted.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    pub handle: KvHandle,
+    /// An error if the engine holds no KV, as after an aborted request.
+    pub handle: Result<KvHandle, EngineFailure>,
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,
 }
@@ -58,7 +59,7 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
-    /// Set in the last chunk only.
+    /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }
 
@@ -88,7 +89,7 @@ pub(crate) enum EngineFailure {
     #[error("the engine refuses the request: {0}")]
     Invalid(String),
     /// The engine refuses the adapter, not the request: for example, the key is wrong.
-    #[error("the engine refuses the adapter (HTTP {status}): {message}")]
+    #[error("the engine does not accept calls from this worker (HTTP {status}): {message}; check its address, key and version")]
     Denied { status: u16, message: String },
     /// The engine failed while it served the request.
     #[error("the engine failed: {0}")]

@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::Load;
 use tokio::{sync::Notify, time::Instant};
 
-/// The fewest computed tokens of a prompt from which the prefill rate is measured. With fewer, other costs dominate the time.
+/// The prefill rate is measured only with prompts of which the engine computes at least this many tokens. With fewer tokens, other costs
+/// dominate the time.
 const MEASURED_TOKENS_MIN: usize = 256;
 
 /// The weight of a new measurement in a moving average.
@@ -78,7 +79,7 @@ struct WorkState {
 }
 
 impl Work {
-    /// Adds a queued request, of whose prompt the engine is expected to compute `new_tokens` tokens.
+    /// Adds a queued request. The engine is expected to compute `new_tokens` tokens of its prompt.
     pub fn new(books: &Arc<Books>, request_id: String, new_tokens: usize, (prompt_tokens, samples): (usize, usize)) -> Self {
         books.update(|state| {
             state.waiting += 1;
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn load_includes_a_request_from_its_queueing_to_its_end() {
+    async fn load_includes_a_queued_or_running_request_until_it_ends() {
         let books = Arc::new(Books::default());
         let counts = || {
             let (load, tokens) = books.load();

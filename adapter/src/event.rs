@@ -39,11 +39,12 @@ pub struct BlocksStored {
     pub extra_keys: Vec<ExtraKeys>,
     /// The memory in which the blocks are.
     pub medium: Medium,
-    /// The group of layers whose KV the blocks hold. An engine with several kinds of attention has a group for each kind.
+    /// The group of layers whose KV the blocks hold; `None`: the engine does not name a group. An engine with several kinds of attention
+    /// has a group for each kind.
     pub group: Option<u32>,
-    /// The kind of attention of the group's layers.
+    /// The kind of attention of the group's layers; `None`: the engine does not name it.
     pub kind: Option<String>,
-    /// The session of the request that stored the blocks, if the request named one.
+    /// The session of the request that stored the blocks; `None` if the request named no session.
     pub session: Option<String>,
 }
 
@@ -54,14 +55,14 @@ pub struct BlocksRemoved {
     pub hashes: Vec<EngineHash>,
     /// The memory from which they were dropped.
     pub medium: Medium,
-    /// The group of layers whose KV they held.
+    /// The group of layers whose KV the blocks held; `None`: the engine does not name a group.
     pub group: Option<u32>,
 }
 
 /// The inputs of a block's hash besides the block's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ExtraKeys {
-    /// There are none.
+    /// The hash has no other inputs.
     #[default]
     None,
     /// One text: a cache salt, or the name of a LoRA adapter.

@@ -20,9 +20,9 @@ use rustls::{
 use std::{sync::Arc, time::Duration};
 use tokio::time::timeout;
 
-/// The longest time in which a connection may be made.
+/// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time after which an idle connection is closed. Servers close theirs later (uvicorn: after 5 s), so no request is sent on a
+/// The time after which an idle connection is closed. Servers close idle connections later (uvicorn: after 5 s), so no request is sent on a
 /// connection that the server is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
@@ -30,13 +30,13 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HttpError {
     /// The server cannot be reached, or the connection was lost before the answer began.
-    #[error("the request was not answered")]
+    #[error("the request received no response")]
     Request(#[from] hyper_util::client::legacy::Error),
     /// The connection was lost before the answer was complete.
-    #[error("the connection broke within the answer")]
+    #[error("the connection was closed in the middle of the response")]
     Body(#[from] hyper::Error),
     /// The server took too long.
-    #[error("no answer within {0:?}")]
+    #[error("no response within {0:?}")]
     Timeout(Duration),
 }
 
@@ -44,13 +44,13 @@ pub(crate) enum HttpError {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The address is invalid.
-    #[error("the engine's address {0:?} is no http:// or https:// URL with a host and without a query")]
+    #[error("the engine's address {0:?} is not valid; write an http:// or https:// URL with a host and without a query")]
     Url(String),
     /// The key cannot be sent.
-    #[error("the engine's key has characters that an HTTP header cannot have")]
+    #[error("the engine's key has characters that are not allowed in an HTTP header; check the file that holds the key")]
     Key,
     /// The certificates cannot be used.
-    #[error("the certificates for the engine are not PEM: {0}")]
+    #[error("the certificates for the engine are not valid PEM: {0}")]
     Certificate(String),
 }
 
@@ -58,7 +58,7 @@ pub enum ClientError {
 #[derive(Clone)]
 pub(crate) struct HttpClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    /// The scheme, the authority and the beginning of every path, without a slash at the end.
+    /// The beginning of every URL: the scheme, the authority and a path prefix, without a slash at the end.
     base: Arc<str>,
     host: Arc<str>,
     bearer: Option<HeaderValue>,

@@ -24,10 +24,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The most events that wait for a slow reader. At this number, the engine's answer is not read.
+/// The most events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
-/// The worker's handle of a job. Dropping it ends the job's requests in the engine.
+/// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
 pub(crate) struct AdapterJob {
     events: mpsc::Receiver<Event>,
     handle: Option<oneshot::Sender<KvHandle>>,
@@ -42,7 +42,7 @@ impl Job for AdapterJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
-        // An error means that the job has ended, which its events report.
+        // The send fails only if the job has ended, which the job's events report.
         self.handle.take().map(|sender| sender.send(handle));
     }
 
@@ -177,10 +177,16 @@ impl Task {
         };
         let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
-        running.work.begun(call.tokens.len().saturating_sub(known), running.submitted.elapsed());
-        self.shared.routed(&call);
+        let took = running.submitted.elapsed();
+        // The engine has counted the prompt even if it holds no KV of it.
         self.send(Event::Scheduled { cached }).await?;
-        self.send(Event::Exported(exported.handle)).await
+        let handle = match exported.handle {
+            Err(_) if self.cancelled.is_cancelled() => return Err(Ended::Dropped),
+            handle => handle?,
+        };
+        running.work.begun(call.tokens.len().saturating_sub(known), took);
+        self.shared.routed(&call);
+        self.send(Event::Exported(handle)).await
     }
 
     async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
@@ -193,7 +199,7 @@ impl Task {
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
-            // The engine does not use its prefix cache for this request.
+            // The engine does not use its prefix cache for a request of prompt logprobs.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -218,7 +224,10 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        self.shared.routed(&base);
+        // A request that was cancelled before its first token may have no blocks.
+        if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
+            self.shared.routed(&base);
+        }
         Ok(())
     }
 }
@@ -234,24 +243,29 @@ struct Answer<'a> {
     /// Cancelled when the first sample has its first token. Then the other samples are submitted, and find the prompt in the engine's
     /// cache.
     begun: CancellationToken,
-    /// Whether the first sample reports [`Event::Started`]. If prompt logprobs were requested, it was reported before.
+    /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
+    /// before.
     reports_prompt: bool,
-    /// Whether the first sample reports how many tokens were cached; the other samples also find the blocks that the first one has stored.
-    /// Not if prompt logprobs were requested, or if the KV comes from another worker.
+    /// Whether the first sample reports how many tokens were cached. False if prompt logprobs were requested or the KV comes from another
+    /// worker. The counts of the other samples are not reported, because they include the blocks that the first sample has stored.
     counts_prompt: bool,
 }
 
 impl Answer<'_> {
     async fn sample(&self, generated: Generated, first: bool, handle: Option<KvHandle>) -> Result<(), Ended> {
         if !first {
-            self.begun.cancelled().await;
+            tokio::select! {
+                biased;
+                () = self.task.cancelled.cancelled() => return Ok(()),
+                () = self.begun.cancelled() => {}
+            }
         }
         let Generated { sample, tokens } = generated;
         let mut sampling = self.generate.sampling.clone();
         sampling.seed = sampling.seed.wrapping_add(sample.into());
         sampling.min_tokens = sampling.min_tokens.saturating_sub(tokens.len() as u32);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.saturating_sub(tokens.len() as u32));
-        // The engine generates at least one token. With a limit of 0, this token is not reported.
+        // The engine generates at least one token. If the limit is 0, that token is not reported.
         let silent = sampling.max_tokens == Some(0);
         sampling.max_tokens = sampling.max_tokens.map(|max| max.max(1));
         if silent && !(first && (self.reports_prompt || handle.is_some())) {
@@ -267,8 +281,11 @@ impl Answer<'_> {
             let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
             self.task.send(Event::Scheduled { cached }).await?;
         }
-        let reason = reason.ok_or(Ended::Dropped)?;
-        self.task.send(Event::Finished { sample, reason }).await
+        match reason {
+            Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
+            // An error would end the other samples, of which the first one has the count.
+            None => Ok(()),
+        }
     }
 
     /// Runs one request to its end. The finish reason is `None` if the request was cancelled.
@@ -286,7 +303,7 @@ impl Answer<'_> {
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
             if pulls && !has_begun && failure.refusal().is_none() {
-                tracing::warn!(error = %error_chain(&failure), "the engine did not pull the KV of a prompt");
+                tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
                 return Ended::Event(Event::PullFailed);
             }
             failure.into()
@@ -303,12 +320,12 @@ impl Answer<'_> {
                     continue;
                 }
             };
-            let lost = || EngineFailure::Protocol("the answer ended without usage".to_owned());
+            let lost = || EngineFailure::Protocol("the stream ended before the message with the usage".to_owned());
             let Chunk { tokens, finish: ended, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
             if !has_begun && !tokens.is_empty() {
                 if lease_ends.is_some_and(|end| Instant::now() > end) {
-                    tracing::warn!("the KV of a prompt was pulled after its lease had ended; it is not used");
+                    tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
                     return Err(Ended::Event(Event::PullFailed));
                 }
                 has_begun = true;
@@ -328,13 +345,14 @@ impl Answer<'_> {
                 (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),
                 (Some(Finish::Length), _) => Some(FinishReason::Length),
                 (Some(Finish::Aborted), _) if aborted => None,
-                _ => return Err(EngineFailure::Protocol("the answer has no reason for its end".to_owned()).into()),
+                _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
             };
             return Ok((reason, usage));
         }
     }
 
-    /// Handles the first token of a sample. That of the first sample starts the other samples and is reported as [`Event::Started`].
+    /// Handles the first token of a sample. When the first sample has its first token, the other samples are started and [`Event::Started`]
+    /// is reported.
     async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
         if !first {
             return Ok(());

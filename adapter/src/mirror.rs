@@ -47,7 +47,9 @@ pub struct MirrorSettings {
 
 /// The engine's block size is not a multiple of the cluster's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the engine's blocks of {engine_block_size} tokens are not a multiple of the cluster's blocks of {block_size} tokens")]
+#[error(
+    "the engine's block size of {engine_block_size} tokens is not a multiple of the cluster's, {block_size} tokens; change one of the two"
+)]
 pub struct WrongBlockSize {
     /// Tokens in a block of the engine.
     pub engine_block_size: u32,
@@ -60,7 +62,7 @@ pub struct WrongBlockSize {
 pub struct Unroutable {
     /// First blocks of prompts without a Tandem salt.
     pub namespace: u64,
-    /// Blocks after a block that is not routable or not known.
+    /// Blocks after a block that is not routable or that the mirror does not know.
     pub parent: u64,
     /// Blocks whose KV depends on more than tokens and salt, such as a LoRA adapter or an image.
     pub extra_keys: u64,
@@ -80,7 +82,8 @@ pub struct Mirror {
     engine_blocks: HashMap<EngineHash, EngineBlock>,
     blocks: Blocks,
     assumed: Assumed,
-    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported.
+    /// The group of layers whose blocks are mirrored: the first group with full attention that the engine reported; `None` before its first
+    /// report.
     group: Option<u32>,
     ignored_kinds: BTreeSet<String>,
     unroutable: Unroutable,
@@ -207,8 +210,8 @@ impl Mirror {
         let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
         let begins_held =
             stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
-        // A prompt whose first block the engine holds finds that block in the cache, so the event reports blocks that were found, not
-        // stored.
+        // If the engine already holds a prompt's first block, it finds that block in its cache. So this event reports blocks that were
+        // found, not stored.
         let are_hits = self.settings.hits_are_reported && begins_held;
         let mut before = match &stored.parent {
             None => Before::Nothing,
@@ -232,8 +235,8 @@ impl Mirror {
         }
     }
 
-    /// Returns the block at `index`, which is removed from the table if it is known. If it is not routable, returns the counter of the
-    /// reason.
+    /// Returns the block at `index`, and removes it from `engine_blocks` if it is known. If the block is not routable, returns the counter
+    /// of the reason instead.
     fn identify(&mut self, stored: &BlocksStored, index: usize, before: Before) -> Result<EngineBlock, &mut u64> {
         if let Some(block) = self.engine_blocks.remove(&stored.hashes[index]) {
             return Ok(block);
@@ -276,8 +279,8 @@ impl Mirror {
         }
     }
 
-    /// Whether the blocks of a group are mirrored. A hit needs a prompt's blocks of every group, and engines usually drop them together, so
-    /// one group represents all groups.
+    /// Whether the blocks of a group are mirrored. A prompt is found in the cache only if its blocks of every group are cached. Engines
+    /// usually drop the blocks of all groups together, so one group represents all.
     fn is_mirrored(&mut self, group: Option<u32>, kind: Option<&str>) -> bool {
         if let Some(kind) = kind.filter(|kind| !FULL_ATTENTION.contains(kind)) {
             if self.ignored_kinds.len() < IGNORED_KINDS_MAX {

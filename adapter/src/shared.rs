@@ -27,7 +27,7 @@ pub(crate) struct Shared {
     /// Whether the mirror assumes blocks from the requests that were routed here, because the engine reports no usable events.
     pub approximate: bool,
     mirror: Mutex<Mirror>,
-    /// `None` once the engine has ended.
+    /// The sender of all batches; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     last: Mutex<Load>,
     calls: AtomicU64,
@@ -46,8 +46,8 @@ impl Tiers {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Splits the engine's number of cached tokens by tier. Tokens beyond the blocks on the device came from the host's memory, if that
-    /// held any of the prompt's next blocks.
+    /// Splits the engine's number of cached tokens by tier. If the host's memory held blocks that follow those on the device, all cached
+    /// tokens beyond the device's blocks came from the host's memory.
     pub fn split(&self, tokens: u32) -> CachedTokens {
         let host =
             if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
@@ -88,7 +88,7 @@ impl Shared {
         Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
     }
 
-    /// Returns how many leading tokens of the prompt need not be computed.
+    /// Returns how many leading tokens of the prompt the engine has cached and need not compute: at most all but the last.
     pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
         let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
         let known = Tiers { prefix, block_size: self.info.block_size }.known();

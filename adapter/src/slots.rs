@@ -20,8 +20,8 @@ pub(crate) struct SlotLimits {
     pub waiting: usize,
 }
 
-/// The places in the engine. The next place is for the account with the fewest requests in the engine, among those with waiting requests.
-/// An account's requests are submitted in the order of their arrival.
+/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine gets the next place. An
+/// account's requests are submitted in the order of their arrival.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<State>,
@@ -33,7 +33,7 @@ struct State {
     running: usize,
     blocks: u64,
     waiting: usize,
-    /// Number of requests that were queued so far.
+    /// The number of requests that have been queued so far.
     arrivals: u64,
 }
 
@@ -121,7 +121,7 @@ impl State {
         self.running == 0 || (self.running < limits.running && self.blocks + blocks <= limits.blocks)
     }
 
-    /// Removes the next request from the queue, if there is a place for it.
+    /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
     fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
         let heads = self.accounts.iter().filter_map(|(name, account)| {
             let head = account.waiting.front()?;
@@ -201,41 +201,44 @@ mod tests {
     }
 
     #[test]
-    fn request_waits_for_a_slot_and_blocks_and_an_oversized_one_runs_alone() {
+    fn request_waits_for_a_slot_and_blocks_and_an_oversized_request_runs_alone() {
         let slots = slots(2, 10, 8);
-        let mut requests: Vec<QueuedRequest> = [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("it may wait")).into();
-        let first = granted(&mut requests[0]).expect("the engine is idle");
-        let second = granted(&mut requests[1]).expect("two places");
-        assert!(granted(&mut requests[2]).is_none(), "both places are taken");
+        let mut requests: Vec<QueuedRequest> =
+            [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("the queue has a free place")).into();
+        let first = granted(&mut requests[0]).expect("the first slot is free");
+        let second = granted(&mut requests[1]).expect("the second slot is free");
+        assert!(granted(&mut requests[2]).is_none(), "both slots are in use");
         drop(first);
-        let third = granted(&mut requests[2]).expect("a place and blocks are free");
+        let third = granted(&mut requests[2]).expect("a slot and enough blocks are free");
         drop(second);
-        assert!(granted(&mut requests[3]).is_none(), "it needs more blocks than there are");
+        assert!(granted(&mut requests[3]).is_none(), "the request needs more blocks than the engine has");
         drop(third);
-        assert!(granted(&mut requests[3]).is_some(), "it is alone");
+        assert!(granted(&mut requests[3]).is_some(), "a request of any size may run alone");
         assert_eq!(slots.counts(), (0, 0));
     }
 
     #[test]
-    fn account_without_running_requests_is_served_before_one_with_many() {
+    fn account_without_running_requests_is_served_before_an_account_with_many() {
         let slots = slots(2, 100, 16);
-        let mut many: Vec<QueuedRequest> = (0..6).map(|_| slots.enqueue("many", 1).expect("it may wait")).collect();
-        let mut few = slots.enqueue("few", 1).expect("it may wait");
-        let running = [granted(&mut many[0]).expect("idle"), granted(&mut many[1]).expect("two places")];
+        let mut many: Vec<QueuedRequest> =
+            (0..6).map(|_| slots.enqueue("many", 1).expect("the queue has a free place")).collect();
+        let mut few = slots.enqueue("few", 1).expect("the queue has a free place");
+        let running =
+            [granted(&mut many[0]).expect("the first slot is free"), granted(&mut many[1]).expect("the second slot is free")];
         let [first, _second] = running;
         drop(first);
-        assert!(granted(&mut few).is_some(), "the account without requests in the engine is next");
+        assert!(granted(&mut few).is_some(), "the next slot goes to the account without running requests");
     }
 
     #[test]
-    fn full_queue_refuses_requests_until_a_waiting_one_is_dropped() {
+    fn full_queue_refuses_requests_until_a_waiting_request_is_dropped() {
         let slots = slots(1, 10, 1);
-        let mut first = slots.enqueue("", 1).expect("idle");
-        let running = granted(&mut first).expect("idle");
-        let waiting = slots.enqueue("", 1).expect("one may wait");
+        let mut first = slots.enqueue("", 1).expect("the queue is empty");
+        let running = granted(&mut first).expect("the first slot is free");
+        let waiting = slots.enqueue("", 1).expect("the queue has one free place");
         assert!(matches!(slots.enqueue("", 1), Err(Refusal::Full)));
         drop(waiting);
-        let mut other = slots.enqueue("", 1).expect("one may wait");
+        let mut other = slots.enqueue("", 1).expect("the queue has one free place");
         assert_eq!(slots.counts(), (1, 1));
         drop((first, running));
         assert!(granted(&mut other).is_some());
@@ -244,8 +247,8 @@ mod tests {
     #[test]
     fn request_dropped_before_it_uses_its_slot_releases_the_slot() {
         let slots = slots(1, 10, 4);
-        let first = slots.enqueue("", 1).expect("idle");
-        let mut second = slots.enqueue("", 1).expect("it may wait");
+        let first = slots.enqueue("", 1).expect("the queue is empty");
+        let mut second = slots.enqueue("", 1).expect("the queue has a free place");
         assert!(granted(&mut second).is_none());
         drop(first);
         assert!(granted(&mut second).is_some());

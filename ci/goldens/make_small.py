@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes small.json, with which engine/src/cpu/tests/goldens.rs checks small random models: all types of weights, all families, all kinds of
-RoPE scaling. The test writes the models. Only needed if they change.
+RoPE scaling. The test writes the models. Run this script only if these models change.
 
     pip install gguf numpy llama-cpp-python
     mkdir /tmp/small && TANDEM_SMALL_MODELS=/tmp/small cargo test -p tandem-engine --lib small_models_are_written_for_the_reference -- --ignored

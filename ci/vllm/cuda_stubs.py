@@ -56,7 +56,7 @@ def build(folder, library, symbols_of):
     versions = [f"{version} {{ global: {' '.join(f'{name};' for name in sorted(symbols))} }};\n" for version, symbols in sorted(symbols_of.items()) if version]
     script.write_text("".join(versions))
     linker = [f"-Wl,-soname,{library}"] + ([f"-Wl,--version-script={script}"] if versions else [])
-    # -w: some names are the compiler's own functions.
+    # -w suppresses the warnings for symbols that have the names of the compiler's built-in functions.
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", *linker, "-o", str(folder / library), str(source)], check=True)
 
 

@@ -116,7 +116,7 @@ class Engine:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             own = {"env": self.environment(), "cwd": self.run, "start_new_session": True, "preexec_fn": limits}
             self.process = subprocess.Popen(self.command(), **streams, **own)
-        # ci/vllm.sh ends the groups named here if this program cannot.
+        # ci/vllm.sh kills the process groups named in these files if this program cannot.
         (self.run / f"{self.name}.group").write_text(f"{self.process.pid}\n")
 
     def wait(self):
@@ -235,7 +235,7 @@ class Engine:
 
 
 class Engines:
-    """The engines of a layout, by name; leaving the `with` block ends them."""
+    """The engines of a layout, by name; at the end of the `with` block they are ended."""
 
     def __init__(self, layout, folder, run):
         self.layout, self.run = layout, Path(run)

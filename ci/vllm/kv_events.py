@@ -12,7 +12,7 @@ TIMEOUT_MS = 10_000
 
 @dataclass(frozen=True)
 class Block:
-    """A block in an engine's cache. Engine hashes are opaque; the chain of parents and tokens is what identifies a block."""
+    """A block in an engine's cache. Engine hashes are opaque: a block is identified by its tokens and its chain of parents."""
 
     parent: int | None
     token_ids: tuple

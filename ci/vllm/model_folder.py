@@ -24,7 +24,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
 }
 MODEL_TENSORS = {"output": "lm_head", "output_norm": "model.norm", "token_embd": "model.embed_tokens"}
-# The names of special tokens for vLLM, and in GGUF.
+# vLLM's names of special tokens, and their names in GGUF.
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Types of tokens in GGUF: control and user-defined tokens are matched in the text as a whole.
 SPECIAL = (3, 4)

@@ -20,7 +20,7 @@ from engines import EngineFailed, Engines
 
 @dataclass(frozen=True)
 class Stage:
-    """The input of a scenario: the engines by name, Tandem's binary, and a folder of its own for logs."""
+    """The input of a scenario: the engines by name, Tandem's binary, and the scenario's own folder for logs."""
 
     engines: Engines
     tandem: Path
@@ -31,7 +31,7 @@ def load(names):
     known = sorted(path.stem for path in Path(__file__).with_name("scenarios").glob("*.py"))
     unknown = [name for name in names if name not in known]
     if unknown:
-        sys.exit(f"ci/vllm.sh: no scenario {unknown[0]}; there are {', '.join(known)}")
+        sys.exit(f"ci/vllm.sh: there is no scenario {unknown[0]}; the scenarios are {', '.join(known)}")
     modules = {name: importlib.import_module(f"scenarios.{name}") for name in names or known}
     return dict(sorted(modules.items(), key=lambda item: hasattr(item[1], "CHANGES_ENGINES")))
 
@@ -63,7 +63,7 @@ def main(folder, run, tandem, *names):
         except EngineFailed as error:
             print(f"ci/vllm.sh: {error}", file=sys.stderr)
             failed += of_layout
-    print(f"\n{len(modules) - len(failed)} of {len(modules)} scenarios hold{': failed ' + ', '.join(failed) if failed else ''}")
+    print(f"\n{len(modules) - len(failed)} of {len(modules)} scenarios passed{'; failed: ' + ', '.join(failed) if failed else ''}")
     sys.exit(1 if failed else 0)
 
 

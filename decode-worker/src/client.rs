@@ -11,19 +11,21 @@ pub(crate) struct Client {
     replies: ReplySender<GenerateReply>,
     entry: LedgerEntry,
     pub(crate) span: Span,
+    scheduled: Once,
     began: Once,
 }
 
 impl Client {
     pub(crate) fn new(replies: ReplySender<GenerateReply>, entry: LedgerEntry, span: Span) -> Self {
-        Self { replies, entry, span, began: Once::new() }
+        Self { replies, entry, span, scheduled: Once::new(), began: Once::new() }
     }
 
     /// Sends a message; waits while the client is slow.
     pub(crate) async fn send(&self, message: Message) -> Result<(), Disconnected> {
         let mut outcome: Option<fn(&LedgerEntry)> = None;
         match &message {
-            Message::Scheduled(_) => self.span.event("scheduled", &[]),
+            // Sent again if the cached tokens are reported later.
+            Message::Scheduled(_) => self.scheduled.call_once(|| self.span.event("scheduled", &[])),
             Message::DecodeStarted(_) => self.span.event("started", &[]),
             Message::PrefillTimeline(_) => {}
             Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => {

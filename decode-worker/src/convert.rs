@@ -27,7 +27,7 @@ pub(crate) struct Request {
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
-    /// The longest time until the prefill begins.
+    /// The longest time until the prefill begins; `None`: no limit.
     pub(crate) start_within: Option<Duration>,
 }
 
@@ -56,7 +56,7 @@ pub(crate) enum Invalid {
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
-    #[error("the prefill worker must have an instance and an address")]
+    #[error("prefill must have an instance_id and an address")]
     NoPrefillWorker,
     #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
     PromptLogprobsElsewhere,
@@ -147,7 +147,7 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
     };
     let Sampling { top_p, repetition_penalty, min_tokens, max_tokens, .. } = sampling;
     let is_weight = |weight: &f32| (-WEIGHT_MAX..=WEIGHT_MAX).contains(weight);
-    // A NaN is in no range.
+    // A NaN fails these checks, because it is in no range.
     for (field, allowed, holds) in [
         ("temperature", "between 0 and 100", (0.0..=100.0).contains(&sampling.temperature)),
         ("top_p", "above 0 and at most 1", top_p > 0.0 && top_p <= 1.0),

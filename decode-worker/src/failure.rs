@@ -11,23 +11,23 @@ use tandem_worker::Disconnected;
 pub(crate) enum Ended {
     #[error(transparent)]
     Disconnected(#[from] Disconnected),
-    #[error("the requested worker has ended; request a new placement")]
+    #[error("the requested worker instance has ended; request a new placement")]
     WrongInstance { requested: String },
-    #[error("the worker is draining; try another")]
+    #[error("the worker is draining; try another worker")]
     Draining,
     #[error(transparent)]
     Invalid(#[from] Invalid),
     #[error("the prefill worker's address is not signed by a router of this cluster; send requests through a frontend")]
     UnsignedAddress,
-    #[error("too many requests wait for a prefill; try again later or elsewhere")]
+    #[error("too many requests on this worker wait for a prefill; try again later or on another worker")]
     RemoteWaitingFull,
     #[error(transparent)]
     Refused(#[from] Refusal),
-    #[error("the blocks set aside for the prompt were needed for running requests; try again later or elsewhere")]
+    #[error("the KV blocks reserved for the prompt were needed for running requests; try again later or on another worker")]
     Revoked,
     #[error("the prompt's prefill did not begin in time; try another worker")]
     NotStarted { culprit: String },
-    #[error("no blocks became free in time; try again later or elsewhere")]
+    #[error("no KV blocks became free in time; try again later or on another worker")]
     NoBlocks,
     #[error("the prompt's KV did not arrive in time; try another prefill worker")]
     NotReceived { prefill: String },
@@ -35,14 +35,14 @@ pub(crate) enum Ended {
         "the worker refused a write that the prompt's ticket does not allow, and dropped the prompt's blocks; try another prefill worker"
     )]
     WriteRefused { prefill: String },
-    #[error("the prefill worker is unreachable or has ended; try another")]
+    #[error("the prefill worker is unreachable or has ended; try another prefill worker")]
     PrefillLost { prefill: String },
     #[error("the engine could not pull the prompt's KV from the prefill worker's engine; try another prefill worker")]
     NotPulled { prefill: String },
     #[error("the prefill worker's KV handle is for another prompt, was used before, or has expired; try another prefill worker")]
     BadHandle { prefill: String },
     #[error(
-        "this worker's engine cannot receive KV from another worker; update the router, which must not place prompts in this way"
+        "this worker's engine cannot receive KV from another worker; update the router, which should have placed the prompt on one worker"
     )]
     NoKvExchange,
     /// The failure as the prefill worker reported it.
@@ -55,7 +55,7 @@ pub(crate) enum Ended {
 }
 
 impl Ended {
-    /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is this worker's.
+    /// Returns the failure to report to the client, unless the client has disconnected. `instance_id` is the id of this worker's instance.
     pub(crate) fn report(self, instance_id: &str) -> Result<Failure, Disconnected> {
         let (message, this) = (self.to_string(), instance_id.to_owned());
         let (reason, instance_id) = match self {

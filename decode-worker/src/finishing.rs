@@ -27,7 +27,7 @@ impl Finishing {
         Attempt { all: self.clone(), key, finish }
     }
 
-    /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because it has ended then.
+    /// Requests the end of an attempt's generation. Does nothing if the attempt is unknown, because then it has already ended.
     pub(crate) fn finish(&self, request_id: String, attempt: u32) {
         if let Some(finish) = self.0.lock().get(&(request_id, attempt)) {
             finish.cancel();

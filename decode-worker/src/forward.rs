@@ -16,8 +16,8 @@ const TOKENS_MAX: usize = 256;
 
 /// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
 ///
-/// With `late`, the engine reports the cached tokens only before the last sample's end. The client may request the end of the generation
-/// earlier, and still receives that report.
+/// If `late` is set, the engine may report the cached tokens as late as shortly before the end of the last sample. The client may request
+/// the end of the generation earlier, and still receives that report.
 pub(crate) async fn forward(
     job: &mut dyn Job,
     output: Output,
@@ -28,7 +28,7 @@ pub(crate) async fn forward(
     let mut running = output.samples;
     let mut finishing = false;
     while running > 0 {
-        // Tokens that are available together are sent together; no token waits for another.
+        // Tokens that are available now are sent in one message. No token waits for tokens that are not available yet.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {

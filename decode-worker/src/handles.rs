@@ -33,7 +33,7 @@ impl Handles {
         Self { hash_key, hasher: RandomState::new(), used: Mutex::default() }
     }
 
-    /// Marks a handle as used and returns it. `None`: it was made for another prompt, is not valid, or was used before.
+    /// Marks a handle as used and returns it. Returns `None` if the handle was made for another prompt, is not valid, or was used before.
     pub(crate) fn take(&self, handle: v1::KvHandle, digest: u64) -> Option<KvHandle> {
         let v1::KvHandle { handle: bytes, prompt_digest, valid_ms } = handle;
         if prompt_digest != digest || valid_ms == 0 {
@@ -61,16 +61,16 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn handle_is_taken_once_for_its_prompt_while_it_is_valid() {
+    async fn handle_is_accepted_once_for_its_prompt_until_it_expires() {
         let handles = Handles::new(HashKey::NONE);
-        assert!(handles.take(handle(b"a", 8, 1_000), 7).is_none(), "it was made for another prompt");
-        assert!(handles.take(handle(b"a", 7, 0), 7).is_none(), "it has expired");
+        assert!(handles.take(handle(b"a", 8, 1_000), 7).is_none(), "the handle was made for another prompt");
+        assert!(handles.take(handle(b"a", 7, 0), 7).is_none(), "the handle has expired");
         let taken = handles.take(handle(b"a", 7, 1_000), 7).expect("a refused handle does not count as used");
         assert_eq!((taken.bytes.as_slice(), taken.valid_for), (&b"a"[..], Duration::from_secs(1)));
-        assert!(handles.take(handle(b"a", 7, 1_000), 7).is_none(), "it was used");
+        assert!(handles.take(handle(b"a", 7, 1_000), 7).is_none(), "the handle was used");
         assert!(handles.take(handle(b"b", 7, 1_000), 7).is_some());
         tokio::time::advance(REMEMBERED - Duration::from_secs(1)).await;
-        assert!(handles.take(handle(b"a", 7, 1_000), 7).is_none(), "it is remembered for longer than any lease");
+        assert!(handles.take(handle(b"a", 7, 1_000), 7).is_none(), "a used handle is remembered for longer than any lease");
         tokio::time::advance(Duration::from_secs(1)).await;
         assert!(handles.take(handle(b"c", 7, 1_000), 7).is_some());
         assert_eq!(handles.used.lock().by_age.len(), 1, "old entries are dropped");

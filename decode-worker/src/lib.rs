@@ -1,10 +1,10 @@
 //! The decode worker: serves `Decode`, which owns a request from its placement to its last token.
 //!
 //! - The request exists while its `Generate` stream is open: closing the stream ends the request here and on the prefill worker.
-//! - `Scheduled` is the first message. It comes from the worker that prefills: this worker for a local prefill, otherwise the prefill worker,
-//!   whose message is forwarded unchanged.
-//! - No process writes into this worker's memory without a ticket; the engine's thread checks every block, and uses none of them before the
-//!   prefill worker has sent `PrefillDone` on the stream that this worker opened.
+//! - The first message to the client is `Scheduled`. If this worker prefills the prompt, it makes the message itself; otherwise it forwards
+//!   the prefill worker's message unchanged.
+//! - No process writes into this worker's memory without a ticket; the engine's thread checks every written block, and uses none of these
+//!   blocks before the prefill worker has sent `PrefillDone` on the stream that this worker opened.
 
 mod client;
 mod convert;
@@ -42,8 +42,8 @@ pub struct DecodeWorkerSettings {
     pub worker: WorkerSettings,
     /// `host:port` at which prefill workers reach this worker; `None`: the address of the listener.
     pub advertise: Option<String>,
-    /// The most requests that wait for a prefill on another worker; further ones are refused. Each keeps its prompt and a stream, but no
-    /// blocks.
+    /// The most requests that wait for a prefill on another worker; further requests are refused. A waiting request keeps its prompt and a
+    /// stream, but no blocks.
     pub remote_waiting_max: usize,
     /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub receive_timeout: Duration,
@@ -58,7 +58,7 @@ pub enum DecodeWorkerError {
     #[error(transparent)]
     Worker(#[from] WorkerError),
     /// The address of the socket cannot be read.
-    #[error("the decode worker's socket has no address")]
+    #[error("the address of the decode worker's socket cannot be read")]
     Socket(#[from] std::io::Error),
     /// The worker listens on all addresses, and no address is advertised.
     #[error(
@@ -93,7 +93,7 @@ pub async fn run(
             let destination = EngineMemory::new(engine.clone(), Arc::clone(&common.metrics));
             let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
             routes = routes.add_service(transfers.service());
-            // Registers the series before the first transfer.
+            // Registers the series now, so that they exist before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Received));
             Receiving::Transfers(transfers)
         }

@@ -15,7 +15,7 @@ pub(crate) struct EngineMemory {
 
 impl EngineMemory {
     pub(crate) fn new(engine: EngineHandle, metrics: Arc<WorkerMetrics>) -> Self {
-        // Registers the series before the first refusal.
+        // Registers the series now, so that they exist before the first refusal.
         WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         Self { engine, metrics }
     }

@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// One prompt's prefill on another worker. Dropping it cancels the prefill.
+/// One prompt's prefill on another worker. Dropping this value cancels the prefill.
 pub(crate) struct Prefill {
     pub(crate) instance_id: String,
-    /// The worker's transfer capabilities, which it sends before `Scheduled` if it has any.
+    /// The prefill worker's transfer capabilities, which it sends before `Scheduled`; `None` if it has sent none.
     pub(crate) offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -37,7 +37,7 @@ impl Prefill {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // The capacity suffices for all messages that are sent: the start and the ticket.
+        // The capacity suffices for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -56,7 +56,7 @@ impl Prefill {
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
-                tracing::debug!(%status, "the prefill stream broke");
+                tracing::debug!(%status, "the stream from the prefill worker was interrupted");
                 None
             });
             return match reply.ok_or_else(|| self.lost())?.message {
@@ -75,7 +75,7 @@ impl Prefill {
     }
 
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
-        // If the stream is broken, `next` reports that.
+        // The send fails only if the stream is broken, which `next` reports.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 

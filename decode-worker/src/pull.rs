@@ -1,8 +1,8 @@
 //! A prompt that another worker's external engine prefills, and whose KV this worker's engine pulls with a handle.
 //!
 //! The request gets its place in this worker's engine before the prefill is requested, so a handle never waits for a place. Engines do not
-//! check handles, so this module does: a handle is used once, for the prompt for which it was made, on the stream on which it came, and
-//! only while it is valid.
+//! check handles, so this module does: a handle is used once, for the prompt for which it was made, on the stream on which it was received,
+//! and only while it is valid.
 
 use crate::{
     client::Client,
@@ -69,7 +69,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     Ok(())
 }
 
-/// Waits for the handle. Meanwhile forwards the prefill worker's count of cached tokens to the client.
+/// Waits for the prefill worker's handle. Meanwhile forwards that worker's count of cached tokens to the client.
 async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: &Client) -> Result<v1::KvHandle, Ended> {
     let (mut reply, mut scheduled) = (first, false);
     loop {

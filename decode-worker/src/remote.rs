@@ -1,7 +1,7 @@
 //! A request whose prompt is prefilled on another worker: this worker requests the prefill, reserves blocks, receives the KV and generates.
 //!
-//! While the prompt is queued on the prefill worker it has no blocks here. Its blocks are allocated when its prefill has begun, and released with
-//! the job, however that ends.
+//! While the prompt is queued on the prefill worker it has no blocks here. Its blocks are allocated when its prefill has begun, and are
+//! released with the job, however the job ends.
 
 use crate::{
     client::Client,
@@ -92,8 +92,8 @@ struct ReceivedBlocks {
     chunks: Vec<PrefillChunk>,
 }
 
-/// Reserves blocks, sends a ticket for the missing ones, and waits until the prefill worker has confirmed that all of them are written. Until
-/// then the written blocks may be forged.
+/// Reserves blocks, sends a ticket for the missing ones, and waits until the prefill worker has confirmed that all of them are written.
+/// Before this confirmation the written blocks may be forged.
 async fn receive(
     (worker, transfers): (&Worker, &ReceivePaths),
     job: &mut dyn Job,
@@ -104,7 +104,7 @@ async fn receive(
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
-            // Events of the engine are handled before the prefill worker's messages about them.
+            // An event of the engine is handled before the prefill worker's message about the same change.
             biased;
             event = job.next() => match event {
                 Some(Event::Reserved { ticket: secret, missing_blocks }) => {

@@ -41,7 +41,8 @@ pub(crate) struct RemotePrompt<'a> {
     pub(crate) waiting: SemaphorePermit<'a>,
 }
 
-/// Waits until a prefill has begun. After the limit the attempt fails because of the instance `culprit`.
+/// Waits until a prefill has begun. If this takes longer than `limit` (`None`: no limit), the attempt fails, and the failure names the
+/// instance `culprit`.
 pub(crate) async fn in_time<T>(
     limit: Option<Duration>,
     starting: impl Future<Output = Result<T, Ended>>,

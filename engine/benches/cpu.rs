@@ -1,8 +1,8 @@
-//! Measures the CPU back end in tokens a second: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf`
-//! (or `TANDEM_MODEL`). Prints medians of seven rounds of each workload.
+//! Measures the CPU back end in tokens per second: `cargo bench -p tandem-engine --bench cpu -- [--threads N] [--isa NAME] MODEL.gguf` (or
+//! `TANDEM_MODEL`). Prints medians of seven rounds of each workload.
 //!
-//! With `--stdin`, each line of the input names a workload: one round of it is run, and its seconds are printed. The first line of the
-//! output names the instruction set. `bench/cpu.sh` uses this to alternate between this engine and llama.cpp.
+//! With `--stdin`, each line of the input names a workload: one round of the workload is run, and its duration in seconds is printed. The
+//! first line of the output names the instruction set. `bench/cpu.sh` uses this to alternate between this engine and llama.cpp.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{error::Error, fmt, io, ops::Range, path::PathBuf, str::FromStr, time::Instant};
@@ -31,7 +31,7 @@ const WORKLOADS: [Workload; 5] = [
     Workload::Decode { after: 512, batch: 8 },
 ];
 
-/// What one round computes.
+/// The computation of one round.
 #[derive(Clone, Copy)]
 enum Workload {
     /// A whole prompt, with logits for its last token.
@@ -80,7 +80,7 @@ impl FromStr for Workload {
 struct Bench {
     engine: CpuEngine,
     sequences: Sequences,
-    /// The number of tokens of each sequence whose KV is computed.
+    /// For each sequence, the number of tokens whose KV is computed.
     computed: [u32; BATCH_MAX as usize],
 }
 
@@ -107,7 +107,7 @@ impl Bench {
         Self { engine, sequences, computed: [0; BATCH_MAX as usize] }
     }
 
-    /// Runs one round and returns its seconds. The KV of earlier tokens is computed before the measurement.
+    /// Runs one round and returns its duration in seconds. The KV of earlier tokens is computed before the measurement.
     fn seconds(&mut self, workload: Workload) -> Result<f64, EngineError> {
         if let Workload::Decode { after, batch } = workload {
             for sequence in 0..batch {

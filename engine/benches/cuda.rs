@@ -6,8 +6,9 @@
 //! - `cuda replayed MODEL`: five sequences are decoded greedily together, by replayed CUDA graphs; prints "equal" if each token is the likeliest one,
 //!   or tied with it, according to steps that are launched kernel by kernel.
 //! - `cuda exercise MODEL`: a short run of every feature (chunks, all kinds of sampling, moved blocks), for compute-sanitizer.
-//! - `cuda transports MODEL TOKENS`: another process computes a prompt of TOKENS tokens, whose blocks are copied from its memory; prints a line of JSON
-//!   with the median seconds of these copies and of the same copies within this process's memory, and whether decode from both gives equal logits.
+//! - `cuda transports MODEL TOKENS`: another process computes a prompt of TOKENS tokens, whose blocks are then copied from that process's
+//!   memory to this one's. Prints a line of JSON with the median seconds of these copies and of the same copies within this process's
+//!   memory, and whether decode from both copies gives equal logits.
 //! - `cuda source MODEL TOKENS`: the other process of `cuda transports`. It prints the handle of its memory, and ends when its input ends.
 //! - `cuda nccl MODEL`: sends memory from the GPU to itself over NCCL (which refuses two ranks on one GPU); prints "equal" and the time.
 //! - `cuda transfer MODEL`: moves the blocks of a prompt to another engine through host memory, and compares the bytes and the decoded tokens.
@@ -37,9 +38,9 @@ const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
 /// Decode steps per measurement.
 const STEPS: usize = 64;
-/// Number of concurrent sequences, which the kernels pad to six rows.
+/// Number of concurrent sequences. Decode steps pad them to six rows.
 const BATCH: usize = 5;
-/// Logits that differ by less than this many standard deviations of their row are a tie, as in bench/gpu.py.
+/// Two logits that differ by less than this many standard deviations of their row count as equal, as in bench/gpu.py.
 const TIE: f64 = 5e-2;
 
 fn main() -> ExitCode {
@@ -121,7 +122,7 @@ fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> O
     let started = Instant::now();
     for (i, chunk) in tokens.chunks(CHUNK).enumerate() {
         let start = i * CHUNK;
-        // Without logits, a step skips part of the last layer.
+        // A step that returns no logits skips part of the last layer.
         let logits = if start + chunk.len() == tokens.len() { Logits::Last } else { Logits::None };
         engine.step(&[Chunk { tokens: chunk, start: start as u32, blocks, logits }])?;
     }
@@ -158,7 +159,7 @@ fn replayed(model: &str) -> Outcome<()> {
     let model = load(model)?;
     let mut plain = engine(&model, 1_024)?;
     let handle = EngineHandle::start(engine(&model, BATCH * 1_024)?, settings());
-    // The prompts have several lengths, one of them with several attention partitions.
+    // The prompts have different lengths. One of them is long enough for several attention partitions.
     let prompts: Vec<Vec<TokenId>> =
         (0..BATCH).map(|number| (0..40 + number * 150).map(|token| (token * 7 + number) as TokenId % 500).collect()).collect();
     let greedy = Sampling { temperature: 0.0, max_tokens: Some(STEPS as u32), ..Sampling::default() };
@@ -193,7 +194,7 @@ fn replayed(model: &str) -> Outcome<()> {
             let variance = row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / row.len() as f64;
             let likeliest = likeliest(row);
             let [best, found] = [likeliest, *token].map(|token| f64::from(row[token as usize]));
-            // The comparison is false for NaNs.
+            // The comparison is false if one of the logits is a NaN.
             let tied = best - found <= TIE * variance.sqrt();
             if !tied {
                 return Err(format!("token {place} after {} of the prompt is {token}, not {likeliest}", prompt.len()).into());
@@ -204,8 +205,8 @@ fn replayed(model: &str) -> Outcome<()> {
     Ok(())
 }
 
-/// Returns the median seconds of a decode step in the engine's loop, for `batch` sequences of about `context` tokens whose tokens are
-/// sampled on the device.
+/// Returns the median duration of a decode step in the engine's loop, in seconds. The step decodes `batch` sequences of about `context`
+/// tokens, and samples on the device.
 fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) -> Outcome<f64> {
     let engine = EngineHandle::start(engine(model, batch * (context + 2 * STEPS))?, settings());
     let prompt =
@@ -217,7 +218,7 @@ fn decode(model: &CudaModel, batch: usize, context: usize, sampling: &Sampling) 
             jobs.push(engine.generate(generate(number, prompt(number), endless.clone())).await?);
         }
         // From the first token of the last sequence on, every step decodes all sequences.
-        let last = jobs.last_mut().expect("a batch has sequences");
+        let last = jobs.last_mut().expect("a batch has at least one sequence");
         let mut line = Vec::new();
         while line.len() <= STEPS {
             match last.next().await {
@@ -273,12 +274,13 @@ fn exercise(model: &str) -> Outcome<()> {
     transfer(&model)
 }
 
-/// Returns a prompt of this many tokens.
+/// Returns a prompt whose number of tokens is the number in the text `tokens`.
 fn prompt(tokens: &str) -> Outcome<Vec<TokenId>> {
     Ok((0..tokens.parse()?).map(|token| token % 1_000).collect())
 }
 
-/// Returns an engine whose first blocks have the KV of all tokens of a prompt but the last, with capacity for two more copies of them.
+/// Returns an engine whose first blocks have the KV of all tokens of a prompt but the last, and whose memory has capacity for two more
+/// copies of these blocks.
 fn computed(model: &CudaModel, tokens: &[TokenId]) -> Outcome<Box<dyn Engine>> {
     let mut engine = engine(model, 3 * tokens.len().next_multiple_of(BLOCK))?;
     prefill(&mut *engine, &tokens[..tokens.len() - 1], &blocks(0, tokens.len()))?;

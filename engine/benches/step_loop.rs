@@ -2,10 +2,11 @@
 //!
 //! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
 //! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
-//! every job, publishing load and cache events, planning. Prints the median over seven rounds of a round's median over its steps.
+//! every job, publishing load and cache events, planning. Takes the median over the steps of each round, and prints the median over seven
+//! rounds.
 //!
-//! The overhead is measured with the simulator's small vocabulary, in which four tokens are likely (the goal applies to this), and with a
-//! vocabulary of SmolLM2's size in which every token may be sampled, as with a model, so that sampling dominates.
+//! The overhead is measured with two vocabularies: the simulator's small one, in which four tokens are likely and to which the goal
+//! applies; and one of SmolLM2's size, in which every token may be sampled, as with a model, so that sampling dominates.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
@@ -60,7 +61,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         step_max: Duration::from_secs(60),
     };
     let engine = EngineHandle::start(Box::new(engine), settings);
-    let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("a plain runtime");
+    let listeners = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("the runtime can be built");
     for number in 0..BATCH {
         let generate = Generate {
             request_id: number.to_string(),
@@ -80,14 +81,14 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         });
     }
     let mut gaps: Vec<Duration> = measured.iter().take(STEPS).collect();
-    assert_eq!(gaps.len(), STEPS, "the engine runs");
+    assert_eq!(gaps.len(), STEPS, "the engine makes all steps");
     *gaps.select_nth_unstable(STEPS / 2).1
 }
 
-/// A device whose steps take no time. It reports the idle time before each step of a full batch.
+/// A device whose steps take no time. It reports how long it was idle before each step of a full batch.
 struct Measured {
     engine: SimEngine,
-    /// The end of the last step, if that step had a full batch.
+    /// The time at which the last step ended; `None` if that step had no full batch.
     ended: Option<Instant>,
     gaps: mpsc::Sender<Duration>,
 }
@@ -106,7 +107,7 @@ impl Engine for Measured {
         let mut logits = self.engine.step(chunks)?.into_logits();
         if self.engine.describe().vocab_size == VOCABULARY {
             for (token, logit) in logits.iter_mut().enumerate() {
-                // Makes the token between e^-8 and e^-24 times as likely as the likeliest one.
+                // Makes each unlikely token between e^-24 and e^-8 times as likely as the likeliest token.
                 *logit = logit.max(-4.0 - (token * 7 % 17) as f32);
             }
         }

@@ -2,7 +2,7 @@
 
 use crate::{Chunk, EngineInfo};
 
-/// An invalid chunk: a bug of the caller. The step computes nothing.
+/// A chunk is invalid, which is a bug of the caller. The step computes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum ChunkError {

@@ -1,8 +1,8 @@
 //! The CPU back end for models of the Llama and Qwen families.
 //!
-//! The result of a token depends, bit for bit, only on the tokens, their positions and the KV before them: not on the chunks of a step, not
-//! on where chunks begin, not on the processor, not on the number of threads. Every floating-point sum has a fixed order, which the file of
-//! its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
+//! The result for a token depends, bit for bit, only on the tokens up to it, their positions and their KV. It does not depend on the chunks
+//! of a step, on where chunks begin, on the processor, or on the number of threads. Every floating-point sum has a fixed order, which the
+//! file of its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;
@@ -35,7 +35,10 @@ pub enum CpuError {
     #[error(transparent)]
     Model(#[from] ModelError),
     /// There is no kernel for a weight's number format.
-    #[error("tensor {name} is stored as {kind:?}: use a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model")]
+    #[error(
+        "tensor {name} is stored as {kind:?}, which the CPU engine does not support: \
+         use a Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, F16, BF16 or F32 conversion of the model"
+    )]
     WeightType { name: String, kind: TensorType },
     /// A weight is infinite or not a number.
     #[error("tensor {name} has a number that is not finite: the file is damaged, fetch it again")]
@@ -44,14 +47,16 @@ pub enum CpuError {
     #[error("the model has the tensor {name}, which is not supported in models of its family: use another model")]
     Unexpected { name: String },
     /// The KV memory would be empty, or larger than the address space.
-    #[error("a KV memory of {capacity_blocks} blocks of {block_size} tokens is impossible: choose other sizes")]
+    #[error(
+        "a KV memory of {capacity_blocks} blocks of {block_size} tokens is empty or larger than the address space: choose other sizes"
+    )]
     Settings { block_size: u32, capacity_blocks: u32 },
     /// The threads could not be started.
-    #[error("{count} threads cannot be started: choose fewer")]
+    #[error("the engine cannot start {count} threads: choose fewer with --threads")]
     Threads { count: usize, source: std::io::Error },
 }
 
-/// The KV memory of one engine, and the threads and instruction set of its steps.
+/// The settings of one engine: its KV memory, and the threads and the instruction set of its steps.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuSettings {
     /// The number of tokens in a block.

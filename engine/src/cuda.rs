@@ -2,8 +2,8 @@
 //!
 //! The binary needs no part of CUDA to be built or started. [`CudaModel::load`] finds the driver, NVRTC and cuBLASLt at run time, compiles
 //! the kernels for the model's shape and the GPU (once; the result is cached on disk) and copies the weights. GEMMs run in cuBLASLt,
-//! everything else in our own kernels (`cuda/kernels`). The trait `device::Device` separates the host code from the GPU: tests run the same
-//! steps and the same kernel sources on the host (docs/adr/013-cuda.md).
+//! everything else in our own kernels (`cuda/kernels`). The trait `device::Device` separates the host code from the GPU, so tests run the
+//! same steps and the same kernel sources on the host (docs/adr/013-cuda.md).
 //!
 //! Weights, activations, keys and values are 16-bit floats; the residual stream and all accumulators are 32-bit floats. Unlike on the CPU,
 //! the last bits of a result depend on the batch: cuBLASLt chooses its order of summation by the shape of a GEMM.
@@ -37,16 +37,16 @@ use shard::Shard;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tandem_model::ModelFile;
 
-/// The GPUs to use, and what their kernels are compiled for.
+/// The GPUs to use, and the parameters with which their kernels are compiled.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
     /// Ordinal of the GPU, or of the first one, counted from 0.
     pub device: u32,
-    /// Number of GPUs that compute the model together (tensor parallelism): `device` and those after it.
+    /// Number of GPUs that compute the model together (tensor parallelism): the GPU `device` and those with the next ordinals.
     pub gpus: u32,
     /// The number of tokens in a block.
     pub block_size: u32,
-    /// Directory of compiled kernels; without one they are compiled at every start.
+    /// Directory in which compiled kernels are cached; `None`: they are compiled at every start.
     pub kernels_dir: Option<PathBuf>,
 }
 
@@ -55,7 +55,7 @@ pub struct CudaSettings {
 pub struct CudaLimits {
     /// The number of blocks in the KV memory; `None`: as many as fit in this engine's share of the GPU memory.
     pub capacity_blocks: Option<u32>,
-    /// Engines that share the memory that the weights leave free.
+    /// The number of engines that share the memory that the weights leave free.
     pub engines: u32,
     /// The most tokens in a step.
     pub step_tokens_max: u32,
@@ -85,7 +85,7 @@ impl CudaModel {
     /// Fails as [`check`] does; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number
     /// of GPUs do not support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
-        // The drivers are found first, so that a missing one is reported before any fault of the model.
+        // The drivers are found first, so that a missing driver is reported before a fault of the model.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
         let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
         let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
@@ -109,7 +109,7 @@ impl CudaModel {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
     }
 
-    /// Sends `bytes` bytes of the first GPU to itself over NCCL, for `bench/gpu.sh`: more of NCCL cannot be tested on one GPU.
+    /// Sends `bytes` bytes of the first GPU to itself over NCCL, for `bench/gpu.sh`. On one GPU, nothing else of NCCL can be tested.
     /// Returns the time taken, and whether the received bytes are those sent.
     ///
     /// # Errors

@@ -9,8 +9,8 @@ use tandem_kv::{ReadyBlock, Ticket, TokenId};
 /// before `Started`) and `Failed` (at any time) end the job: no other event follows.
 ///
 /// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of
-/// `Computed`. A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. `PullFailed` and `Refused` may be its
-/// last events, too.
+/// `Computed`. A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. The last event of such a job may also
+/// be `PullFailed` or `Refused`.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The prompt has its blocks, and its prefill begins on this worker.
@@ -45,14 +45,14 @@ pub enum Event {
         sample: u32,
         /// The token; a stop token is reported as well.
         token: TokenId,
-        /// The logprobs of the token, if the request wants them.
+        /// The logprobs of the token; `None` if the request does not want them.
         logprobs: Option<TokenLogprobs>,
     },
     /// A sample has ended.
     Finished {
         /// The number of the sample, from 0.
         sample: u32,
-        /// Why it ended.
+        /// Why the sample has ended.
         reason: FinishReason,
     },
     /// The blocks reserved for another worker's KV were taken back, for sequences that already run.
@@ -93,7 +93,7 @@ impl CachedTokens {
 pub struct KvHandle {
     /// The engine's own description of the KV, which only engines of the same family can read. It is secret and never logged.
     pub bytes: Vec<u8>,
-    /// The time for which the KV is certain to be held, from now on.
+    /// The time, from now on, for which the engine is certain to hold the KV.
     pub valid_for: Duration,
     /// The chunks in which the prompt was computed, as far as the engine reports them.
     pub chunks: Vec<PrefillChunk>,
@@ -114,7 +114,7 @@ pub struct Started {
     pub kv_transfer: Duration,
     /// Bytes written by another worker.
     pub kv_transfer_bytes: u64,
-    /// The chunks that this worker computed, in order; none if another worker computed the prompt, or it was cached.
+    /// The chunks that this worker computed, in order; empty if another worker computed the prompt, or if the prompt was cached.
     pub chunks: Vec<PrefillChunk>,
 }
 

@@ -29,7 +29,7 @@ pub struct EngineSettings {
     pub batch_max: u32,
     /// The most jobs that wait for their first blocks.
     pub queue_max: u32,
-    /// Whether blocks are reused. If not, 0 cached tokens are reported.
+    /// Whether blocks are reused. If false, every prompt is reported with 0 cached tokens.
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
@@ -53,11 +53,11 @@ pub struct EngineHandle {
     resume_below: usize,
 }
 
-/// One job on the engine. Dropping it cancels the job at the next step and releases all it holds.
+/// One job on the engine. Dropping this value cancels the job at the next step and releases all that the job holds.
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// Dropped after `events`, so that the engine's thread sees that they are closed.
+    /// Dropped after `events`, so that the woken engine's thread sees that the job's events are closed.
     _wake: WakeOnDrop,
     engine: EngineHandle,
 }
@@ -80,9 +80,9 @@ impl EngineHandle {
         handle
     }
 
-    /// Returns a handle to a simulated engine, and a future that runs the engine in place of a thread, so that its time can be tokio's
-    /// paused time: after each step the future sleeps for the duration on `clock`. The future ends when the last handle and job are
-    /// dropped. Tickets follow from `seed`, so a run can be repeated, and its tickets can be predicted.
+    /// Returns a handle to a simulated engine, and a future that runs the engine instead of a thread. So the engine can run in tokio's
+    /// paused time: after each step the future sleeps for the duration that `clock` has accumulated. The future ends when the last handle
+    /// and job are dropped. Tickets follow from `seed`, so a run can be repeated. They can be predicted, so they protect nothing.
     pub fn simulated(
         engine: Box<dyn Engine>,
         clock: SimClock,
@@ -148,7 +148,7 @@ impl EngineHandle {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
 
-    /// Returns the KV memory for access from other threads, if the engine has any.
+    /// Returns the KV memory for access from other threads; `None` if the engine does not allow this access.
     pub fn kv_memory(&self) -> Option<&Arc<dyn KvMemory>> {
         self.kv_memory.as_ref()
     }
@@ -164,7 +164,7 @@ impl EngineHandle {
 
     /// Reports that the worker that computed the blocks has written all of them. The prompt starts if no block is missing.
     pub async fn confirm(&self, ticket: Ticket) {
-        // If the engine's thread has ended, so have the job's events.
+        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
     }
 
@@ -225,7 +225,7 @@ impl Job {
     /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
     /// computed. Only the first request of a job counts.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
-        // If the engine's thread has ended, so have the job's events.
+        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }

@@ -1,7 +1,7 @@
 //! Schedules token chunks into steps and runs them on a device.
 //!
-//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. Everything above it is shared by all devices: the scheduler (which
-//! chunks make a step), sampling, and the thread that owns them ([`EngineHandle`]).
+//! [`Engine`] is the device: [`cpu`], [`cuda`] and [`sim`] implement it. The rest of this crate is the same for all devices: the scheduler,
+//! which decides which chunks make a step; sampling; and the thread that owns device and scheduler ([`EngineHandle`]).
 
 mod chunk;
 pub mod cpu;
@@ -29,7 +29,8 @@ pub trait Engine: Send + 'static {
     /// Returns the engine's constants.
     fn describe(&self) -> EngineInfo;
 
-    /// Computes the KV of every chunk's tokens, writes it into the chunk's blocks, and returns what the chunks' [`Logits`] ask for.
+    /// Computes the KV of every chunk's tokens, writes the KV into the chunk's blocks, and returns the results that the chunks' [`Logits`]
+    /// request.
     ///
     /// The result of a chunk must depend only on its tokens, their positions and the KV before them: not on the other chunks of the step,
     /// nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
@@ -54,7 +55,8 @@ pub trait Engine: Send + 'static {
     /// The device failed; the block's content is undefined.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// Returns the KV memory if other threads may access it: they may copy blocks that no step uses from and to it while steps run.
+    /// Returns the KV memory if other threads may access it; otherwise `None`. While steps run, these threads may copy to and from the
+    /// blocks that no step uses.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
@@ -93,9 +95,9 @@ pub struct Chunk<'a> {
     pub tokens: &'a [TokenId],
     /// The position of the first token in the sequence.
     pub start: u32,
-    /// The sequence's blocks from position 0. They hold the KV before `start`, and the KV of these tokens is written to them.
+    /// The sequence's blocks from position 0. They hold the KV before `start`, and the step writes the KV of `tokens` to them.
     pub blocks: &'a [BlockId],
-    /// Which of its tokens' logits the step returns.
+    /// Which of the chunk's logits the step returns.
     pub logits: Logits<'a>,
 }
 
@@ -119,7 +121,7 @@ pub enum StepOutput {
     Logits(Vec<f32>),
     /// The output of a device that samples.
     Sampled {
-        /// One for each chunk with [`Logits::Sample`], in the order of the chunks.
+        /// One token for each chunk with [`Logits::Sample`], in the order of the chunks.
         tokens: Vec<SampledToken>,
         /// The rows that all other chunks request.
         logits: Vec<f32>,
@@ -138,7 +140,7 @@ impl StepOutput {
 /// A failure of the device. All running requests are lost.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// An operation failed; later ones may succeed.
+    /// An operation failed; later operations may succeed.
     #[error("the engine failed: {0}")]
     Step(#[from] Box<dyn std::error::Error + Send + Sync>),
     /// The device cannot be used again: the engine's thread ends, so that the supervisor restarts the process.

@@ -30,7 +30,7 @@ use std::time::Duration;
 use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats, Violation, ensure};
 use waiting::Waiting;
 
-/// What the owner of the engine must do for the machine, in this order, before the next step or write.
+/// An action that the owner of the engine must carry out for the machine, in the order of the actions, before the next step or write.
 #[derive(Debug)]
 pub(crate) enum Action {
     /// Send an event to a job.
@@ -53,7 +53,7 @@ pub(crate) struct Plan {
 struct PlannedChunk {
     /// The sequence's index in `running`.
     sequence: usize,
-    /// The number of tokens to compute, from the first one that is not computed.
+    /// The number of tokens to compute, from the sequence's first token that is not computed.
     len: usize,
 }
 
@@ -69,11 +69,12 @@ pub(crate) struct Machine {
     ended_reservations: EndedReservations,
     /// Prompts whose KV is complete and whose samples have not all started, the oldest first.
     forking: Vec<Sequence>,
-    /// Sequences with blocks that steps compute, the oldest first. If there are more than fit in a step, the first in the fair order run.
+    /// Sequences with blocks that steps compute, the oldest first. If there are more than fit in a step, a step computes the first of them
+    /// in the fair order.
     running: Vec<Sequence>,
     /// Splits each step's prompt tokens between accounts.
     round_robin: RoundRobin,
-    /// Prompt tokens that were computed here or received.
+    /// The number of prompt tokens that were computed here or received.
     prefilled: u64,
     /// Prefills whose KV is computed. Their blocks are held until their jobs are dropped.
     held: Vec<Sequence>,
@@ -87,9 +88,10 @@ pub(crate) struct Machine {
     draw_ticket: ticket::Draw,
 }
 
-/// Prompt tokens that a step may compute even if the decoding sequences use up its budget.
+/// The number of prompt tokens that a step may compute even if the decoding sequences use up its budget.
 const PREFILL_TOKENS_MIN: usize = 16;
-/// Blocks whose contents one audit checks: with 100,000 blocks an audit takes 6 ms; with all contents it would take 93 ms.
+/// The number of blocks whose contents one audit checks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take
+/// 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
 /// The most tokens in a chunk that returns logits for every token: a row of logits is large.
 const LOGIT_ROWS_MAX: usize = 64;
@@ -124,7 +126,7 @@ impl Machine {
         }
     }
 
-    /// Cancels a job, in any state. It gets no more events.
+    /// Cancels a job, in any state. The job gets no more events.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
             self.ended_reservations.take(&mut self.cache, &mut sequence);
@@ -145,9 +147,9 @@ impl Machine {
         all.for_each(|sequence| sequence.paused = paused);
     }
 
-    /// Admits what fits and returns the chunks of the next step; `None` if there is nothing to compute.
+    /// Admits the waiting sequences that fit, and returns the chunks of the next step; `None` if there is nothing to compute.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
-        // Running sequences get blocks before new ones do. A sequence just admitted may need a block for its first token.
+        // Running sequences get blocks before new sequences do. A sequence that was just admitted may need a block for its first token.
         self.grow();
         self.admit(now);
         self.grow();
@@ -162,7 +164,8 @@ impl Machine {
         (!chunks.is_empty()).then_some(Plan { chunks })
     }
 
-    /// Returns the indices of the running sequences in the next step: all that are not paused, or as many as fit, in the fair order.
+    /// Returns the indices of the running sequences in the next step: all that are not paused or, if these are too many, the first of them
+    /// in the fair order.
     fn batch(&self) -> Vec<usize> {
         let mut batch: Vec<usize> = (0..self.running.len()).filter(|index| !self.running[*index].paused).collect();
         let batch_max = self.settings.batch_max as usize;
@@ -181,7 +184,8 @@ impl Machine {
     }
 
     /// Splits the step's budget of prompt tokens between the sequences of the batch; returns each sequence's tokens, by its index in
-    /// `running`. Tokens that preempted samples compute again come after the prompts of other requests, as in the fair order.
+    /// `running`. The first sequences of all requests come before their further samples (which compute tokens again after a preemption), as
+    /// in the fair order.
     fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
         let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
         if prefills.is_empty() && self.round_robin.is_empty() {
@@ -369,12 +373,12 @@ impl Machine {
         }
     }
 
-    /// Checks the invariants; each call checks the contents of the next [`AUDITED_BLOCKS`] blocks of the cache. Logs a violation and counts
-    /// it in `invariant_violations` of the reported load.
+    /// Checks the invariants, and the contents of the next [`AUDITED_BLOCKS`] blocks of the cache. A violation is logged, and counted in
+    /// `invariant_violations` of the reported load.
     pub fn audit(&mut self) {
         let checked = self.cache.check_next(AUDITED_BLOCKS);
         if let Err(violation) = checked.and_then(|()| self.check_sequences()) {
-            tracing::error!(%violation, "the engine's state violates an invariant: please report this with the log");
+            tracing::error!(%violation, "the engine's state violates an invariant, which is a bug; please report it with this log");
             self.invariant_violations += 1;
         }
     }

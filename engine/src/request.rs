@@ -34,10 +34,10 @@ pub struct Generate {
     pub samples: u32,
     /// Where the prompt's KV comes from.
     pub kv: KvSource,
-    /// If set, logprobs of the prompt's own tokens are returned, with this many alternatives, and the prompt is computed without cache
-    /// reads.
+    /// If set, logprobs of the prompt's own tokens are returned, each with this many alternatives, and the prompt is computed without
+    /// blocks from the cache.
     pub prompt_logprobs: Option<u32>,
-    /// Samples that resume where another worker stopped; only these run. If empty, all samples start.
+    /// Samples that resume where another worker stopped; the other samples do not run. If empty, all samples start from the prompt.
     pub generated: Vec<Generated>,
 }
 
@@ -78,8 +78,8 @@ impl Generate {
         beyond.map_or(Ok(()), |needed| Err(Refusal::BeyondContext { needed, context_length: clamped(len_max) }))
     }
 
-    /// Returns the tokens that all samples share: the prompt, and the common beginning of what resumed samples have generated. The KV of
-    /// all but the last of them is computed once, on this worker or another.
+    /// Returns the tokens that all samples share: the prompt, and the common beginning of the tokens that resumed samples have generated.
+    /// The KV of these tokens, except the last, is computed once, on this worker or another.
     pub fn shared(&self) -> Vec<TokenId> {
         let mut shared = self.prompt.clone();
         if let Some((first, others)) = self.generated.split_first() {
@@ -91,8 +91,8 @@ impl Generate {
         shared
     }
 
-    /// Returns the longest length of a sample in tokens, the prompt included. Without `max_tokens` it is limited by the context and the
-    /// cache.
+    /// Returns the maximum length of a sample in tokens, the prompt included. Without `max_tokens`, only the context and the size of the
+    /// cache limit it.
     pub(crate) fn len_max(&self, info: &EngineInfo) -> usize {
         let prompt_len = self.prompt.len();
         if let Some(max_tokens) = self.sampling.max_tokens {
@@ -136,11 +136,11 @@ fn clamped(number: usize) -> u32 {
 /// The source of the KV of a prompt's tokens except the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvSource {
-    /// It is computed on this worker.
+    /// The KV is computed on this worker.
     Local,
-    /// Another worker writes it block by block under a ticket ([`crate::Event::Reserved`]).
+    /// Another worker writes the KV block by block under a ticket ([`crate::Event::Reserved`]).
     Remote,
-    /// The external engine pulls it from another one, with a [`crate::KvHandle`] that the job is given after `Submitted`.
+    /// The external engine pulls the KV from another external engine, with a [`crate::KvHandle`] that the job is given after `Submitted`.
     Handle,
 }
 
@@ -152,21 +152,21 @@ pub enum Refusal {
     #[error("the worker's queue is full")]
     Full,
     /// The request is longer than the model's context.
-    #[error("the prompt and its new tokens need {needed} positions, the context has {context_length}")]
+    #[error("the prompt and its new tokens need {needed} positions, but the model's context has {context_length}")]
     BeyondContext { needed: u32, context_length: u32 },
     /// The request needs more blocks than the whole KV cache has.
-    #[error("the request needs {needed_blocks} KV blocks, the worker has {capacity_blocks}")]
+    #[error("the request needs {needed_blocks} KV blocks, but the worker has only {capacity_blocks}")]
     BeyondCapacity { needed_blocks: u32, capacity_blocks: u32 },
     /// The prompt has no tokens, or the request no samples.
     #[error("the prompt is empty")]
     Empty,
     /// The account name is too long.
-    #[error("account name too long: {len} bytes, limit {ACCOUNT_BYTES_MAX}")]
+    #[error("the account name has {len} bytes, more than the limit of {ACCOUNT_BYTES_MAX}")]
     LongAccount { len: usize },
-    /// The engine does not support what the request needs.
+    /// The request needs a feature that the engine does not support.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),
     /// The engine's thread has ended: the device is lost, or the process shuts down.
-    #[error("the engine is shut down")]
+    #[error("the engine has shut down")]
     Gone,
 }

@@ -26,9 +26,9 @@ pub struct Sampling {
     pub temperature: f32,
     /// Keeps the likeliest tokens whose probabilities together reach this value.
     pub top_p: f32,
-    /// Keeps this many of the likeliest tokens; 0 keeps all.
+    /// Keeps this many of the likeliest tokens; 0 keeps all tokens.
     pub top_k: u32,
-    /// Keeps tokens that are at least this likely, relative to the likeliest.
+    /// Keeps the tokens whose probability is at least this fraction of the likeliest token's.
     pub min_p: f32,
     /// Subtracted from a token's logit once for every time the token was generated.
     pub frequency_penalty: f32,
@@ -42,7 +42,7 @@ pub struct Sampling {
     pub seed: u64,
     /// Tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
-    /// If set, the logprobs of the sampled token and of this many alternatives are returned.
+    /// If set, the logprobs of each sampled token and of this many alternatives are returned.
     pub logprobs: Option<u32>,
 }
 
@@ -96,8 +96,8 @@ pub(crate) struct Sampler {
 /// A token that may be sampled, and its weight: its probability relative to the likeliest token's.
 type Candidate = (TokenId, f32);
 
-/// Tokens whose weight has at most this natural logarithm are not candidates: half a million of them together weigh less than the last of
-/// the random number's 53 bits.
+/// Tokens whose weight has at most this natural logarithm are not candidates: half a million such tokens together weigh less than the last
+/// of the 53 bits of the random number.
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
@@ -108,7 +108,7 @@ impl Sampler {
         }
         sampling.logit_bias.iter().for_each(|(token, bias)| changes.of(*token).bias = *bias);
         if sampling.min_tokens > 0 {
-            // Each stop token gets an entry, which bars it until `min_tokens` tokens are generated.
+            // Each stop token gets an entry, which excludes the token until `min_tokens` tokens are generated.
             sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
         }
         Self { sampling, changes, generated_len: 0 }
@@ -196,7 +196,7 @@ impl Sampler {
         let likeliest = argmax(logits);
         let max = logits[likeliest as usize];
         if !max.is_finite() {
-            // There are no weights: a penalty overflowed, or all tokens are barred stop tokens.
+            // Weights cannot be computed, because a penalty overflowed, or because all tokens are excluded stop tokens.
             return vec![(likeliest, 1.0)];
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
@@ -216,7 +216,7 @@ impl Sampler {
         if s.top_p < 1.0 {
             keep_top_p(&mut candidates, f64::from(s.top_p));
         }
-        // The sum and the selection depend on the order, so the order must not depend on the filters.
+        // The sum of the weights and the selection depend on the order of the candidates, so this order must not depend on the filters.
         candidates.sort_unstable_by_key(|(token, _)| *token);
         candidates
     }
@@ -259,11 +259,12 @@ fn total(candidates: &[Candidate]) -> f64 {
 /// vectorise: to sample a token, it is computed for each token of the vocabulary.
 #[inline]
 fn exp(x: f32) -> f32 {
-    /// 1.5 × 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits of the sum.
+    /// 1.5 × 2^23. If this is added to a number below 2^22 in absolute value, the low bits of the sum are the nearest integer to the
+    /// number.
     const ROUNDING: f32 = 12_582_912.0;
     /// ln 2 in two parts; the first has few enough bits for exact products.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // x = n ln 2 + r: 2^n is set as the exponent, e^r are the first terms of its Taylor series.
+    // x = n ln 2 + r. 2^n is set as the result's exponent, and e^r is approximated by the first terms of its Taylor series.
     let rounded = x * std::f32::consts::LOG2_E + ROUNDING;
     let n = rounded - ROUNDING;
     let r = x - n * LN_2[0] - n * LN_2[1];
@@ -286,7 +287,7 @@ fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
 
 /// Returns the likeliest token; of several equally likely ones, the one with the lowest id.
 fn argmax(logits: &[f32]) -> TokenId {
-    // Eight maxima, so that the compiler vectorises the comparison. A NaN is never larger.
+    // There are eight maxima, so that the compiler vectorises the comparison. A NaN is never larger than a maximum.
     let larger = |max: f32, logit: f32| if logit > max { logit } else { max };
     let mut maxima = [f32::NEG_INFINITY; 8];
     let (rows, rest) = logits.as_chunks::<8>();
@@ -358,7 +359,7 @@ mod tests {
             let exact = libm::exp(f64::from(x));
             assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
         }
-        assert_eq!(exp(0.0), 1.0, "the weight of the likeliest token");
+        assert_eq!(exp(0.0), 1.0, "the likeliest token has weight 1");
     }
 
     #[test]
@@ -425,7 +426,7 @@ mod tests {
     fn non_finite_logits_still_give_a_token() {
         let logits = [5.0f32, 1.0, -1.0];
         let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
-        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by it is infinite");
+        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by the penalty is infinite");
         let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
         assert_eq!(sampled(no_token, &logits, 1), [0]);
         assert_eq!(sampled(Sampling::default(), &[f32::NAN; 3], 1), [0]);
@@ -448,7 +449,7 @@ mod tests {
         let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
         let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
         let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("they were requested");
+        let logprobs = logprobs.expect("the request asked for logprobs");
         assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
         assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
     }

@@ -31,7 +31,7 @@ pub struct SimSettings {
     pub kv_bytes_per_token: f64,
     /// Bandwidth of simulated transfers between workers.
     pub transfer_bytes_per_second: f64,
-    /// Factor by which the simulation runs faster: all simulated durations are divided by it.
+    /// The number by which all simulated durations are divided.
     pub speedup: f64,
 }
 
@@ -52,7 +52,7 @@ impl Default for SimSettings {
 }
 
 impl SimSettings {
-    /// Returns how long moving one block to another worker is simulated to take.
+    /// Returns the simulated time that the transfer of one block to another worker takes.
     pub fn block_transfer(&self) -> Duration {
         self.scaled(f64::from(self.block_size) * self.kv_bytes_per_token / self.transfer_bytes_per_second)
     }
@@ -100,7 +100,7 @@ pub struct SimEngine {
 pub struct SimClock(Arc<AtomicU64>);
 
 impl SimClock {
-    /// Adds a duration to that of the step that runs now.
+    /// Adds a duration to the simulated duration of the step that runs now.
     pub fn add(&self, duration: Duration) {
         self.0.fetch_add(duration.as_nanos() as u64, Relaxed);
     }
@@ -111,9 +111,9 @@ impl SimClock {
     }
 }
 
-/// An answer ends at each token with a probability of about one in this many.
+/// An answer ends at each token with a probability of about 1 ÷ `END_ODDS`.
 const END_ODDS: u64 = 64;
-/// The logit of tokens that are never sampled; finite.
+/// The logit of tokens that are never sampled. It is a finite number.
 const NO_CANDIDATE: f32 = -100.0;
 const SLOT_BYTES: usize = 8;
 
@@ -136,7 +136,7 @@ impl SimEngine {
         }
     }
 
-    /// Makes each step take its simulated duration, instead of adding it to the clock.
+    /// Makes each step take its simulated duration in real time, instead of adding the duration to the clock.
     #[must_use]
     pub fn in_real_time(self) -> Self {
         Self { real_time: true, ..self }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn copied_blocks_give_equal_logits_and_incomplete_ones_do_not() {
+    fn copied_blocks_give_equal_logits_and_incomplete_blocks_do_not() {
         let tokens: Vec<TokenId> = (0..40).collect();
         let whole = compute(&mut engine(), &tokens, &BLOCKS, 40);
         let mut source = engine();
@@ -324,7 +324,7 @@ mod tests {
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
         engine.step(&[chunk]).expect("the simulator does not fail");
         assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
-        // 16 tokens x 128 KiB over 10 GB/s, ten times as fast.
+        // A block has 16 tokens of 128 KiB each. It is transferred at 10 GB/s, simulated ten times as fast.
         assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }
 }

@@ -2,10 +2,11 @@
 
 use tandem_kv::{Ticket, mix};
 
-/// Generates the next ticket.
+/// A function that generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
-/// Takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from others.
+/// Returns a function that takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from
+/// others.
 pub(crate) fn from_system() -> Draw {
     Box::new(|| {
         let mut bytes = [0; Ticket::BYTES];
@@ -14,7 +15,8 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be computed from the last one.
+/// Returns a function that generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be
+/// computed from the last one.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -50,7 +52,7 @@ pub enum WriteRefused {
 }
 
 impl WriteRefused {
-    /// Each reason for which the write itself is to blame, with its label in metrics.
+    /// The reasons that are a fault of the write, each with its label in metrics.
     pub const REASONS: [(Self, &str); 5] = [
         (Self::UnknownTicket, "unknown_ticket"),
         (Self::SpentTicket, "spent_ticket"),
@@ -59,7 +61,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write is not to blame.
+    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the refusal is not the write's fault.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }

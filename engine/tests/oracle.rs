@@ -15,7 +15,7 @@ use tandem_engine::{
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
-/// Two of the reference's logits that differ by less than this may change their order when activations have 8 bits.
+/// A difference of two logits of the reference. If it is smaller, 8-bit activations may change the order of the two.
 const CLEAR_MARGIN: f32 = 1.0;
 const BLOCK_SIZE: usize = 16;
 const SEQUENCE_BLOCKS: usize = 128;
@@ -28,7 +28,7 @@ fn model() -> Option<Arc<CpuModel>> {
                 eprintln!("SKIPPED, NOTHING WAS COMPARED: set TANDEM_MODEL to the default model's .gguf file");
                 return None;
             };
-            let file = Gguf::open(Path::new(&path)).expect("TANDEM_MODEL names a GGUF file");
+            let file = Gguf::open(Path::new(&path)).expect("TANDEM_MODEL must name a GGUF file");
             Some(CpuModel::load(&file).expect("the model loads"))
         })
         .clone()
@@ -37,13 +37,13 @@ fn model() -> Option<Arc<CpuModel>> {
 fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ci/goldens").join(name);
     serde_json::from_slice(&std::fs::read(path).expect("the goldens are in the tree"))
-        .expect("the goldens are as their script writes them")
+        .expect("the goldens have the format of their script")
 }
 
 #[derive(Deserialize)]
 struct TeacherForced {
     tokens: Vec<TokenId>,
-    /// Entry `i` is about `tokens[i + 1]`.
+    /// Entry `i` is the logprob of `tokens[i + 1]`.
     logprobs: Vec<f64>,
     top1: Vec<usize>,
 }
@@ -107,7 +107,7 @@ fn perplexity_and_top_tokens_match_the_reference() {
     let agreement = agreed as f64 / count as f64;
     eprintln!("{count} tokens: perplexity {ours:.4}, reference {reference:.4}; top token equal for {:.2}%", agreement * 100.0);
     assert!((ours / reference - 1.0).abs() < 0.01, "perplexity {ours} is more than 1% from the reference's {reference}");
-    assert!(agreement >= 0.95, "the top token is the reference's only in {agreement}");
+    assert!(agreement >= 0.95, "the top token equals the reference's for only {agreement} of all tokens");
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn document() -> Vec<TokenId> {
         .into_iter()
         .map(|golden| golden.tokens)
         .max_by_key(Vec::len)
-        .expect("there are documents")
+        .expect("the goldens have at least one document")
 }
 
 fn kv_of(engine: &CpuEngine, blocks: &[BlockId]) -> Vec<u8> {
@@ -184,7 +184,7 @@ fn logits_and_kv_have_the_same_bits_for_chunks_of_any_length() {
 }
 
 #[test]
-fn logits_in_a_batch_of_eight_have_the_same_bits_as_alone() {
+fn logits_have_the_same_bits_in_a_batch_of_eight_and_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();

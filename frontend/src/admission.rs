@@ -14,7 +14,7 @@ use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The client to which [`Limits::per_client`] applies: the account if a trusted proxy names one, else the address.
+/// The client whose sequences [`Limits::per_client`] limits: the account if a trusted proxy names one, else the address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
@@ -26,7 +26,7 @@ pub(crate) enum Client {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// The limit for one client; `None`: one client may use all sequences.
+    /// The maximum number of sequences of one client that run at a time; `None`: one client may use all sequences.
     pub(crate) per_client: Option<usize>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Admitted {
     /// The span in which the request's end is recorded.
     pub(crate) span: Span,
     finished: bool,
-    /// The number of reserved sequences, and the client that they count for if there is a limit for each client. `None` while the
+    /// The number of reserved sequences, and the client to whose limit they count, if there is a limit for each client. `None` while the
     /// request is read and parsed.
     reserved: Option<(usize, Option<Client>)>,
     sequences: Arc<Sequences>,
@@ -100,8 +100,8 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Called once, when the request has been parsed.
-    /// Requests are not queued here, because a queue would only hide the overload.
+    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Must be called once, when the request has been
+    /// parsed. Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.
@@ -169,7 +169,7 @@ mod tests {
     }
 
     fn admit(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
-        let mut admitted = admission.enter(Endpoint::Completions).expect("it does not drain");
+        let mut admitted = admission.enter(Endpoint::Completions).expect("the frontend does not drain");
         admitted.reserve(Some(Client::Account(account.to_owned())), sequences)?;
         Ok(admitted)
     }
@@ -177,13 +177,13 @@ mod tests {
     #[tokio::test]
     async fn request_reserves_all_its_sequences_or_none_and_releases_them() {
         let (admission, metrics, _shutdown) = admission(3, None);
-        let three = admit(&admission, "a", 3).expect("three are free");
+        let three = admit(&admission, "a", 3).expect("three sequences are free");
         assert!(metrics.render().contains("tandem_frontend_inflight_sequences 3"), "{}", metrics.render());
         assert!(matches!(admit(&admission, "b", 1), Err(ApiError::Overloaded)));
         drop(three);
-        let one = admit(&admission, "a", 1).expect("all were released");
+        let one = admit(&admission, "a", 1).expect("all sequences were released");
         assert!(matches!(admit(&admission, "b", 3), Err(ApiError::Overloaded)));
-        let _two = admit(&admission, "b", 2).expect("the refused request reserved none");
+        let _two = admit(&admission, "b", 2).expect("the refused request reserved no sequences");
         assert!(matches!(admit(&admission, "a", 4), Err(ApiError::TooManySequences { sequences: 4, max: 3 })));
         drop((one, _two));
         for line in ["inflight_requests 0", "inflight_sequences 0", "reading_requests 0", "cancelled_total 6"] {
@@ -194,19 +194,19 @@ mod tests {
     #[tokio::test]
     async fn one_client_cannot_use_more_than_its_share_of_sequences() {
         let (admission, _metrics, _shutdown) = admission(4, Some(2));
-        let first = admit(&admission, "a", 2).expect("within its limit");
+        let first = admit(&admission, "a", 2).expect("the client has two free sequences");
         assert!(matches!(admit(&admission, "a", 1), Err(ApiError::ClientLimit { max: 2 })));
         assert!(matches!(admit(&admission, "a", 3), Err(ApiError::TooManySequences { sequences: 3, max: 2 })));
         let _other = admit(&admission, "b", 2).expect("another client has its own limit");
         drop(first);
-        drop(admit(&admission, "a", 1).expect("its sequences were released"));
+        drop(admit(&admission, "a", 1).expect("the client's sequences were released"));
         assert_eq!(admission.sequences.used.lock().by_key.len(), 1, "a client without sequences is removed");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn draining_frontend_refuses_new_requests_and_waits_for_running_ones() {
+    async fn draining_frontend_refuses_new_requests_and_waits_for_running_requests() {
         let (admission, _metrics, shutdown) = admission(3, None);
-        let running = admission.enter(Endpoint::Chat).expect("it does not drain");
+        let running = admission.enter(Endpoint::Chat).expect("the frontend does not drain");
         shutdown.run(std::time::Duration::ZERO).await;
         assert!(matches!(admission.enter(Endpoint::Chat), Err(ApiError::Draining)));
         let mut drained = Box::pin(admission.clone().drained());

@@ -14,10 +14,10 @@ use tandem_node::Metrics;
 
 /// The maximum number of bytes read from a file; a result has less than 200.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// The maximum time for which a request for the metrics or the dashboard waits for the disk.
+/// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The result of one check.
+/// The result of one `tandem audit check`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AuditResult {
@@ -49,7 +49,7 @@ impl AuditResult {
     /// The file cannot be read, or is not a result.
     pub fn read(path: &Path) -> Result<Self, AuditResultError> {
         let malformed = |error: serde_json::Error| {
-            let text = format!("it is not what `tandem audit check --result` writes ({error})");
+            let text = format!("the content is not a result of `tandem audit check --result` ({error})");
             io::Error::new(io::ErrorKind::InvalidData, text)
         };
         let read = beginning(path).and_then(|text| serde_json::from_slice(&text).map_err(malformed));
@@ -87,7 +87,7 @@ fn beginning(path: &Path) -> io::Result<Vec<u8>> {
 pub(crate) struct LastAudit {
     path: PathBuf,
     metrics: Metrics,
-    /// Locked while the file is read, even if the caller no longer waits for the read.
+    /// Held while the file is read, also when the caller of [`LastAudit::read`] no longer waits for the result.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
@@ -96,7 +96,8 @@ pub(crate) struct LastAudit {
 type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
-    /// Does not read the file. The gauge of the last audit's time is 0 until a result is read, so that an alert sees a missing file.
+    /// Creates the value without reading the file. The gauge of the last audit's time is 0 until a result is read, so that an alert fires
+    /// if the file is missing.
     pub(crate) fn new(path: PathBuf, metrics: Metrics) -> Self {
         audited_at(&metrics).set(0.0);
         Self { path, metrics, reading: Arc::default(), known: Arc::default() }
@@ -133,7 +134,7 @@ fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: 
             metrics.gauge("tandem_frontend_audit_findings", help, &[]).set(found.findings as f64);
         }
         Err(error) if !matches!(*known, Some(Err(_))) => {
-            tracing::warn!("the last audit's result cannot be read: {error}; see --audit-result");
+            tracing::warn!("the result of the last audit is not shown: {error}; check --audit-result");
         }
         Err(_) => {}
     }
@@ -156,12 +157,12 @@ mod tests {
 
     #[test]
     fn audit_result_that_is_a_folder_or_too_long_is_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let kind = |path: &Path| AuditResult::read(path).expect_err("it is refused").cause.kind();
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+        let kind = |path: &Path| AuditResult::read(path).expect_err("the audit result is refused").cause.kind();
         assert_eq!(kind(folder.path()), io::ErrorKind::InvalidInput);
         let file = folder.path().join("audit");
         AuditResult::default().write(&file).expect("the folder is writable");
-        assert_eq!(AuditResult::read(&file).expect("it was written"), AuditResult::default());
+        assert_eq!(AuditResult::read(&file).expect("the file has an audit result"), AuditResult::default());
         let text = [vec![b' '; READ_MAX_BYTES as usize], fs::read(&file).expect("the folder is writable")].concat();
         fs::write(&file, text).expect("the folder is writable");
         assert_eq!(kind(&file), io::ErrorKind::InvalidData);
@@ -169,21 +170,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn last_known_audit_result_is_used_while_a_read_hangs() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("audit");
         let (audit, metrics) = last(&file);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 0"));
         let old = AuditResult { checked_unix_s: 7, findings: 1, ..AuditResult::default() };
         old.write(&file).expect("the folder is writable");
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
-        assert_eq!(audit.read().await.expect_err("nothing is known").cause.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(audit.read().await.expect_err("no audit result is known yet").cause.kind(), io::ErrorKind::TimedOut);
         drop(hangs);
-        assert_eq!(audit.read().await.expect("it is read"), old);
+        assert_eq!(audit.read().await.expect("the audit result is read"), old);
         let hangs = Arc::clone(&audit.reading).lock_owned().await;
         AuditResult { findings: 2, ..old }.write(&file).expect("the folder is writable");
-        assert_eq!(audit.read().await.expect("it was read"), old);
+        assert_eq!(audit.read().await.expect("an earlier audit result is known"), old);
         drop(hangs);
-        assert_eq!(audit.read().await.expect("it is read").findings, 2);
+        assert_eq!(audit.read().await.expect("the audit result is read").findings, 2);
         assert!(metrics.render().contains("tandem_frontend_audit_timestamp_seconds 7"));
     }
 }

@@ -9,8 +9,8 @@ use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 /// A request is refused after this time in the queue. The largest request needs less time on a core.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for
-/// a core, and its other tasks wait for that one.
+/// Limits how many tasks of one kind run at a time. Clients are served round-robin: each client has at most one task in the queue for a
+/// core, and the client's other tasks wait until that task has left the queue.
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,
@@ -28,7 +28,7 @@ impl Cores {
         Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1) }
     }
 
-    /// Runs `work` on a blocking thread when a core is free. Tasks of one client run in the order of its calls, and clients are served
+    /// Runs `work` on a blocking thread when a core is free. Tasks of one client start in the order of the calls, and clients are served
     /// round-robin. Dropping the future removes the task from the queue; a task that already runs continues to its end and keeps its core.
     ///
     /// # Errors
@@ -69,9 +69,9 @@ mod tests {
         let mut first = pin!(cores.run(None, move || blocked.recv().map_err(|_| ApiError::Internal)));
         assert!(poll!(&mut first).is_pending());
         let mut second = pin!(cores.run(None, || Ok(2)));
-        assert!(poll!(&mut second).is_pending(), "the first holds the only core");
-        release.send(()).expect("the first waits for it");
-        first.await.expect("it succeeds");
+        assert!(poll!(&mut second).is_pending(), "the first task holds the only core");
+        release.send(()).expect("the first task keeps the receiver");
+        first.await.expect("the first task succeeds");
         assert_eq!(second.await.ok(), Some(2));
     }
 
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn clients_are_served_round_robin_however_much_one_sends() {
+    async fn clients_are_served_round_robin_however_many_tasks_one_client_has() {
         let cores = Cores::new(1);
         let [flood, other] = ["flood", "other"].map(|name| Client::Account(name.to_owned()));
         let (release, blocked) = mpsc::channel::<()>();
@@ -91,7 +91,7 @@ mod tests {
         let task = |client, name: usize| {
             let order = Arc::clone(&order);
             cores.run(Some(client), move || {
-                order.lock().expect("no panic").push(name);
+                order.lock().expect("no task panics with the lock").push(name);
                 Ok(())
             })
         };
@@ -102,11 +102,15 @@ mod tests {
         }
         let mut other = pin!(task(&other, 99));
         assert!(poll!(&mut other).is_pending());
-        release.send(()).expect("the first waits for it");
-        first.await.expect("it succeeds");
+        release.send(()).expect("the first task keeps the receiver");
+        first.await.expect("the first task succeeds");
         let (others, _) = tokio::join!(other, join_all(flood));
-        others.expect("it is served");
-        assert_eq!(order.lock().expect("no panic").iter().position(|name| *name == 99), Some(1), "one of the flood goes first");
+        others.expect("the task of the other client runs");
+        assert_eq!(
+            order.lock().expect("no task panics with the lock").iter().position(|name| *name == 99),
+            Some(1),
+            "only one task of the flood runs before the other client's task"
+        );
     }
 
     #[tokio::test]

@@ -36,7 +36,9 @@ pub(crate) enum ApiError {
         "The body is not sent as JSON; send the header 'content-type: application/json' (curl: -H 'content-type: application/json')."
     )]
     ContentType,
-    #[error("The body is sent with a Content-Encoding, which this server does not decode; send it without.")]
+    #[error(
+        "The body is sent with a Content-Encoding, which this server does not decode; send it uncompressed, without this header."
+    )]
     ContentEncoding,
     #[error("Invalid type or value for '{param}': {}.", in_json_words(.source))]
     Type { param: String, source: serde_json::Error },
@@ -46,7 +48,7 @@ pub(crate) enum ApiError {
     ModelNotFound { model: String },
     #[error("The model has no chat template; use /v1/completions.")]
     NoChatTemplate,
-    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("it failed"))]
+    #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
     Template(#[source] minijinja::Error),
     #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,
@@ -99,7 +101,7 @@ pub(crate) enum ApiError {
     TooManySequences { sequences: usize, max: usize },
     #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
     ClientLimit { max: usize },
-    #[error("This server is shutting down; send the request to another.")]
+    #[error("This server is shutting down; send the request to another server.")]
     Draining,
     #[error("The server failed to process the request; its log says why.")]
     Internal,
@@ -206,7 +208,7 @@ struct Parts<'a> {
     kind: &'static str,
     param: Option<&'a str>,
     code: Option<&'static str>,
-    /// The number of seconds after which the client may retry.
+    /// The number of seconds after which the client may retry; `None`: the response has no header `retry-after`.
     retry_after: Option<u16>,
 }
 

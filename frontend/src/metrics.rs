@@ -131,7 +131,7 @@ impl FrontendMetrics {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it.
+    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it; empty if that worker was lost before it could report.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
@@ -158,7 +158,7 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // If no tier was reported, the counter is updated even for 0 cached tokens, so that it exists for this source.
+        // If no tier was reported, the counter is incremented even by 0, so that its series for this source exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
@@ -237,7 +237,7 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line} in {text}");
         }
         assert!(!text.contains("attic"), "{text}");
-        assert!(!text.contains("reports_stopped"), "p1 never reported: {text}");
+        assert!(!text.contains("reports_stopped"), "p1 never sent a report: {text}");
     }
 
     #[test]
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn worker_that_stops_reporting_cached_tokens_is_counted_once_each_time() {
+    fn worker_is_counted_each_time_it_stops_reporting_cached_tokens() {
         let registry = Metrics::default();
         let metrics = FrontendMetrics::new(&registry, "m");
         use CachedSource::{RouterEstimate, Worker};

@@ -41,7 +41,7 @@ pub(crate) struct Finished {
     pub(crate) samples: usize,
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Prompt tokens found in the prefix cache; `None`: the prompt ended before its first token.
+    /// Prompt tokens found in the prefix cache; `None`: the prompt ended before its first token, or before they were reported.
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) block_size: Option<u32>,
     #[serde(flatten)]
@@ -81,7 +81,7 @@ pub(crate) struct Stages {
     pub(crate) started_ms: Option<f64>,
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) ended_ms: f64,
-    /// The failed attempts before the attempt that generated the first token; empty if no attempt did.
+    /// The failed attempts before the attempt that generated the first token; empty if no attempt generated a token.
     pub(crate) failed: Vec<FailedAttempt>,
 }
 

@@ -11,7 +11,8 @@ use tokio::net::TcpListener;
 
 /// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
 pub struct FrontendSettings {
-    /// The routers' gRPC addresses. Each request is sent to one healthy router. If it is lost, any other router can book the request.
+    /// The routers' gRPC addresses. Each request is sent to one healthy router. If that router is lost, any other router can book the
+    /// request.
     pub routers: MemberSource,
     /// The name that the operator gave the cluster. A router of another cluster is not used.
     pub cluster: String,
@@ -22,6 +23,7 @@ pub struct FrontendSettings {
     /// The maximum number of running sequences (prompts × `n`). Requests beyond it are refused with 503.
     pub concurrent_sequences: usize,
     /// The maximum number of running sequences of one client (account, else address). The client's requests beyond it are refused with 429.
+    /// `None`: one client may use all sequences.
     pub sequences_per_client: Option<usize>,
     /// The maximum size of a body, in bytes. `None`: it is computed from the length of the model's context, as 4 to 32 MiB.
     pub body_max_bytes: Option<usize>,
@@ -30,8 +32,8 @@ pub struct FrontendSettings {
     pub bodies_max_bytes: usize,
     /// The maximum number of open connections. Connections beyond it are closed with a 503 response.
     pub connections_max: usize,
-    /// The maximum number of open connections from one address (for IPv6: from one /64 network). Trusted proxies have no such limit. 0: no
-    /// address has it.
+    /// The maximum number of open connections from one address (for IPv6: from one /64 network). The limit does not apply to trusted
+    /// proxies. 0: no limit.
     pub connections_per_address_max: usize,
     /// Names accepted in the header `Host`, in addition to IP addresses and localhost. `Host` is checked if the listener is on a loopback
     /// address or this list is not empty: a web page's name can resolve to any address, but the page cannot change the browser's `Host`.
@@ -44,26 +46,27 @@ pub struct FrontendSettings {
     pub attempts: u32,
     /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
     pub attempt_timeout: Duration,
-    /// How many times a generation whose worker is lost is resumed on another worker. 0: it ends with an error.
+    /// How many times a generation whose worker is lost is resumed on another worker. 0: such a generation ends with an error.
     pub resumes: u32,
     /// A client that reads nothing of its response for this long is disconnected, which releases the sequences of its request.
     pub unread_max: Duration,
-    /// The time without an event after which a stream sends a comment, so that proxies keep the connection open. Their shortest timeout is
-    /// 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with status 200.
+    /// The time without an event after which a stream sends a comment, so that proxies keep the connection open. The shortest timeout of
+    /// common proxies is 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with
+    /// status 200.
     pub keep_alive: Duration,
     /// The number of finished prompts that the dashboard shows. 0: there is no dashboard.
     pub dashboard_requests: usize,
-    /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics.
+    /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics. `None`: no audit result is shown.
     pub audit_result: Option<PathBuf>,
     /// Creates the spans of requests.
     pub tracer: Tracer,
     /// The name of the header with a request's account, for the ledger and the isolation of accounts. A proxy that authenticates clients
-    /// sets the header. Requests of untrusted peers with this header are refused.
+    /// sets the header. Requests of untrusted peers with this header are refused. `None`: requests have no account.
     pub account_header: Option<HeaderName>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
     /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. Empty: if the
-    /// listener is on loopback or in memory, all peers are trusted whose requests were not forwarded; else none is.
+    /// listener is on loopback or in memory, all peers are trusted whose requests were not forwarded; otherwise no peer is trusted.
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
@@ -73,10 +76,10 @@ pub struct FrontendSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheIsolation {
-    /// Requests of all clients share it.
+    /// Requests of all clients share cached KV.
     #[default]
     Shared,
-    /// Requests of the same account share it. Requests without an account share it only with each other.
+    /// Requests of the same account share cached KV. Requests without an account share it only with each other.
     Account,
 }
 

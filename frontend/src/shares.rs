@@ -47,11 +47,11 @@ impl<K: Clone + Eq + Hash> Counts<K> {
     }
 }
 
-/// One semaphore, all of the same size, for each client that holds permits or waits for them.
+/// A semaphore for each client that holds permits or waits for them. All semaphores have the same number of permits.
 pub(crate) struct Shares<K> {
     permits: usize,
-    /// The semaphores in use, by client. Unused ones are removed at the next call of [`Shares::of`], so there are never more than open
-    /// connections.
+    /// The semaphores in use, by client. Unused semaphores are removed at the next call of [`Shares::of`], so there are never more
+    /// semaphores than open connections.
     in_use: Mutex<HashMap<K, Weak<Semaphore>>>,
 }
 

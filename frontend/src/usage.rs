@@ -26,7 +26,7 @@ impl CachedSource {
     }
 }
 
-/// The prompt tokens whose KV came from a prefix cache. They do not change after the first token.
+/// The prompt tokens whose KV came from a prefix cache. Once known, they do not change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Cached {
     pub(crate) tokens: u32,
@@ -58,11 +58,11 @@ pub(crate) struct PromptUsage {
     pub(crate) prompt_tokens: u32,
     /// The number of generated tokens of all samples.
     pub(crate) completion_tokens: u32,
-    /// The cached tokens; `None` until the first token.
+    /// The cached tokens; `None` until the first token, or until they are reported if the worker reports them late.
     pub(crate) cached: Option<Cached>,
 }
 
-/// OpenAI's object `usage`. All fields are always present.
+/// OpenAI's object `usage`. All fields are present when an answer is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
@@ -74,7 +74,9 @@ pub(crate) struct Usage {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct PromptTokensDetails {
-    pub(crate) cached_tokens: u32,
+    /// Absent while the cached tokens of a prompt are not known: a chunk must not claim a number that a later one corrects.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cached_tokens: Option<u32>,
     /// Always 0, because prompts are text.
     audio_tokens: u32,
 }
@@ -87,11 +89,11 @@ struct CompletionTokensDetails {
 
 /// Returns the usage of a request, which is the sum of its prompts' usage.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
-    let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32);
+    let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, Some(0_u32));
     for prompt in prompts {
         prompt_tokens = prompt_tokens.saturating_add(prompt.prompt_tokens);
         completion_tokens = completion_tokens.saturating_add(prompt.completion_tokens);
-        cached_tokens = cached_tokens.saturating_add(prompt.cached.as_ref().map_or(0, |cached| cached.tokens));
+        cached_tokens = cached_tokens.zip(prompt.cached.as_ref()).map(|(sum, cached)| sum.saturating_add(cached.tokens));
     }
     Usage {
         prompt_tokens,
@@ -111,7 +113,7 @@ mod tests {
         let candidate =
             |overlap_blocks| Candidate { worker: Some(v1::WorkerRef::default()), overlap_blocks, predicted_blocks: 1000 };
         let placement = v1::Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size };
-        Placement::from_wire(placement).expect("it names a decode worker")
+        Placement::from_wire(placement).expect("the placement names a decode worker")
     }
 
     #[test]
@@ -128,7 +130,7 @@ mod tests {
             (reported(None), placement(2, None, 16), 100, 32, RouterEstimate),
             (None, placement(2, None, 16), 100, 32, RouterEstimate),
             (reported(None), placement(9, Some(0), 16), 100, 0, RouterEstimate),
-            // The number is never greater than that of the prompt's tokens, and does not overflow.
+            // The number is never greater than the number of the prompt's tokens, and its computation does not overflow.
             (reported(None), placement(0, Some(7), 16), 100, 100, RouterEstimate),
             (reported(None), placement(0, Some(u32::MAX), u32::MAX), u32::MAX, u32::MAX, RouterEstimate),
             (reported(None), placement(0, Some(1 << 28), 16), 77, 77, RouterEstimate),
@@ -158,9 +160,9 @@ mod tests {
             completion_tokens,
             cached: Some(Cached { tokens: cached_tokens, source: CachedSource::Worker, by_tier: BTreeMap::new() }),
         };
-        let json = |prompts: &[PromptUsage]| serde_json::to_value(usage(prompts)).expect("usage is plain data");
+        let json = |prompts: &[PromptUsage]| serde_json::to_value(usage(prompts)).expect("usage can be serialized");
         assert_eq!(
-            json(&[prompt(100, 5, 96), prompt(20, 7, 0), PromptUsage { prompt_tokens: 3, ..PromptUsage::default() }]),
+            json(&[prompt(100, 5, 96), prompt(20, 7, 0), prompt(3, 0, 0)]),
             serde_json::json!({
                 "prompt_tokens": 123, "completion_tokens": 12, "total_tokens": 135,
                 "prompt_tokens_details": { "cached_tokens": 96, "audio_tokens": 0 },
@@ -168,5 +170,7 @@ mod tests {
             })
         );
         assert_eq!(json(&[prompt(u32::MAX, 1, 0), prompt(1, u32::MAX, 0)])["total_tokens"], u32::MAX);
+        let unknown = PromptUsage { prompt_tokens: 3, ..PromptUsage::default() };
+        assert_eq!(json(&[prompt(100, 5, 96), unknown])["prompt_tokens_details"], serde_json::json!({ "audio_tokens": 0 }));
     }
 }

@@ -21,7 +21,7 @@ fn golden_texts_encode_to_llama_cpps_ids_and_decode_to_themselves() {
         eprintln!("SKIPPED: set TANDEM_MODEL to SmolLM2-135M-Instruct's .gguf to compare the tokenizer with llama.cpp's");
         return;
     };
-    let file = Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
+    let file = Gguf::open(path.as_ref()).expect("TANDEM_MODEL must name a GGUF file");
     let model = ServedModel::from_gguf("m", "r", &file).expect("the model can be served");
     let goldens = include_str!("../../ci/goldens/tokenizer.json");
     let goldens: Vec<Golden> = serde_json::from_str(goldens).expect("the goldens are JSON");

@@ -27,13 +27,13 @@ pub struct CacheSettings {
     pub capacity_blocks: u32,
     /// The number of tokens in a block.
     pub block_size: u32,
-    /// If off, no block is ever shared or found, and there are no events.
+    /// If false, no block is kept in the cache or found there, and there are no events.
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
 }
 
-/// There are not enough blocks, even after evicting all unused ones.
+/// The cache has too few blocks for the request, even if all unused blocks are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the KV cache has no free block")]
 pub struct Full;
@@ -81,9 +81,9 @@ pub struct PrefixCache {
     /// Incremented whenever a block loses its last pin.
     clock: u64,
     log: EventLog,
-    /// The block with which [`PrefixCache::check_next`] continues.
+    /// The index of the first block that the next call of [`PrefixCache::check_next`] checks.
     next_checked: usize,
-    /// All ones, except in tests that need collisions.
+    /// The bits of a hash that are used: all of them, except in tests that need collisions.
     hash_mask: u64,
 }
 
@@ -204,10 +204,10 @@ impl PrefixCache {
     }
 
     /// Makes a pinned, full block reusable: it holds the KV of `tokens` after `parent`. Returns the block that the caller must use for
-    /// these tokens from now on, pinned: `block` itself, or an equal one that was cached before (then `block` is released).
+    /// these tokens from now on, pinned: `block` itself, or an equal block that was cached before (then `block` is released).
     ///
-    /// A different block with the same hash is evicted with its descendants, unless it is pinned: a prompt that was constructed to collide
-    /// with another one must not keep the other out of the cache for longer than it runs itself.
+    /// A different block with the same hash is evicted with its descendants, unless it is pinned. So a prompt that an attacker constructed
+    /// to collide with another prompt keeps that prompt out of the cache only while the attacker's prompt runs.
     ///
     /// `block` stays private to its owners if its parent is private, a different pinned block has its hash, it is older than the last
     /// [`PrefixCache::clear`], or caching is off.
@@ -318,7 +318,7 @@ impl PrefixCache {
                 Some(Some(parent)) => children.entry(parent).or_default().push(id),
             }
         }
-        // Each chain ends at a leaf. Where it passes a fork, the other branches become chains of their own later.
+        // Each chain follows one child of every block down to a leaf. The other children become the starts of further chains.
         let mut stored = Vec::new();
         while let Some(start) = starts.pop() {
             let parent = self.content(start).parent().map(|parent| self.content(parent).hash);
@@ -359,8 +359,8 @@ impl PrefixCache {
         found
     }
 
-    /// Evicts an unpinned block and its descendants, children before their parents. Searches the unpinned blocks once: no descendant is
-    /// pinned, because a pinned block pins its ancestors.
+    /// Evicts an unpinned block and its descendants, children before their parents. A single search of the unpinned blocks finds all
+    /// descendants, because none of them is pinned: a pinned block pins its ancestors.
     fn evict_with_descendants(&mut self, root: BlockId) {
         let mut evicted = vec![root];
         let mut found = HashSet::from([root]);

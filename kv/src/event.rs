@@ -46,7 +46,8 @@ pub struct Snapshot {
 pub struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
-    /// Whether `last_id` was returned as the id of all changes so far. Later changes must then not be merged into that event.
+    /// Whether [`EventLog::last_id`] has returned the id of the last event. If so, later changes must not be merged into that event,
+    /// because the caller takes that id as the id of the last change.
     last_id_returned: Cell<bool>,
 }
 

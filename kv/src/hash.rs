@@ -111,7 +111,7 @@ pub fn child_hashes(key: &HashKey, parent: SequenceHash, block_size: usize, toke
         .collect()
 }
 
-/// Returns the hash of a whole prompt in its namespace: equal for equal prompts, and different for all others but by chance.
+/// Returns the hash of a whole prompt in its namespace. Two different prompts have the same hash only by chance.
 pub fn prompt_digest(key: &HashKey, namespace: &Namespace, tokens: &[TokenId]) -> u64 {
     namespace.root(key).child(key, tokens).0
 }
@@ -138,7 +138,7 @@ mod tests {
         }
     }
 
-    /// A block of more than `HASHED_TOKENS` is hashed as one input.
+    /// A block of more than `HASHED_TOKENS` tokens is hashed as one input, although it is copied in several parts.
     #[test]
     fn long_block_is_hashed_as_one_input() {
         let tokens: Vec<TokenId> = (0..100).collect();

@@ -37,7 +37,7 @@ macro_rules! id {
 }
 
 id! {
-    /// The operator's stable name of a worker; the label of its metrics. Cheap to clone.
+    /// A worker's stable name, which the operator chooses; also the label of the worker's metrics. Cheap to clone.
     WorkerId,
     /// One run of a process; new at every start. Cheap to clone.
     InstanceId,

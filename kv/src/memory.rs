@@ -1,7 +1,8 @@
 //! The KV memory of a worker as other workers and transfer paths see it: contracts between an engine, which implements them, and the transfer
 //! layer, which uses them.
 //!
-//! All calls block, so they are made on threads that may block. A caller keeps the blocks that it names in use until the call has returned.
+//! All calls block, so they must be made on threads that may block. The caller must keep the blocks that it names in use until the call has
+//! returned.
 
 use crate::BlockId;
 use std::{error::Error, sync::Arc};
@@ -9,7 +10,8 @@ use std::{error::Error, sync::Arc};
 /// How a prefill hands over its computed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
-    /// With a copy of each block's content, made when the block is ready: a later read would wait for a step of the engine.
+    /// With a copy of each block's content, made as soon as the block is ready, because a later read would have to wait for a step of the
+    /// engine.
     Copied,
     /// Without content: the transfer path reads the blocks from the KV memory.
     InPlace,
@@ -32,7 +34,7 @@ pub trait BlockWrite: Send {
     /// Returns the blocks to write, in the order of the requested indices.
     fn blocks(&self) -> &[BlockId];
 
-    /// Ends the write: every block was written. If this is not called, no block counts as written.
+    /// Ends the write. To be called only after every block was written; without this call, none of them counts as written.
     fn complete(self: Box<Self>);
 }
 
@@ -50,7 +52,8 @@ pub trait KvMemory: Send + Sync {
     /// The memory is on another host, its blocks have another layout, or the driver refuses to map it.
     fn open_peer(&self, ipc_handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError>;
 
-    /// Returns the number of devices that join a communicator, one rank each; both ends need the same number. 0: the engine has no NCCL.
+    /// Returns the number of devices that join a communicator, one rank each; both ends need the same number. Returns 0 if the engine has
+    /// no NCCL.
     fn nccl_ranks(&self) -> u32;
 
     /// Returns the id of a communicator that two engines may then join.
@@ -83,7 +86,7 @@ pub trait KvCommunicator: Send + Sync {
     /// The communicator is broken.
     fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError>;
 
-    /// Receives blocks; returns when they are written. A block for `None` is received and discarded.
+    /// Receives blocks; returns when they are written. For an entry that is `None`, a block is received and discarded.
     ///
     /// # Errors
     /// The communicator is broken.
@@ -106,6 +109,6 @@ pub enum DeviceTransferError {
     #[error("the other worker's KV memory cannot be reached: {0}")]
     Unreachable(String),
     /// The device or the communicator failed.
-    #[error("a transfer from device to device failed")]
+    #[error("the transfer from device to device failed")]
     Failed(#[source] Box<dyn Error + Send + Sync>),
 }

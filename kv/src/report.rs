@@ -20,7 +20,8 @@ pub struct Load {
     pub in_use_blocks: u32,
     /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
-    /// Long prefill steps since the start to which the rate was fitted. The rate depends on short steps too, but mainly on long ones.
+    /// The number of long prefill steps since the worker's start from which `prefill_tokens_per_second` was computed. That rate depends on
+    /// short steps too, but mainly on long ones.
     pub prefill_measurements: u64,
     /// Fixed time of a step that computes prompt tokens, in milliseconds; 0 while it is unknown.
     pub prefill_fixed_ms: f64,
@@ -52,8 +53,8 @@ pub struct KvBatch {
     pub events: Vec<KvEvent>,
     /// The load after these changes.
     pub load: Load,
-    /// Requests whose work this load includes, but the load of the previous batch did not.
+    /// Requests whose work is included in this load and was not included in the load of the previous batch.
     pub included_request_ids: Vec<String>,
-    /// The step that ended with this batch, if one did.
+    /// The step that ended with this batch; `None` if no step did.
     pub step: Option<StepStats>,
 }

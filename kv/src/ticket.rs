@@ -2,14 +2,14 @@
 
 use std::fmt;
 
-/// A process that presents a ticket may write the blocks of one reservation. So each ticket is drawn from the system's randomness, is
-/// known only to the worker that drew it and the one that received it, and is never logged: `Debug` hides it.
+/// A process that presents a ticket may write the blocks of one reservation. So each ticket is made from the system's randomness, is known
+/// only to the worker that made it and the worker that received it, and is never logged: `Debug` hides it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket([u8; Ticket::BYTES]);
 
 /// The bytes are not a ticket, because there are not [`Ticket::BYTES`] of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a ticket has {} bytes; the sender must pass on the one that it was given", Ticket::BYTES)]
+#[error("a ticket must have {} bytes; the sender must pass on the received ticket unchanged", Ticket::BYTES)]
 pub struct InvalidTicket;
 
 impl Ticket {

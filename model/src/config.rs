@@ -48,9 +48,9 @@ impl Gguf {
     }
 }
 
-/// The differences between the model families.
+/// The properties in which the model families differ.
 pub(crate) struct Family {
-    /// Which elements of a head RoPE pairs in GGUF files.
+    /// Which elements of a head are a RoPE pair in GGUF files.
     pairs: Pairs,
     pub(crate) qkv_biases: bool,
     pub(crate) qk_norms: bool,
@@ -176,7 +176,7 @@ impl Numbers<'_> {
     fn rope_scaling(&self, context_length: u32) -> Result<Scaling, ModelError> {
         let key = |name: &str| format!("rope.scaling.{name}");
         let number = |name: &str| Ok::<_, ModelError>(self.positive(&key(name))?.map(f64::from));
-        // Files from older converters have no scaling type, only a factor under one of two names.
+        // Files from older converters have no scaling type, only a scaling factor under one of two names.
         let factor = match number("factor")? {
             None => self.float("rope.scale_linear")?.map(f64::from).filter(|factor| *factor > 0.0),
             factor => factor,
@@ -187,7 +187,7 @@ impl Numbers<'_> {
             "linear" if factor == 1.0 => Ok(Scaling::None),
             "linear" => Ok(Scaling::Linear { factor }),
             "yarn" => {
-                // `yarn_ext_factor` is the share of YaRN's extrapolation, which is 1 in all models of these families.
+                // `yarn_ext_factor` is the weight of the frequencies that YaRN does not divide. It is 1 in all models of these families.
                 if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
                     return Err(self.wrong(&key("yarn_ext_factor"), "1"));
                 }

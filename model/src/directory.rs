@@ -34,7 +34,7 @@ struct TensorInfo {
 pub struct HfTokenizer {
     /// Contents of `tokenizer.json`, for the crate `tokenizers`.
     pub json: Vec<u8>,
-    /// Jinja source of the chat template.
+    /// Jinja source of the chat template; `None` if the directory has no template.
     pub chat_template: Option<String>,
     /// Text of the token that starts a sequence; may be empty.
     pub bos: String,
@@ -42,6 +42,8 @@ pub struct HfTokenizer {
     pub eos: String,
     /// Ids of tokens that end an answer.
     pub stop_tokens: Vec<u32>,
+    /// The length of the model's context in tokens; `None` if the configuration does not name it.
+    pub context_length: Option<u32>,
 }
 
 const CONFIG: &str = "config.json";
@@ -95,30 +97,47 @@ impl HfDirectory {
         Ok(names.into_iter().map(|name| path.join(name)).filter(|file| file.exists()).collect())
     }
 
-    /// Returns the content of the tokenizer's file, and what other files say about special tokens and the chat template.
+    /// Returns the content of `tokenizer.json`, and the special tokens and the chat template from the directory's other files.
     ///
     /// # Errors
     /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
     pub fn tokenizer(&self) -> Result<HfTokenizer, ModelError> {
-        let config: TokenizerConfig = match read_optional(&self.path, TOKENIZER_CONFIG)? {
+        HfTokenizer::read(&self.path)
+    }
+}
+
+impl HfTokenizer {
+    /// Whether the directory contains the files that a tokenizer needs. The directory may lack the weights.
+    pub fn is_at(path: &Path) -> bool {
+        path.join(CONFIG).is_file() && path.join(TOKENIZER).is_file()
+    }
+
+    /// Reads the tokenizer of a model of any architecture. The directory may lack the weights.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be read, or is not valid JSON or UTF-8.
+    pub fn read(path: &Path) -> Result<Self, ModelError> {
+        let config: TokenizerConfig = match read_optional(path, TOKENIZER_CONFIG)? {
             Some(bytes) => json(TOKENIZER_CONFIG, &bytes)?,
             None => TokenizerConfig::default(),
         };
-        let template = match read_optional(&self.path, TEMPLATE)? {
+        let template = match read_optional(path, TEMPLATE)? {
             Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| ModelError::Malformed { what: "a text is not UTF-8" })?),
             None => config.chat_template.and_then(TemplateField::text),
         };
-        let mut ends: Ends = json(CONFIG, &read(&self.path, CONFIG)?)?;
-        if let Some(bytes) = read_optional(&self.path, GENERATION)? {
-            let generation: Ends = json(GENERATION, &bytes)?;
-            ends.eos_token_id = generation.eos_token_id.or(ends.eos_token_id);
+        let mut model: TextConfig = json(CONFIG, &read(path, CONFIG)?)?;
+        if let Some(bytes) = read_optional(path, GENERATION)? {
+            let generation: TextConfig = json(GENERATION, &bytes)?;
+            model.eos_token_id = generation.eos_token_id.or(model.eos_token_id);
         }
-        Ok(HfTokenizer {
-            json: read(&self.path, TOKENIZER)?,
+        let nested = model.text_config.as_deref();
+        Ok(Self {
+            context_length: model.max_position_embeddings.or(nested.and_then(|nested| nested.max_position_embeddings)),
+            json: read(path, TOKENIZER)?,
             chat_template: template,
             bos: config.bos_token.map_or_else(String::new, TokenField::text),
             eos: config.eos_token.map_or_else(String::new, TokenField::text),
-            stop_tokens: match ends.eos_token_id {
+            stop_tokens: match model.eos_token_id {
                 None => Vec::new(),
                 Some(OneOrMany::One(token)) => vec![token],
                 Some(OneOrMany::Many(tokens)) => tokens,
@@ -248,9 +267,12 @@ impl TemplateField {
     }
 }
 
+/// The fields of a model's configuration that concern text. Models for text and images have them in `text_config`, except the end tokens.
 #[derive(Deserialize)]
-struct Ends {
+struct TextConfig {
     eos_token_id: Option<OneOrMany>,
+    max_position_embeddings: Option<u32>,
+    text_config: Option<Box<TextConfig>>,
 }
 
 #[derive(Deserialize)]

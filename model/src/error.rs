@@ -38,7 +38,7 @@ pub enum ModelError {
     /// `found` is the format's name in safetensors.
     #[error("tensor {name} is stored as {found:?}: use the model in BF16, F16 or F32, or a GGUF conversion of it")]
     Dtype { name: String, found: safetensors::Dtype },
-    #[error("{} cannot be read: it is incomplete, fetch it again", path.display())]
+    #[error("{} is incomplete or damaged: fetch the file again", path.display())]
     Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
     #[error("the model's {file} cannot be used: fetch the model again, or choose another")]
     Json { file: &'static str, source: serde_json::Error },

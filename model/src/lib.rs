@@ -21,11 +21,11 @@ pub use rope::{Pairs, Rope};
 pub use tensor::{Tensor, TensorType};
 pub use tokenizer::TokenizerData;
 
-/// The built-in vocabulary of `--engine sim`: the 256 bytes, then these tokens.
+/// The built-in vocabulary of `--engine sim`: one token for each of the 256 bytes, then these tokens.
 pub mod sim {
     /// Starts a chat turn.
     pub const IM_START: u32 = 256;
-    /// Ends a chat turn, and with it an answer.
+    /// Ends a chat turn, and therefore also an answer.
     pub const IM_END: u32 = 257;
     /// Number of tokens in the vocabulary.
     pub const VOCAB_SIZE: usize = 258;

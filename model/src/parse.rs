@@ -130,7 +130,7 @@ impl Array {
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// What is being read, for error messages.
+    /// The name of the part of the file that is being read, for error messages.
     part: &'static str,
 }
 

@@ -77,49 +77,52 @@ mod tests {
 
     /// Returns the output of a shell command in `folder`, up to the first space.
     fn shell(folder: &Path, command: &str) -> String {
-        let output = Command::new("sh").args(["-c", command]).current_dir(folder).output().expect("there is a shell");
+        let output = Command::new("sh").args(["-c", command]).current_dir(folder).output().expect("the system has a shell");
         String::from_utf8_lossy(&output.stdout).split(' ').next().unwrap_or_default().to_owned()
     }
 
     #[test]
     fn revision_covers_every_byte_of_a_file() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("a.gguf");
         // The file has more than one chunk, and its last chunk is not full.
         let mut bytes: Vec<u8> = (0..CHUNK_BYTES * 2 + 77).map(|i| (i * i % 251) as u8).collect();
-        fs::write(&path, &bytes).expect("ours");
-        let original = revision(&path, sha256_of).expect("it is there");
+        fs::write(&path, &bytes).expect("the folder is writable");
+        let original = revision(&path, sha256_of).expect("the file is readable");
         assert_eq!(original, shell(folder.path(), "sha256sum a.gguf"));
         for at in [0, 100_000, CHUNK_BYTES, bytes.len() - 1] {
             bytes[at] ^= 1;
-            fs::write(&path, &bytes).expect("ours");
-            assert_ne!(revision(&path, sha256_of).expect("it is there"), original, "byte {at}");
+            fs::write(&path, &bytes).expect("the folder is writable");
+            assert_ne!(revision(&path, sha256_of).expect("the file is readable"), original, "byte {at}");
             bytes[at] ^= 1;
         }
     }
 
     #[test]
     fn directory_revision_covers_weights_configuration_and_text() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let names = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
         for name in names {
-            fs::write(folder.path().join(name), name).expect("ours");
+            fs::write(folder.path().join(name), name).expect("the folder is writable");
         }
-        fs::write(folder.path().join("README.md"), "not read").expect("ours");
-        let original = revision(folder.path(), sha256_of).expect("it is whole");
+        fs::write(folder.path().join("README.md"), "not read").expect("the folder is writable");
+        let original = revision(folder.path(), sha256_of).expect("the model directory is complete");
         assert_eq!(original, shell(folder.path(), &format!("sha256sum {} | sha256sum", names.join(" "))));
         for name in names {
-            fs::write(folder.path().join(name), "other").expect("ours");
-            assert_ne!(revision(folder.path(), sha256_of).expect("it is whole"), original, "{name}");
-            fs::write(folder.path().join(name), name).expect("ours");
+            fs::write(folder.path().join(name), "other").expect("the folder is writable");
+            assert_ne!(revision(folder.path(), sha256_of).expect("the model directory is complete"), original, "{name}");
+            fs::write(folder.path().join(name), name).expect("the folder is writable");
         }
-        fs::write(folder.path().join("README.md"), "other").expect("ours");
-        assert_eq!(revision(folder.path(), sha256_of).expect("it is whole"), original);
+        fs::write(folder.path().join("README.md"), "other").expect("the folder is writable");
+        assert_eq!(revision(folder.path(), sha256_of).expect("the model directory is complete"), original);
     }
 
     #[test]
     fn git_blob_hash_equals_that_of_git() {
         // `printf hello | git hash-object --stdin`
-        assert_eq!(git_blob_sha1(5, &b"hello"[..]).expect("memory"), "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0");
+        assert_eq!(
+            git_blob_sha1(5, &b"hello"[..]).expect("reading from memory does not fail"),
+            "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"
+        );
     }
 }

@@ -12,14 +12,14 @@ pub enum Pairs {
 }
 
 /// Rotary position embedding (Su et al. 2021): at position `p`, pair `i` of every query and key is rotated by `p × frequencies[i]` radians
-/// and multiplied by `magnitude`. Both values include the model's context scaling.
+/// and multiplied by `magnitude`. `frequencies` and `magnitude` include the model's context scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     /// Which elements of a head form a pair.
     pub pairs: Pairs,
     /// Radians per position, for each of the `head_dim / 2` pairs.
     pub frequencies: Vec<f64>,
-    /// The factor of every pair: 1 except with YaRN.
+    /// The number by which every rotated pair is multiplied: 1, unless the model uses YaRN.
     pub magnitude: f64,
 }
 
@@ -27,19 +27,19 @@ pub struct Rope {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scaling {
     None,
-    /// All frequencies are divided by the factor.
+    /// All frequencies are divided by `factor`.
     Linear {
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided by the factor, high ones are kept, and those between are interpolated.
+    /// Llama 3.1: low frequencies are divided by `factor`, high frequencies are kept, and those between are interpolated.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
         high_freq_factor: f64,
         original_context: f64,
     },
-    /// YaRN (Peng et al. 2023): frequencies of pairs that rotate fewer than `beta_slow` times in the original context are divided by the
-    /// factor, those of pairs that rotate more than `beta_fast` times are kept, and those between are interpolated.
+    /// YaRN (Peng et al. 2023): frequencies of pairs that rotate fewer than `beta_slow` times in the original context are divided by
+    /// `factor`, those of pairs that rotate more than `beta_fast` times are kept, and those between are interpolated.
     Yarn {
         factor: f64,
         original_context: f64,
@@ -49,13 +49,13 @@ pub(crate) enum Scaling {
     },
 }
 
-/// YaRN's default magnitude, which sharpens attention for a longer context.
+/// Returns YaRN's default for [`Rope::magnitude`]. It exceeds 1 in a longer context, which makes attention sharper.
 pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * libm::log(factor) + 1.0 }
 }
 
 impl Rope {
-    /// Computes the frequencies. `divisors`, one for each pair, are applied before the scaling.
+    /// Computes the frequencies. Each pair's frequency is divided by its entry of `divisors` (if there are any) before the scaling.
     pub(crate) fn new(pairs: Pairs, head_dim: usize, base: f32, divisors: Option<&[f32]>, scaling: Scaling) -> Self {
         let len = head_dim / 2;
         let mut frequencies: Vec<f64> = (0..len).map(|pair| libm::pow(f64::from(base), -(pair as f64) / len as f64)).collect();
@@ -74,7 +74,7 @@ impl Rope {
                 }
             }
             Scaling::Yarn { factor, original_context, beta_fast, beta_slow, magnitude: given } => {
-                // Returns the (fractional) index of the pair that rotates this often in the original context.
+                // Returns the (fractional) index of the pair that makes this many rotations in the original context.
                 let pair_of = |rotations: f64| {
                     len as f64 * libm::log(original_context / (rotations * 2.0 * PI)) / libm::log(f64::from(base))
                 };

@@ -15,13 +15,13 @@ pub struct TokenizerData {
     pub pre: String,
     /// Name of the algorithm; `gpt2` is byte-level BPE.
     pub model: String,
-    /// Token that starts a sequence.
+    /// Token that starts a sequence; `None` if the file names none.
     pub bos: Option<u32>,
-    /// Token that ends an answer.
+    /// Token that ends an answer; `None` if the file names none.
     pub eos: Option<u32>,
     /// Whether the model expects `bos` before every sequence, as in its training.
     pub add_bos: bool,
-    /// Jinja source of the chat template.
+    /// Jinja source of the chat template; `None` if the file has none.
     pub chat_template: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Tests which GGUF files are accepted, and what is read from them.
+//! Tests which GGUF files are accepted, and which values are read from them.
 
 mod writer;
 
@@ -83,7 +83,7 @@ fn mapped_file_has_the_same_tensors_as_its_bytes() {
     assert_eq!(mapped.tensor("q").unwrap().data, owned.tensor("q").unwrap().data);
     let absent = Gguf::open(&directory.path().join("absent.gguf")).err().unwrap();
     assert!(matches!(absent, ModelError::Open { .. }) && absent.to_string().contains("absent.gguf"), "{absent}");
-    assert!(Gguf::open(directory.path()).is_err(), "a directory is no file");
+    assert!(Gguf::open(directory.path()).is_err(), "a directory is not a GGUF file");
 }
 
 #[test]
@@ -102,13 +102,13 @@ fn missing_optional_keys_have_defaults() {
         ("default", None, false, None)
     );
     let silent = small().str("tokenizer.ggml.pre", "llama-bpe").without("tokenizer.ggml.add_bos_token");
-    assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 begins with its first token");
+    assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 prompts begin with the BOS token");
     assert!(!read(silent.bool("tokenizer.ggml.add_bos_token", false)).unwrap().tokenizer().unwrap().add_bos);
     let writer = small().without("llama.attention.head_count_kv").without("llama.rope.freq_base");
     let config = ModelConfig::read(&read(writer).unwrap()).unwrap();
     assert_eq!(config.kv_heads, 4);
     let four = read(small().without("llama.rope.freq_base").u32("llama.attention.key_length", 4)).unwrap();
-    assert_eq!(ModelConfig::read(&four).unwrap().rope.frequencies, [1.0, 0.01], "the base is 10,000");
+    assert_eq!(ModelConfig::read(&four).unwrap().rope.frequencies, [1.0, 0.01], "the default base is 10,000");
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn file_truncated_at_any_length_is_refused() {
             Err(ModelError::Truncated { .. }) => {}
             Err(ModelError::NotGguf) if len < 4 => {}
             Err(other) => panic!("{len} bytes: {other}"),
-            Ok(_) => panic!("{len} of {} bytes were taken for a whole file", whole.len()),
+            Ok(_) => panic!("{len} of {} bytes were accepted as a complete file", whole.len()),
         }
     }
 }
@@ -153,19 +153,22 @@ fn lengths_beyond_the_file_are_refused_without_allocating_for_them() {
 
 #[test]
 fn malformed_files_are_refused() {
-    assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "type of value");
+    assert!(matches!(error(small().raw("x", 77, &[])), ModelError::Malformed { .. }), "an unknown type of value");
     assert!(
         matches!(error(small().raw("x", 9, &[9, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])), ModelError::Malformed { .. }),
-        "list of lists"
+        "a list of lists"
     );
     assert!(matches!(error(small().raw("x", 8, &[1, 0, 0, 0, 0, 0, 0, 0, 0xff])), ModelError::Malformed { .. }), "not UTF-8");
-    assert!(matches!(error(small().u32("general.alignment", 24)), ModelError::Malformed { .. }), "alignment");
+    assert!(matches!(error(small().u32("general.alignment", 24)), ModelError::Malformed { .. }), "an invalid alignment");
     assert!(matches!(error(small().u32("general.alignment", 0)), ModelError::Malformed { .. }), "alignment 0");
     assert!(
         matches!(error(small().tensor("q", &[33], kind::Q4_1, vec![0; 40])), ModelError::Malformed { .. }),
-        "part of a block"
+        "an incomplete quantized block"
     );
-    assert!(matches!(error(small().tensor("q", &[1; 5], kind::F32, vec![0; 4])), ModelError::Malformed { .. }), "dimensions");
+    assert!(
+        matches!(error(small().tensor("q", &[1; 5], kind::F32, vec![0; 4])), ModelError::Malformed { .. }),
+        "too many dimensions"
+    );
     assert!(matches!(error(small().tensor("q", &[32], 99, vec![0; 40])), ModelError::UnknownTensorType { found: 99, .. }));
     let twice = small().tensor("same", &[1], kind::F32, vec![0; 4]).tensor("s\0me", &[1], kind::F32, vec![0; 4]).finish();
     let at = twice.windows(4).position(|window| window == b"s\0me").unwrap();
@@ -292,7 +295,7 @@ fn rope_scaling_is_read_from_keys_and_tensors() {
 }
 
 proptest! {
-    /// Damaged files are accepted or refused without a panic, and accepted ones can be read completely.
+    /// Damaged files are accepted or refused without a panic, and accepted files can be read completely.
     #[test]
     fn damaged_files_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let mut file = small().finish();

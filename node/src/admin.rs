@@ -58,11 +58,11 @@ mod tests {
     };
 
     async fn get(address: std::net::SocketAddr, path: &str) -> String {
-        let mut stream = TcpStream::connect(address).await.expect("it listens");
+        let mut stream = TcpStream::connect(address).await.expect("the admin listener accepts connections");
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.expect("it reads");
+        stream.write_all(request.as_bytes()).await.expect("the admin server reads");
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("it answers");
+        stream.read_to_string(&mut answer).await.expect("the admin server answers");
         answer
     }
 
@@ -73,8 +73,8 @@ mod tests {
         let state = Arc::new(Mutex::new(Err("no \"decode\" worker".to_owned())));
         let asked = state.clone();
         let ready = move || std::future::ready(asked.lock().clone());
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound");
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("the listener is bound");
         let serving = run(listener, metrics, ready, shutdown.clone());
         let story = async {
             assert!(get(address, "/live").await.starts_with("HTTP/1.1 200"));
@@ -87,6 +87,6 @@ mod tests {
             shutdown.stop();
         };
         let (served, ()) = tokio::join!(serving, story);
-        served.expect("an orderly end");
+        served.expect("the server ends without an error");
     }
 }

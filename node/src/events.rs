@@ -50,7 +50,7 @@ pub struct NatsSettings {
     pub auth: NatsAuth,
     /// The CA certificate for verifying NATS (a PEM file). If it is set, connections are always encrypted.
     pub ca: Option<PathBuf>,
-    /// The client certificate and its key, as PEM files.
+    /// The client certificate and its key, as PEM files; `None`: the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// The cluster's name, which is part of every subject.
     pub cluster: String,
@@ -79,12 +79,12 @@ pub enum NatsAuth {
 pub enum NatsError {
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
     Server { server: String },
-    #[error("{} cannot be used for NATS", .path.display())]
+    #[error("{} cannot be used for NATS; check --nats-creds, --nats-nkey, --nats-ca, --nats-cert and --nats-key", .path.display())]
     File { path: PathBuf, source: io::Error },
-    #[error("NATS cannot be used")]
+    #[error("the connection to NATS cannot be set up; check the --nats settings")]
     Connect(#[from] async_nats::ConnectError),
     /// The NATS client has ended.
-    #[error("NATS subscription failed")]
+    #[error("the subscription to KV events over NATS failed")]
     Subscribe(#[from] async_nats::SubscribeError),
 }
 
@@ -189,8 +189,8 @@ impl Broker {
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
         let messages = self.client.subscribe(self.subject(instance_id)).await?;
         let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
-        // After the flush NATS knows the subscription, so a snapshot requested afterwards and the events leave no gap. Without the flush, a
-        // gap is still detected by the numbers of the events.
+        // After the flush, NATS knows the subscription, so no event is lost between a snapshot that is requested afterwards and the first
+        // event received. Without the flush, a lost event is still detected by the numbers of the events.
         tokio::select! {
             _ = self.client.flush() => {}
             () = self.until(false) => {}
@@ -205,7 +205,8 @@ impl Broker {
         batch
     }
 
-    /// Returns the batch of a message if it is signed with the cluster key for this instance. Without a key, every message is accepted.
+    /// Returns the batch of a message; `None` if the message is not signed with the cluster key for this instance. If the cluster has no
+    /// key, every message is accepted.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);
@@ -239,13 +240,14 @@ impl Published {
             };
             match KvEventBatch::decode(batch) {
                 Ok(batch) => return Some(batch),
-                Err(error) => tracing::debug!(%error, "ignoring a NATS message that is no batch of KV events"),
+                Err(error) => tracing::debug!(%error, "ignoring a NATS message that is not a batch of KV events"),
             }
         }
     }
 }
 
-/// Returns the wall-clock time in microseconds since 1970. The delay of events is measured with it between hosts with synchronised clocks.
+/// Returns the wall-clock time in microseconds since 1970. It is used to measure the delay of events between hosts, whose clocks must be
+/// synchronised.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
@@ -300,7 +302,7 @@ struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last error that was logged, so that it is logged once.
+    /// The last error that was logged, which is not logged again; `None` if there was none since the last connection.
     reported: Mutex<Option<String>>,
 }
 
@@ -326,7 +328,7 @@ impl Monitor {
             }
             Event::Disconnected | Event::Closed => {
                 self.connected.set(0.0);
-                tracing::warn!("NATS disconnected; falling back to direct Watch streams");
+                tracing::warn!("NATS disconnected; until it is back, KV events use the direct Watch streams");
                 self.state.send_replace(false);
             }
             Event::SlowConsumer(_) => self.slow.increment(1),

@@ -17,7 +17,7 @@ pub struct Metrics(Arc<Registry>);
 
 struct Registry {
     recorder: PrometheusRecorder,
-    /// Registries by the name of their owner, such as a worker. Their series are removed with the owner.
+    /// Registries by the name of their owner, such as a worker. A registry's series are removed when its last clone is dropped.
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
@@ -80,7 +80,7 @@ impl Metrics {
         part
     }
 
-    /// Returns this registry and those of its parts.
+    /// Returns this registry and the registries in `parts`.
     fn all(&self) -> Vec<Arc<Registry>> {
         [Arc::clone(&self.0)].into_iter().chain(self.0.parts.lock().values().filter_map(Weak::upgrade)).collect()
     }
@@ -91,8 +91,8 @@ impl Metrics {
         join(&pages)
     }
 
-    /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Before that each value is kept
-    /// individually, so without upkeep memory grows while no scrape occurs.
+    /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Until a value is sorted it is
+    /// kept individually, so without upkeep the memory would grow as long as no scrape occurs.
     pub async fn upkeep(self) {
         loop {
             tokio::time::sleep(UPKEEP_INTERVAL).await;
@@ -101,7 +101,7 @@ impl Metrics {
     }
 }
 
-/// Merges rendered pages, so that each metric family has its help and type only once.
+/// Merges rendered pages into one, in which each metric family has its help and type only once.
 fn join(pages: &[String]) -> String {
     let mut families: BTreeMap<&str, String> = BTreeMap::new();
     for family in pages.iter().flat_map(|page| page.split_terminator("\n\n")) {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_of_a_part_are_removed_when_it_is_dropped() {
+    fn metrics_of_a_part_are_removed_when_the_part_is_dropped() {
         let metrics = Metrics::default();
         let placed = |metrics: &Metrics, worker| {
             metrics.counter("tandem_router_placements_total", "Placements.", &[("worker", worker)]).increment(1);
@@ -161,7 +161,7 @@ mod tests {
         drop(away);
         assert!(!metrics.render().contains("p1"), "{}", metrics.render());
         placed(&metrics.part("p1"), "p1");
-        assert!(!metrics.render().contains("p1"), "the part was dropped: {}", metrics.render());
+        assert!(!metrics.render().contains("p1"), "p1's metrics were dropped: {}", metrics.render());
         assert!(metrics.render().contains("tandem_router_placements_total{worker=\"p0\"} 1\n"));
     }
 }

@@ -5,8 +5,8 @@ use std::{iter, time::Duration};
 
 /// The state of retries since the last success.
 ///
-/// The first delay is between `min` and twice `min`. Delays double until they are between `max` and twice `max`. Each is random within its
-/// range, so that the peers of a process that restarts do not all return at the same moment.
+/// The first delay is between `min` and twice `min`. Delays double until they are between `max` and twice `max`. Each delay is random
+/// within its range, so that the peers of a process that restarts do not all return at the same moment.
 #[derive(Debug)]
 pub struct Backoff {
     min: Duration,
@@ -31,7 +31,7 @@ impl Backoff {
         *self = Self::new(self.min, self.max);
     }
 
-    /// Whether this error differs from the last error since a success. With it, an error that repeats is logged only once.
+    /// Whether this error differs from the last error since a success. A caller that logs only new errors logs a repeated error once.
     pub fn is_new_error(&mut self, error: &str) -> bool {
         let is_new = self.reported.as_deref() != Some(error);
         if is_new {
@@ -41,7 +41,7 @@ impl Backoff {
     }
 }
 
-/// Returns the delay before an attempt, which is numbered from 0, for callers that do not keep a [`Backoff`].
+/// Returns the delay before attempt number `attempt`, counted from 0, for callers that do not keep a [`Backoff`].
 pub fn delay(min: Duration, max: Duration, attempt: usize) -> Duration {
     exponential(min, max).build().nth(attempt).unwrap_or(max)
 }

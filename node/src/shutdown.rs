@@ -1,9 +1,9 @@
-//! Shutdown of a process: announcements to drain and to stop, and one set of tasks to wait for.
+//! Shutdown of a process: the announcements that it drains and that it stops, and the tasks whose end it waits for.
 
 use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Announces when the process drains and when it stops, and waits for its tasks. Cheap to clone.
+/// Announces that the process drains and that it stops, and waits for its tasks. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -12,7 +12,13 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Starts a task that is dropped at its next await if it still runs at the end of the grace period.
+    /// Returns the shutdown of a part of the process that may end before the process does. The part drains and stops with the process, and
+    /// has its own tasks.
+    pub fn child(&self) -> Self {
+        Self { draining: self.draining.child_token(), stopped: self.stopped.child_token(), tasks: TaskTracker::new() }
+    }
+
+    /// Starts a task. If it still runs at the end of the grace period, it is dropped at its next await.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let stopped = self.stopped.clone();
         self.tasks.spawn(async move {
@@ -24,31 +30,32 @@ impl Shutdown {
         });
     }
 
-    /// Starts a task that ends by itself soon after [`Shutdown::stopped`], because it has to send its last messages.
+    /// Starts a task that is never dropped, so that it can send its last messages. [`Shutdown::run`] waits for it without a limit, so it
+    /// must end by itself soon after [`Shutdown::stopped`] resolves.
     pub fn track(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.spawn(task);
     }
 
-    /// Drops a value on a thread that may block. [`Shutdown::run`] waits for it.
+    /// Drops a value on a thread that may block. [`Shutdown::run`] waits until the value is dropped.
     pub fn drop_elsewhere(&self, value: impl Send + 'static) {
-        // Without a runtime the value is dropped here, because there is no task that it could block.
+        // Without a runtime the value is dropped on this thread, because there is no task that this could block.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
         }
     }
 
-    /// Resolves when no new work may be accepted.
+    /// Resolves when the process drains: from then on it must accept no new work.
     pub async fn draining(&self) {
         self.draining.cancelled().await;
     }
 
-    /// Whether no new work may be accepted.
+    /// Whether the process drains, so that it must accept no new work.
     pub fn is_draining(&self) -> bool {
         self.draining.is_cancelled()
     }
 
-    /// Resolves when work that still runs must end.
+    /// Resolves when the process stops: work that still runs must end.
     pub async fn stopped(&self) {
         self.stopped.cancelled().await;
     }
@@ -60,7 +67,8 @@ impl Shutdown {
         self.stopped.cancel();
     }
 
-    /// Announces that the process drains, lets running work finish for at most `grace`, then stops it. Returns when all tasks have ended.
+    /// Announces that the process drains, gives running tasks at most `grace` to finish, and then stops them. Returns when all tasks have
+    /// ended.
     pub async fn run(&self, grace: Duration) {
         self.draining.cancel();
         self.tasks.close();
@@ -82,12 +90,25 @@ mod tests {
         let (finished, result) = tokio::sync::oneshot::channel();
         shutdown.spawn(async move {
             tokio::time::sleep(Duration::from_secs(2)).await;
-            finished.send(()).expect("the test waits for it");
+            finished.send(()).expect("the work keeps the receiver");
         });
         shutdown.spawn(std::future::pending());
         let started = tokio::time::Instant::now();
         shutdown.run(Duration::from_secs(5)).await;
         assert_eq!(started.elapsed(), Duration::from_secs(5));
-        result.await.expect("work shorter than the grace period finishes");
+        result.await.expect("work shorter than the grace period is not cancelled");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn part_ends_alone_or_with_its_process() {
+        let process = Shutdown::default();
+        let (first, second) = (process.child(), process.child());
+        first.spawn(std::future::pending());
+        first.run(Duration::ZERO).await;
+        assert!(first.is_draining() && !process.is_draining() && !second.is_draining());
+        second.spawn(std::future::pending());
+        process.run(Duration::ZERO).await;
+        second.stopped().await;
+        second.run(Duration::MAX).await;
     }
 }

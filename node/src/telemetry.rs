@@ -26,7 +26,7 @@ pub enum LogFormat {
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // The NATS client logs every attempt to connect; our own log has what matters.
+        // The NATS client logs every attempt to connect. Tandem logs the changes of the connection itself.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -39,5 +39,5 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
 
 /// The log filter cannot be read.
 #[derive(Debug, thiserror::Error)]
-#[error("the log filter is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
+#[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
 pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);

@@ -54,7 +54,8 @@ attribute_from! {
 pub struct TraceSettings {
     /// The collector's gRPC endpoint: `http://host:4317`, or `https://`.
     pub endpoint: String,
-    /// The share of requests that are sampled, from 0 to 1. If the client sends a trace, its request is sampled exactly if that trace is.
+    /// The share of requests that are sampled, from 0 to 1. If the client sends a trace, its request is sampled if and only if that trace
+    /// is sampled.
     pub sample_ratio: f64,
     /// The kind of process, such as `tandem-frontend`.
     pub service: &'static str,
@@ -104,7 +105,8 @@ impl Tracer {
         source.begin(name.into(), SpanKind::Server, &remote(traceparent))
     }
 
-    /// Starts the span of another process's call, as a child of that process's span. It is empty unless `traceparent` names a sampled span.
+    /// Starts the span of a call by another process, as a child of that process's span. The span is empty unless `traceparent` names a
+    /// sampled span.
     pub fn follow(&self, traceparent: &str, name: &'static str) -> Span {
         match &self.0 {
             Some(source) if !traceparent.is_empty() => {
@@ -118,7 +120,7 @@ impl Tracer {
         }
     }
 
-    /// Exports the spans that have ended, if the collector accepts them in this time.
+    /// Waits until the spans that have ended are exported or lost, but no longer than `within`.
     pub async fn flush(&self, within: Duration) {
         if let Some(source) = &self.0 {
             tokio::time::timeout(within, source.queue.flush()).await.ok();
@@ -138,7 +140,7 @@ impl Source {
 }
 
 impl Span {
-    /// Returns the W3C `traceparent` with which other processes continue the trace.
+    /// Returns the W3C `traceparent` with which other processes continue the trace; `None` if the request is not sampled.
     pub fn traceparent(&self) -> Option<String> {
         let (trace_id, span_id) = self.ids()?;
         Some(format!("00-{trace_id}-{span_id}-01"))
@@ -151,12 +153,12 @@ impl Span {
         Some((context.trace_id().to_string(), context.span_id().to_string()))
     }
 
-    /// Whether the span is exported. Otherwise its methods cost nothing.
+    /// Whether the request is sampled, so that the span is exported. The methods of a span that is not exported cost nothing.
     pub fn is_sampled(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Starts a child of this span.
+    /// Starts a child of this span. The child of an empty span is empty.
     pub fn child(&self, name: &'static str) -> Self {
         match &self.0 {
             Some((context, source)) => source.begin(name.into(), SpanKind::Internal, context),
@@ -194,7 +196,7 @@ impl Span {
         }
     }
 
-    /// Returns the `tracing` span for the log lines of the request. It has the ids of the trace if the request is sampled.
+    /// Returns the `tracing` span for the request's log lines. It contains the trace id and the span id if the request is sampled.
     pub fn logged(&self, request_id: &str, attempt: u32) -> tracing::Span {
         match self.ids() {
             Some((trace_id, span_id)) => tracing::info_span!("request", request_id, attempt, trace_id, span_id),
@@ -203,7 +205,7 @@ impl Span {
     }
 }
 
-/// Returns the context of the caller's span if `traceparent` names one, and else an empty context.
+/// Returns the context of the caller's span if `traceparent` names one, otherwise an empty context.
 fn remote(traceparent: &str) -> Context {
     struct Header<'a>(&'a str);
     impl Extractor for Header<'_> {
@@ -231,7 +233,7 @@ mod tests {
     fn tracer(sample_ratio: f64) -> Tracer {
         let endpoint = "http://127.0.0.1:9".to_owned();
         let settings = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
-        Tracer::new(settings, &Metrics::default()).expect("an address").0
+        Tracer::new(settings, &Metrics::default()).expect("the export address is valid").0
     }
 
     #[tokio::test]
@@ -240,8 +242,8 @@ mod tests {
         assert!(!never.request("", "r").is_sampled() && always.request("", "r").is_sampled());
         assert!(never.request(SAMPLED, "r").is_sampled() && !always.request(UNSAMPLED, "r").is_sampled());
         for nonsense in ["", "00-x-y-01", &SAMPLED[..54]] {
-            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense}: a trace of its own");
-            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense}: no trace to continue");
+            assert!(always.request(nonsense, "r").is_sampled(), "{nonsense:?} starts a new trace");
+            assert!(!always.follow(nonsense, "r").is_sampled(), "{nonsense:?} continues no trace");
         }
         assert!(!always.follow(UNSAMPLED, "r").is_sampled());
         assert!(!Tracer::default().request(SAMPLED, "r").is_sampled());
@@ -252,8 +254,8 @@ mod tests {
     async fn traceparent_continues_the_trace() {
         let tracer = tracer(0.0);
         let root = tracer.request(SAMPLED, "r");
-        let header = root.traceparent().expect("sampled");
-        let child = tracer.follow(&header, "c").child("grandchild").traceparent().expect("sampled");
+        let header = root.traceparent().expect("the trace is sampled");
+        let child = tracer.follow(&header, "c").child("grandchild").traceparent().expect("the trace is sampled");
         for header in [&header, &child] {
             assert_eq!((&header[..35], &header[52..], header.len()), (&SAMPLED[..35], "-01", 55), "{header}");
         }

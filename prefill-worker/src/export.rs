@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
 /// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine. If the handle was sent already, the
-/// engine releases its KV when the engine's lease for the handle ends.
+/// engine releases the prompt's KV when its lease for the handle ends.
 ///
 /// Engines do not check their leases. Therefore an expired handle is followed by an error on the stream: a decode worker that was suspended
 /// for longer than the handle is valid finds that error and does not use the handle.

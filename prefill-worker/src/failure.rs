@@ -14,11 +14,13 @@ use tonic::Status;
 pub(crate) enum Ended {
     #[error(transparent)]
     Disconnected(#[from] Disconnected),
-    #[error("the requested worker has ended; request a new placement")]
+    #[error("the requested worker instance has ended; request a new placement")]
     WrongInstance { requested: String },
-    #[error("the worker is draining; try another")]
+    #[error("the worker is draining; try another worker")]
     Draining,
-    #[error("request_id, traceparent and account have at most {TEXT_BYTES_MAX} bytes, cache_namespace {NAMESPACE_BYTES_MAX}")]
+    #[error(
+        "request_id, traceparent and account may have at most {TEXT_BYTES_MAX} bytes each, cache_namespace at most {NAMESPACE_BYTES_MAX}"
+    )]
     TooLong,
     #[error("a token id of the prompt is not in the model's vocabulary")]
     UnknownToken,
@@ -26,9 +28,9 @@ pub(crate) enum Ended {
     Refused(#[from] Refusal),
     #[error("the decode worker's engine did not pull the prompt's KV in time; try again")]
     HandleExpired,
-    #[error("no ticket arrived in time; the prompt's blocks stay cached, try again")]
+    #[error("the decode worker sent no ticket for the prompt's KV in time; try again (the prompt's blocks stay cached)")]
     NoTicket,
-    #[error("the transfer of KV to the decode worker failed, try again: {0}")]
+    #[error("the transfer of the prompt's KV to the decode worker failed; try again: {0}")]
     Transfer(#[from] TransferError),
     #[error("the engine failed; try another worker")]
     Engine,
@@ -42,9 +44,9 @@ pub(crate) enum Ended {
 /// A violation of the protocol by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Protocol {
-    #[error("the first message must be a start, sent immediately")]
+    #[error("the stream's first message must be `start`, and must be sent immediately")]
     MissingStart,
-    #[error("only one ticket may follow the start")]
+    #[error("after `start`, the stream may have only one more message: `ticket`, or `pulled` for a KV handle")]
     UnexpectedMessage,
     #[error("the ticket names a block twice, or one that the prompt does not have")]
     UnknownBlock,
@@ -66,7 +68,7 @@ pub(crate) enum Report {
 }
 
 impl Ended {
-    /// Returns what to report to the client; `instance_id` is this worker's.
+    /// Returns the attempt's last message to the client. `instance_id` is the id of this worker's instance.
     pub(crate) fn report(self, instance_id: &str) -> Report {
         let (message, mut instance_id) = (self.to_string(), instance_id.to_owned());
         let reason = match self {

@@ -63,7 +63,7 @@ pub async fn run(
     let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
     let sending = match common.backend.kv_exchange() {
         KvExchange::Transfers(engine) => {
-            // Registers the series before the first transfer.
+            // Registers the series now, so that they exist before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
             let requests = common.requests.clone();
             Sending::Transfers(SendPaths::new(SendSettings {

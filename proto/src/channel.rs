@@ -25,8 +25,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Bytes of the largest message: many times a KV block of a large model, or a prompt of millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes in flight to a server, of one stream and of a whole connection. A stream's window must hold a KV block (2 MiB and more),
-/// otherwise each block waits for a round trip. Both bound what a sender buffers for a slow receiver.
+/// Bytes in flight to a server, of one stream and of a whole connection. A stream's window must hold a KV block (2 MiB and more), otherwise
+/// each block waits for a round trip. Both windows bound the bytes that a sender buffers for a slow receiver.
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
@@ -36,16 +36,17 @@ const REQUESTS_FRAME: u32 = 1 << 20;
 
 /// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. Only this limit bounds the bytes that are
 /// buffered for a reader that has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise
-/// streams that are not read would block the others. HTTP/2's allowance for small unread messages grows with that window as well; a
-/// connection that exceeds it breaks.
+/// streams that are not read would block the others. HTTP/2's allowance for small unread messages also grows with the connection's window;
+/// a connection that exceeds this allowance breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// Streams that a client may open and reset before the server has accepted them; more break the connection with all its streams. More
-/// than a frontend serves at a time, because all of its clients may disconnect together.
+/// Streams that a client may open and reset before the server has accepted them. A client that resets more breaks its connection with all
+/// streams. The limit exceeds the streams that a frontend serves at a time, because all of its clients may disconnect together.
 const PENDING_RESETS_MAX: usize = 16_384;
 
-/// Channels that one process keeps; when there are more, some belong to addresses that are no longer used, and all are dropped.
+/// The number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process
+/// drops all of its channels.
 const CHANNELS_MAX: usize = 1_024;
 
 /// An address that is not of the form `host:port`.
@@ -112,7 +113,7 @@ impl Channels {
         &self.network
     }
 
-    /// Returns the channel to `host:port`. Its first call connects.
+    /// Returns the channel to `host:port`. The channel connects at its first call.
     ///
     /// # Errors
     /// The address is not of the form `host:port`.

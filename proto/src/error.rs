@@ -13,7 +13,7 @@ pub enum WireError {
     #[error("a KV event names no block")]
     NoBlocks,
     /// The ids of a batch's events have gaps, or do not end with `last_event_id`.
-    #[error("KV event id {found} follows {after}")]
+    #[error("KV event id {found} follows id {after}, but ids must be consecutive")]
     EventIds {
         /// The id of the previous event.
         after: u64,
@@ -21,7 +21,7 @@ pub enum WireError {
         found: u64,
     },
     /// A chunk belongs to another snapshot than the previous chunks.
-    #[error("the chunks of two snapshots are mixed")]
+    #[error("a snapshot's chunk belongs to another snapshot than the chunks before it")]
     MixedSnapshots,
     /// A snapshot has more blocks than the receiver accepts.
     #[error("the snapshot has more than {max} blocks")]

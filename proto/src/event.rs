@@ -63,7 +63,7 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
             batches.push(without_events(event_id));
             capacity = bytes_max.saturating_sub(empty);
         }
-        let last = batches.last_mut().expect("a batch was pushed");
+        let last = batches.last_mut().expect("the list has a batch");
         last.last_event_id = event_id;
         if fits {
             last.events.push(event);
@@ -81,8 +81,8 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
 /// Bytes of the tag and the length that precede an item of a list, at most.
 const ITEM_BYTES_MAX: usize = 6;
 
-/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. `step` is not on
-/// the wire.
+/// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. The result has no
+/// `step`, because messages do not carry it.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 
@@ -196,7 +196,7 @@ mod tests {
             load: Some(v1::Load::default()),
             sent_unix_us: 0,
         };
-        let error = |wire| KvBatch::try_from(wire).expect_err("it breaks the protocol");
+        let error = |wire| KvBatch::try_from(wire).expect_err("the batch breaks the protocol");
         assert_eq!(error(batch(3, &[cleared(1), cleared(3)])), WireError::EventIds { after: 1, found: 3 });
         assert_eq!(error(batch(2, &[cleared(2), cleared(1)])), WireError::EventIds { after: 2, found: 1 });
         assert_eq!(error(batch(9, &[cleared(1)])), WireError::EventIds { after: 1, found: 9 });

@@ -4,7 +4,7 @@ use crate::v1::{Identity, WorkerInfo};
 
 /// A difference between the identities of a process and of its cluster.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its {field} is {found}, the cluster's is {expected}; {}", self.remedy())]
+#[error("the process's {field} is {found}, but the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
     /// The differing field, such as `block size`.
     pub field: &'static str,
@@ -19,16 +19,19 @@ const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
     fn remedy(&self) -> &'static str {
-        if self.field == CLUSTER_KEY { "give all processes the same --cluster-key-file" } else { "start it with the cluster's" }
+        match self.field {
+            CLUSTER_KEY => "give all processes the same --cluster-key-file",
+            _ => "start the process with the cluster's value",
+        }
     }
 }
 
 impl Identity {
     /// Checks whether a process of this identity belongs to a cluster of identity `cluster`. Fields that are empty on either side are not
-    /// compared, except the cluster key: a process with a key and one without differ.
+    /// compared, except the cluster key: a process with a key differs from a process without a key.
     ///
     /// # Errors
-    /// The first difference.
+    /// The identities differ. The error is the first difference.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -45,7 +48,7 @@ impl Identity {
         if self.key_fingerprint != cluster.key_fingerprint {
             let named = |fingerprint: &str| match fingerprint {
                 "" => "absent".to_owned(),
-                fingerprint => format!("that of fingerprint {fingerprint}"),
+                fingerprint => format!("the one with fingerprint {fingerprint}"),
             };
             let (found, expected) = (named(&self.key_fingerprint), named(&cluster.key_fingerprint));
             return Err(Difference { field: CLUSTER_KEY, found, expected });
@@ -68,6 +71,16 @@ impl Identity {
             block_size: if self.block_size == 0 { other.block_size } else { self.block_size },
             key_fingerprint: self.key_fingerprint,
         }
+    }
+}
+
+impl WorkerInfo {
+    /// The `transfer_family` of workers that never exchange KV.
+    pub const NO_TRANSFER_FAMILY: &'static str = "none";
+
+    /// Returns the worker's transfer family; `None` if it never exchanges KV.
+    pub fn family(&self) -> Option<&str> {
+        (self.transfer_family != Self::NO_TRANSFER_FAMILY).then_some(&*self.transfer_family)
     }
 }
 
@@ -98,7 +111,7 @@ fn shown(text: &str) -> String {
 }
 
 /// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Within one generation, older processes may
-/// ignore what newer ones have added.
+/// ignore what newer processes have added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {
@@ -172,7 +185,7 @@ mod tests {
             let difference = keyed(found).fits(&keyed(expected)).expect_err("the keys differ").to_string();
             assert!(difference.contains(text) && difference.contains("--cluster-key-file"), "{difference}");
         }
-        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key is not filled");
+        assert_eq!(Identity::default().or(&keyed("aa")).key_fingerprint, "", "the key's fingerprint is not copied");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The cluster key: one secret that all processes of a cluster share, and the subkeys that are derived from it.
 //!
 //! Each use has a subkey of its own (HMAC-SHA256 of the use's name under the secret), so a value that one use reveals does not help to
-//! attack another. Without a key, hashes are made under [`HashKey::NONE`], calls carry no bearer token, nothing is signed and every signature
-//! is accepted. `docs/adr/019-cluster-key.md` has the reasons.
+//! attack another. Without a key, hashes are made under [`HashKey::NONE`], calls carry no bearer token, nothing is signed and every
+//! signature is accepted. `docs/adr/019-cluster-key.md` has the reasons.
 
 use ring::{
     hmac,
@@ -37,7 +37,7 @@ pub enum Purpose {
     Registration,
 }
 
-/// A cluster's key, or none (the default). Cheap to clone; never printed.
+/// The key of a cluster, or no key (the default). Cheap to clone; never printed.
 #[derive(Clone, Default)]
 pub struct ClusterKey(Option<Arc<Subkeys>>);
 
@@ -50,7 +50,7 @@ struct Subkeys {
     /// presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
-    /// One for each [`Purpose`], in their order.
+    /// One signing key for each [`Purpose`], in the order of the purposes.
     signing: [hmac::Key; 3],
 }
 
@@ -86,7 +86,7 @@ impl ClusterKey {
     pub fn random() -> Self {
         let mut secret = [0; SECRET_BYTES_MIN];
         SystemRandom::new().fill(&mut secret).expect("the system has randomness");
-        Self::new(&secret).expect("it is long enough")
+        Self::new(&secret).expect("the secret is long enough")
     }
 
     /// Returns whether the cluster has a key.
@@ -104,7 +104,7 @@ impl ClusterKey {
         self.0.as_ref().map_or("", |keys| &keys.fingerprint)
     }
 
-    /// Returns the value of a call's `authorization` metadata.
+    /// Returns the value of a call's `authorization` metadata; `None` without a key.
     pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
         self.0.as_ref().map(|keys| &keys.bearer)
     }
@@ -164,7 +164,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn key(secret: &[u8]) -> ClusterKey {
-        ClusterKey::new(secret).expect("it is long enough")
+        ClusterKey::new(secret).expect("the secret is long enough")
     }
 
     fn one() -> ClusterKey {
@@ -177,7 +177,7 @@ mod tests {
     fn derived_keys_equal_reference_values() {
         assert_eq!(one().fingerprint(), "658b4719de0e0b76");
         assert_eq!(
-            one().bearer().expect("there is a key").as_bytes(),
+            one().bearer().expect("the process has a cluster key").as_bytes(),
             b"Bearer 7c9f67f22f6f7bfeb1a1bbe8c084bfbbb9916d205c68aa0eb806f37faac70d9d"
         );
         assert_eq!(
@@ -201,9 +201,9 @@ mod tests {
         let (ours, other) = (one(), ClusterKey::random());
         assert!(ours.admits(ours.bearer()) && other.admits(other.bearer()));
         assert!(!ours.admits(other.bearer()) && !ours.admits(None));
-        let bearer = ours.bearer().expect("there is a key").to_str().expect("ASCII").to_owned();
+        let bearer = ours.bearer().expect("the process has a cluster key").to_str().expect("the bearer is ASCII").to_owned();
         for wrong in ["", "Bearer", &bearer[..bearer.len() - 1], &format!("{bearer}0"), &bearer.to_uppercase()] {
-            assert!(!ours.admits(Some(&wrong.parse().expect("ASCII"))), "{wrong}");
+            assert!(!ours.admits(Some(&wrong.parse().expect("the bearer is a valid header value"))), "{wrong}");
         }
         let none = ClusterKey::default();
         assert!(none.admits(None) && none.admits(other.bearer()) && none.bearer().is_none());

@@ -13,7 +13,8 @@ const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 /// Plausible transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
-/// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because `kv` does not know them; the sender sets them.
+/// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them; the sender
+/// sets them.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -32,7 +33,8 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and become 0.
+/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and
+/// become 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {

@@ -4,7 +4,8 @@ use crate::v1;
 use std::time::Duration;
 
 impl v1::PrefillChunk {
-    /// Reports `tokens` tokens that were computed in a step. `begun`: from Scheduled to the beginning of the step; `took`: its duration.
+    /// Returns the chunk of `tokens` tokens that one step computed. `begun`: the time from Scheduled to the beginning of the step; `took`:
+    /// the step's duration.
     pub fn new(begun: Duration, took: Duration, tokens: u32) -> Self {
         let ms = |time: Duration| time.as_secs_f32() * 1e3;
         Self { start_ms: ms(begun), duration_ms: ms(took), tokens }

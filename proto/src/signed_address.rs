@@ -72,7 +72,7 @@ mod tests {
         let signed = worker().with_signed_address(Role::Prefill, &key);
         assert!(signed.has_signed_address(Role::Prefill, &key));
         assert!(!signed.has_signed_address(Role::Decode, &key) && !signed.has_signed_address(Role::Prefill, &other));
-        assert!(!worker().has_signed_address(Role::Prefill, &key), "nothing is signed");
+        assert!(!worker().has_signed_address(Role::Prefill, &key), "a worker without a signature has no signed address");
         for changed in [
             WorkerRef { address: "b:1".to_owned(), ..signed.clone() },
             WorkerRef { instance_id: "j".to_owned(), ..signed.clone() },

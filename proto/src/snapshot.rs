@@ -10,8 +10,8 @@ use tandem_kv::Snapshot;
 /// Hashes in one chunk: 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
-/// Returns the messages of a snapshot, in order; only the last one has `last` set. A chain that is too long for one message continues in
-/// the next one, with its last block so far as the parent.
+/// Returns the messages of a snapshot, in order; only the last message has `last` set. A chain that is too long for one message continues
+/// in the next one, with its last block so far as the parent.
 pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
     let empty = || v1::SnapshotChunk {
         instance_id: instance_id.to_owned(),
@@ -57,7 +57,7 @@ impl SnapshotAssembly {
         self.hashes = 0;
     }
 
-    /// Adds the next chunk. Returns the snapshot after the last chunk; the assembly is then empty again.
+    /// Adds the next chunk. Returns the snapshot after the last chunk, and leaves the assembly empty; returns `None` before.
     ///
     /// # Errors
     /// The chunk belongs to another snapshot, names no block where it must, or exceeds the accepted number of blocks.
@@ -90,7 +90,7 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
     use tandem_kv::{SequenceHash, StoredChain};
 
-    /// Every block with its parent: the meaning of a snapshot, however its chains are split.
+    /// Returns every block with its parent. This is the meaning of a snapshot, which does not depend on how its chains are split.
     fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {
         let mut blocks = Vec::new();
         for chain in &snapshot.stored {
@@ -152,7 +152,10 @@ mod tests {
         let mut assembly = SnapshotAssembly::new(2);
         for at_event_id in [5, 9] {
             assert_eq!(assembly.push(chunk("a", at_event_id, false)), Ok(None));
-            let whole = assembly.push(chunk("a", at_event_id, true)).expect("it is complete").expect("it is complete");
+            let whole = assembly
+                .push(chunk("a", at_event_id, true))
+                .expect("the last chunk completes the snapshot")
+                .expect("the last chunk completes the snapshot");
             assert_eq!((whole.at_event_id, whole.stored.len()), (at_event_id, 2));
         }
         for other in [chunk("b", 1, true), chunk("a", 2, true)] {

@@ -1,4 +1,4 @@
-//! A circuit breaker for each worker. It stops placing requests on a worker that fails them, and decides when to try the worker again.
+//! The circuit breaker of each worker. It keeps requests from a worker that fails them, and decides when to try the worker again.
 //!
 //! Consecutive faults open the circuit: for a pause, no request is placed on the worker. After the pause one request is admitted as a
 //! probe. The probe's first token closes the circuit; its fault opens the circuit again for a longer pause. While the circuit is open,
@@ -12,13 +12,13 @@ use tandem_proto::v1::FailureReason;
 use tokio::time::Instant;
 
 /// The number of consecutive faults that open the circuit. It equals the default number of attempts of a request, so that one request can
-/// open it.
+/// open the circuit.
 const FAULTS_MAX: u32 = 3;
 
-/// The first pause, to which jitter adds at most as much again. It is short enough for a worker that was only busy.
+/// The first pause, to which jitter adds at most as much again. It is short, because the worker may only have been busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered costs one attempt in each pause.
+/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered fails one attempt after each pause.
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
 /// The circuit breaker of one worker.
@@ -31,7 +31,7 @@ pub(crate) struct Breaker {
 
 #[derive(Debug)]
 struct Open {
-    /// The jitter of these pauses keeps several routers from probing a worker at the same moment.
+    /// The lengths of the pauses. Their jitter keeps several routers from probing a worker at the same moment.
     pauses: Backoff,
     until: Instant,
     probe: Option<BookingId>,
@@ -106,7 +106,7 @@ mod tests {
             assert!(!breaker.on_fault(BookingId(0), now));
             assert!(!breaker.admits(now + pause - Duration::from_millis(1)));
             now += 2 * pause;
-            assert!(breaker.admits(now), "jitter adds at most as much again");
+            assert!(breaker.admits(now), "jitter at most doubles the pause");
             breaker.on_placed(BookingId(probe));
             assert!(!breaker.admits(now + 2 * PAUSE_MAX), "one probe at a time");
             breaker.on_released(BookingId(0));
@@ -118,7 +118,7 @@ mod tests {
         now += 2 * PAUSE_MAX;
         breaker.on_placed(BookingId(20));
         breaker.on_released(BookingId(20));
-        assert!(breaker.admits(now), "a probe that its client cancelled proves nothing");
+        assert!(breaker.admits(now), "a cancelled probe is not a result");
         breaker.on_placed(BookingId(21));
         breaker.on_success();
         breaker.on_placed(BookingId(22));

@@ -63,7 +63,7 @@ impl PrefixIndex {
         skipped
     }
 
-    /// Replaces all that was known of the worker's cache by the snapshot.
+    /// Replaces the worker's blocks in the index by those of the snapshot.
     pub fn replace(&mut self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
         self.forget(worker);
         let mut skipped = Skipped::default();
@@ -109,8 +109,7 @@ impl PrefixIndex {
         self.by_worker.get(worker.0 as usize).map_or(0, |hashes| hashes.len() as u64)
     }
 
-    /// Returns the length of the longest prefix that all `active` workers have cached. They are known to have cached the first `from`
-    /// blocks.
+    /// Returns the length of the longest prefix that all `active` workers have cached. They must have cached the first `from` blocks.
     fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
         let (mut cached, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
         while lacking - cached > 1 {

@@ -52,11 +52,11 @@ pub enum RouterError {
     #[error(transparent)]
     Workers(#[from] DiscoveryError),
     /// Serving on the socket failed.
-    #[error("the router's server failed")]
+    #[error("the router's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the listed workers: longer than connecting to an unreachable host takes to fail.
+/// How long a router that has just started waits for the listed workers. A connection to an unreachable host fails sooner.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other
@@ -81,7 +81,7 @@ pub async fn run(
         cluster: cluster.clone(),
         network: network.clone(),
         address: address.to_owned(),
-        endpoint: channel::endpoint(address).expect("lists are checked when they are read"),
+        endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
     let watch_worker = |address: &str| {
@@ -134,7 +134,7 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
         }
         tokio::select! {
             biased;
-            () = listed.changed() => tracing::info!(listed = listed.now().len(), "list of {what} changed"),
+            () = listed.changed() => tracing::info!(listed = listed.now().len(), "the list of {what} changed"),
             () = disconnected.notified(), if advisory => {}
         }
     }

@@ -35,6 +35,8 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_over: Counter,
     pub(crate) overlap_under: Counter,
     pub(crate) index_blocks: Gauge,
+    /// 1 if the worker's cache is assumed from the requests, else 0.
+    pub(crate) index_approximate: Gauge,
     /// 1 while the worker's events come over NATS, else 0.
     pub(crate) over_nats: Gauge,
     /// 1 while the worker's events come on its `Watch` stream, else 0.
@@ -121,6 +123,11 @@ impl RouterMetrics {
                 "tandem_router_index_blocks",
                 "Blocks of the worker in the index.",
                 &[("worker", worker_id), ("tier", "device")],
+            ),
+            index_approximate: registry.gauge(
+                "tandem_router_index_approximate",
+                "1 if the index of the worker is assumed from what was routed to it, because its engine publishes no KV events.",
+                &[("worker", worker_id)],
             ),
             over_nats: source("nats"),
             direct: source("direct"),

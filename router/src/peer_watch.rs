@@ -40,7 +40,7 @@ impl Watch for PeerWatcher {
 
     fn on_lost(&self, lost: &Lost, reason: String, is_new: bool) {
         if is_new && !matches!(lost, Lost::Itself) {
-            tracing::info!(router = %self.0.address, "bookings of this peer are unknown: {reason}");
+            tracing::info!(router = %self.0.address, "peer router unavailable, so its bookings are unknown: {reason}");
         }
     }
 }

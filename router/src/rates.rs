@@ -18,11 +18,11 @@ pub struct Measurement {
     pub weight: f64,
 }
 
-/// The least weight. If all measurements are old, they are still better than a constant.
+/// The minimum weight. If all measurements are old, their mean still counts, because it is a better estimate than a constant.
 const WEIGHT_MIN: f64 = 1e-6;
 
-/// Differences from the mean up to this factor are ignored, and larger ones are reduced by it. The rates of equal workers differ by less
-/// because of the lengths of their prompts; a real difference within the factor becomes visible in the queues.
+/// Differences from the mean up to this factor are ignored, and larger differences are reduced by this factor. Equal workers measure rates
+/// that differ by less, because their prompts have different lengths. If workers really differ by less, their queues show the difference.
 const TOLERANCE: f64 = 1.25;
 
 impl Measurement {
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn small_rate_differences_are_ignored_and_large_ones_kept() {
+    fn small_rate_differences_are_ignored_and_large_differences_are_kept() {
         let rates = |one, other| match assumed_rates(&[measured(one, 0), measured(other, 0)])[..] {
             [one, other] => (one, other),
             _ => unreachable!("one rate per measurement"),
@@ -111,7 +111,10 @@ mod tests {
         let none = MeanRate::of(std::iter::empty(), 7.0);
         assert_eq!((none.value(), none.for_worker(None)), (7.0, 7.0));
         let only_own = MeanRate::of([measured(100.0, 600)].into_iter(), 7.0);
-        assert!((only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9, "the mean is its own measurement");
+        assert!(
+            (only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9,
+            "the mean of one worker is its measurement"
+        );
         assert_eq!(Measurement::new(0.0, Duration::ZERO, &Costs::default()), None);
     }
 }

@@ -17,8 +17,8 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: half a megabyte, and a minute of 300 requests per second. A receiver that has missed older
-/// changes gets the full state.
+/// The number of changes that the journal keeps: they use half a megabyte, and cover a minute at 300 requests per second. A receiver that
+/// has missed older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
@@ -68,7 +68,8 @@ pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
     /// The decode instance, and the load that its reports do not include.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The prefill instance, which is never the decode instance, and the load that its reports do not include.
+    /// The prefill instance, which is never the decode instance, and the load that its reports do not include; `None`: the decode instance
+    /// prefills the prompt.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
@@ -178,11 +179,11 @@ pub(crate) enum PeerUpdate {
 /// Why replication from a peer ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ReplicationError {
-    #[error("booking changes after {applied} are missing")]
+    #[error("booking changes after number {applied} are missing")]
     Gap { applied: u64 },
-    #[error("its message is from another instance than before")]
+    #[error("the message is from another router instance than the messages before it")]
     OtherInstance,
-    #[error("it has more than {max} bookings")]
+    #[error("the peer router has more than {max} bookings")]
     TooManyBookings { max: usize },
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -286,7 +287,7 @@ mod tests {
         journal.record(BookingId(7));
         assert_eq!(since(&journal, 0), None);
         assert_eq!(since(&journal, journal.last() - 2), Some(vec![RECENT_MAX as u64, 7]));
-        assert_eq!(since(&journal, journal.last() + 1), None, "the number is another journal's");
+        assert_eq!(since(&journal, journal.last() + 1), None, "the change id is of another journal");
     }
 
     #[test]
@@ -299,7 +300,7 @@ mod tests {
             PeerUpdate::Changed(changes) => changes.len(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each once, except the one on both sides of the split");
+        assert_eq!(changed.sum::<usize>(), 1_500 + 1, "each booking is sent once, except the one on both sides of the split");
         // With `HASHES_MAX` hashes each, 16 bookings fill a message.
         let messages = changes(0, ids[..100].iter().copied(), |_| Some(record(HASHES_MAX)));
         assert_eq!(messages.len(), 50_usize.div_ceil(MESSAGE_HASHES_MAX / HASHES_MAX));
@@ -320,7 +321,7 @@ mod tests {
         assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "changes before the first state are ignored");
         let first = full("i", 2, vec![change(5, Some(record(2)))]);
         assert_eq!(receiver.take(first), Ok(PeerUpdate::All(vec![(5, Some(record(2)))])));
-        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the state includes it");
+        assert_eq!(receiver.take(changes("i", 0, 2)), Ok(NOTHING), "the full state includes the changes");
         assert_eq!(receiver.take(changes("i", 1, 4)), Ok(PeerUpdate::Changed(vec![(5, Some(record(4))), (6, None)])));
         assert_eq!(receiver.take(changes("i", 5, 6)), Err(ReplicationError::Gap { applied: 4 }));
         assert_eq!(receiver.take(changes("j", 4, 5)), Err(ReplicationError::OtherInstance));
@@ -328,7 +329,7 @@ mod tests {
         assert_eq!(receiver.take(empty), Err(ReplicationError::Wire(WireError::Missing { field: "message" })));
         let mut booked = BookedRequest::from(record(HASHES_MAX + 1));
         booked.prefill = booked.decode.clone();
-        let decoded = BookingRecord::try_from(booked.clone()).expect("it is complete");
+        let decoded = BookingRecord::try_from(booked.clone()).expect("the booking record is complete");
         assert_eq!((decoded.prefill, decoded.hashes.len()), (None, HASHES_MAX));
         let lacking = BookedRequest { decode: None, ..booked };
         assert_eq!(BookingRecord::try_from(lacking), Err(WireError::Missing { field: "decode" }));

@@ -49,14 +49,14 @@ impl Router for RouterService {
         let mut requests = request.into_inner();
         let first = timeout(self.cluster.settings.prompt_wait, requests.message())
             .await
-            .map_err(|_| Status::deadline_exceeded("the stream did not send its prompt in time"))??;
+            .map_err(|_| Status::deadline_exceeded("no prompt arrived on the stream in time"))??;
         let Some(Message::Prompt(prompt)) = first.and_then(|first| first.message) else {
             return Err(Status::invalid_argument("the first message of the stream must be its prompt"));
         };
         let traceparent = prompt.traceparent.clone();
         let (existing, request) = self.check(prompt)?;
         if self.shutdown.is_draining() {
-            return Err(Status::unavailable(format!("{}; use another", texts::DRAINING)));
+            return Err(Status::unavailable(format!("{}; use another router", texts::DRAINING)));
         }
         let mut route = Route {
             service: self.clone(),
@@ -136,11 +136,11 @@ impl RouterService {
         }
         if [&prompt.request_id, &prompt.traceparent, &prompt.model].iter().any(|text| text.len() > TEXT_BYTES_MAX) {
             return Err(Status::invalid_argument(format!(
-                "`request_id`, `traceparent` and `model` have at most {TEXT_BYTES_MAX} bytes"
+                "`request_id`, `traceparent` and `model` may have at most {TEXT_BYTES_MAX} bytes each"
             )));
         }
         if prompt.prompt_tokens == 0 {
-            return Err(Status::invalid_argument("`prompt_tokens` is at least 1"));
+            return Err(Status::invalid_argument("`prompt_tokens` must be at least 1"));
         }
         if prompt.existing.as_ref().is_some_and(|existing| existing.decode_instance_id.is_empty()) {
             return Err(Status::invalid_argument("`existing.decode_instance_id` is missing"));
@@ -148,7 +148,7 @@ impl RouterService {
         self.check_identity("frontend", prompt.identity)?;
         let hashes_max = self.cluster.settings.hashes_max;
         if prompt.sequence_hashes.len() > hashes_max {
-            return Err(Status::invalid_argument(format!("`sequence_hashes` has at most {hashes_max} items")));
+            return Err(Status::invalid_argument(format!("`sequence_hashes` may have at most {hashes_max} items")));
         }
         let request = PlacementRequest {
             request_id: prompt.request_id.into(),
@@ -162,7 +162,7 @@ impl RouterService {
     }
 }
 
-/// The stream of this router's bookings to one peer.
+/// The state of a `Bookings` stream, on which this router sends its bookings to one peer.
 struct BookingSender {
     service: RouterService,
     router_instance_id: String,
@@ -235,7 +235,7 @@ impl Route {
                     return Ok(Some((reply, self)));
                 }
                 Some(Message::PrefillFinished(finished)) => self.on_first_token(finished.cached_tokens),
-                Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream places one prompt")),
+                Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream may have only one prompt")),
                 None => return Err(Status::invalid_argument("a message of the stream is empty")),
             }
         }
@@ -327,7 +327,10 @@ fn describe(span: &Span, placement: &Placement) {
 fn failure(error: PlacementError) -> Failure {
     let reason = match error {
         PlacementError::NoEligibleWorker(
-            NoEligibleWorker::NoDecodeWorker | NoEligibleWorker::NoPrefillWorker | NoEligibleWorker::AllFailed,
+            NoEligibleWorker::NoDecodeWorker
+            | NoEligibleWorker::NoPrefillWorker
+            | NoEligibleWorker::NoCommonFamily
+            | NoEligibleWorker::AllFailed,
         )
         | PlacementError::TooManyBookings
         | PlacementError::TooManyAttempts => FailureReason::AtCapacity,

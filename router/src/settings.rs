@@ -14,7 +14,8 @@ use tandem_proto::v1::Identity;
 pub struct RouterSettings {
     /// The gRPC addresses of prefill and decode workers. They need not be up yet; the router retries for ever.
     pub workers: MemberSource,
-    /// The NATS server to which workers publish KV events, if it is used: each event is then published once for all routers.
+    /// The NATS server to which workers publish KV events, so that each event is published once for all routers; `None`: each worker sends
+    /// its events to each router.
     pub broker: Option<Broker>,
     /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
@@ -32,16 +33,16 @@ pub struct RouterSettings {
     pub costs: Costs,
     /// The seed that breaks ties and determines [`PolicyKind::Random`]. Two routers with the same seed and input make the same placements.
     pub seed: u64,
-    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last one uses a decode worker only. 3: two workers
-    /// may fail at the same time; more retries only keep the client waiting.
+    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last placement uses a decode worker only. 3: two
+    /// workers may fail at the same time; more retries only keep the client waiting.
     pub attempts_max: u32,
     /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
     pub hashes_max: usize,
-    /// The most bookings at one time, of this router and of each peer separately. Above it this router refuses requests. 16,384: enough for
-    /// the running requests of many frontends; each booking may have `hashes_max` hashes.
+    /// The most bookings at one time, of this router and of each peer separately. Beyond this number this router refuses requests. 16,384:
+    /// enough for the running requests of many frontends; each booking may have `hashes_max` hashes.
     pub bookings_max: usize,
-    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that computes
-    /// on all cores may delay them by several seconds.
+    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that
+    /// computes on all cores may delay them by several seconds.
     pub silence_max: Duration,
     /// How long a `Route` stream may take to send its prompt. 10 s: frontends send it immediately.
     pub prompt_wait: Duration,

@@ -1,8 +1,8 @@
 //! The KV event subscription to one worker. It puts the worker's messages in order: first a snapshot, then every later event once.
 //!
-//! Messages come either from one `Watch` stream with everything, or from a stream with loads and from NATS with events. Events are ordered
-//! by their ids, whichever source they come from, so the source may change at any time. This module is pure. A gap means that messages were
-//! lost, and a new snapshot repairs it; any other error is the worker's fault and ends its membership.
+//! Either all messages come on one `Watch` stream, or loads come on the stream and events over NATS. Events are ordered by their ids,
+//! whichever source they come from, so the source may change at any time. This module is pure. A gap means that messages were lost, and a
+//! new snapshot repairs it; any other error is the worker's fault and ends its membership.
 
 use std::time::Duration;
 use tandem_kv::{KvBatch, Snapshot};
@@ -21,7 +21,7 @@ const LATE_MAX: Duration = Duration::from_secs(1);
 pub(crate) enum Update {
     /// The message changes nothing yet.
     None,
-    /// The snapshot replaces all that was known of the worker's cache.
+    /// The snapshot replaces the known content of the worker's cache.
     Snapshot(Snapshot),
     /// All events are applied, then the load is recorded.
     Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
@@ -41,12 +41,12 @@ impl ReportedStats {
         Self { transfer_bytes_per_second: transfer_bytes_per_second(load), cache: load.cache, steps: load.steps }
     }
 
-    /// Returns the number of tokens generated since the worker's start; `None` if the worker does not report it.
+    /// Returns the number of tokens generated since the worker's start; `None` if the worker does not report this number.
     pub(crate) fn generated(&self) -> Option<u64> {
         self.steps.map(|steps| steps.generated_tokens)
     }
 
-    /// Returns `load` with its fields for these statistics set.
+    /// Returns `load` with these statistics filled in.
     pub(crate) fn fill(self, load: Load) -> Load {
         let Self { transfer_bytes_per_second, cache, steps } = self;
         Load { transfer_bytes_per_second, cache, steps, ..load }
@@ -56,12 +56,13 @@ impl ReportedStats {
 /// Why a subscription ends or has to start again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SubscriptionError {
-    #[error("KV events after {applied} are missing")]
+    #[error("KV events after id {applied} are missing")]
     Gap { applied: u64 },
-    #[error("its message is from another instance than the one subscribed to")]
+    #[error("the message is from another instance than the watched worker")]
     OtherInstance,
     #[error(
-        "its KV events name more blocks than its reported capacity of {capacity_blocks}; restart it with the router's version"
+        "the worker's KV events name more blocks than its reported capacity of {capacity_blocks}; \
+         restart the worker with the router's version"
     )]
     BeyondCapacity { capacity_blocks: u32 },
     #[error(transparent)]
@@ -70,7 +71,8 @@ pub(crate) enum SubscriptionError {
 
 impl SubscriptionError {
     /// Whether a new snapshot repairs the damage of an invalid event from this source. Programs that can reach NATS may publish in a
-    /// worker's name, so an invalid event from NATS is no proof against the worker; an invalid event on the worker's own stream is.
+    /// worker's name, so an invalid event from NATS does not prove that the worker is faulty. An invalid event on the worker's own stream
+    /// does.
     pub(crate) fn is_repaired_by_snapshot(self, source: EventSource) -> bool {
         match self {
             Self::Gap { .. } => true,
@@ -96,7 +98,7 @@ pub(crate) struct KvSubscription {
     assembly: SnapshotAssembly,
     /// The id of the last event that was applied or is in the snapshot; `None` before the snapshot.
     applied: Option<u64>,
-    /// The id of an announced event that has not arrived, and the time of the announcement.
+    /// The id of an announced event that has not arrived, and the time of the announcement; `None`: all announced events have arrived.
     awaited: Option<(u64, Instant)>,
     /// The last load that the stream reported.
     load: Load,
@@ -233,7 +235,7 @@ mod tests {
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[3, 4, 5])), Instant::now())), [5]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[4, 5])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(5, &[])), Instant::now())), [0_u64; 0]);
-        // This heartbeat announces an older event than the last one received.
+        // This heartbeat announces an older event than the last received event.
         assert_eq!(ids(subscription.take(on_stream(batch(2, &[])), Instant::now())), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[6, 7])), Instant::now())), [6, 7]);
         snapshot_at(&mut subscription, 9);
@@ -245,7 +247,7 @@ mod tests {
         for missing in [batch(6, &[6]), batch(5, &[]), KvEventBatch { events: batch(7, &[5, 7]).events, ..batch(7, &[]) }] {
             let mut subscription = subscription();
             snapshot_at(&mut subscription, 4);
-            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("an event is missing");
+            let error = subscription.take(on_stream(missing), Instant::now()).expect_err("a gap in the events is an error");
             assert!(matches!(error, SubscriptionError::Gap { .. }), "{error:?}");
         }
     }
@@ -284,12 +286,12 @@ mod tests {
         else {
             panic!("the events have arrived")
         };
-        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the load is the last one on the stream");
+        assert_eq!((events.events.len(), events.load.running_sequences), (2, 7), "the last load on the stream is used");
         // After the events have arrived, the time limit for later events starts again.
         assert_eq!(ids(subscription.take(on_stream(batch(7, &[])), after(950))), [0_u64; 0]);
         assert_eq!(ids(subscription.take(on_stream(batch(8, &[])), after(1_900))), [0_u64; 0]);
         assert_eq!(subscription.take(on_stream(batch(8, &[])), after(1_950)), Err(SubscriptionError::Gap { applied: 6 }));
-        // All events before the next snapshot are ignored; later ones are applied.
+        // All events before the next snapshot are ignored; later events are applied.
         subscription.restart();
         assert_eq!(subscription.take_published(published(batch(8, &[8])), after(2_000)), Ok(Update::None));
         snapshot_at(&mut subscription, 8);
@@ -305,7 +307,7 @@ mod tests {
         let (mut subscription, now) = (subscription_from(EventSource::Nats), Instant::now());
         snapshot_at(&mut subscription, 0);
         assert_eq!(ids(subscription.take_published(published(batch(1, &[1])), now)), [1]);
-        // The worker cannot publish and sends events on the stream; NATS delivers older ones late.
+        // The worker cannot publish and sends events on the stream; NATS delivers older events late.
         assert_eq!(ids(subscription.take(on_stream(batch(3, &[2, 3])), now)), [2, 3]);
         assert_eq!(ids(subscription.take_published(published(batch(2, &[2])), now)), [0_u64; 0]);
         assert_eq!(ids(subscription.take_published(published(batch(4, &[4])), now)), [4]);

@@ -23,21 +23,21 @@ const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Lost {
-    #[error("it cannot be reached")]
+    #[error("the router cannot connect to the process")]
     Unreachable(#[from] tonic::transport::Error),
-    #[error("it answered with an error")]
+    #[error("the process answered with an error")]
     Failed(#[from] Status),
-    #[error("it did not answer within {0:?}")]
+    #[error("the process did not answer within {0:?}")]
     Silent(Duration),
-    #[error("it closed the stream")]
+    #[error("the process closed the stream")]
     Closed,
-    #[error("it cannot join")]
+    #[error("the worker cannot join the cluster")]
     Incompatible(#[from] JoinError),
-    #[error("it sent an invalid message")]
+    #[error("the worker sent an invalid message")]
     InvalidEvents(#[from] SubscriptionError),
-    #[error("it sent an invalid message")]
+    #[error("the peer router sent an invalid message")]
     InvalidBookings(#[from] ReplicationError),
-    #[error("it is this router itself")]
+    #[error("the address is that of this router itself")]
     Itself,
 }
 
@@ -54,7 +54,7 @@ impl Remote {
         Ok(self.network.connect(&self.endpoint).await?)
     }
 
-    /// Waits for an answer for at most `silence_max`.
+    /// Waits for an answer of the process, for at most `silence_max`.
     pub(crate) async fn in_time<T>(&self, answer: impl Future<Output = T>) -> Result<T, Lost> {
         let silence_max = self.cluster.settings.silence_max;
         timeout(silence_max, answer).await.map_err(|_| Lost::Silent(silence_max))
@@ -66,10 +66,11 @@ pub(crate) trait Watch {
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
 
-    /// Reports why the connection was lost. `is_new`: this reason was not the last one reported since the connection worked.
+    /// Reports why the connection was lost. `is_new`: this reason differs from the last one reported since the connection worked, or none
+    /// was reported.
     fn on_lost(&self, lost: &Lost, reason: String, is_new: bool);
 
-    /// Connects again and again, and never returns. Cancel-safe: dropping the future removes what was known of the process.
+    /// Connects again and again, and never returns. Cancel-safe: dropping the future closes the connection and removes the process's state.
     async fn run(self) -> Infallible
     where
         Self: Sized,

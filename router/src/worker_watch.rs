@@ -1,9 +1,9 @@
 //! Receives the description, the KV events and the load of one worker while it is connected.
 //!
 //! A worker is a member from its first complete snapshot until its stream ends, fails, falls silent or carries a message of another
-//! instance. A gap in its events does not end its membership: a new snapshot replaces what was known. If NATS is configured, events come
-//! over NATS, except while NATS is disconnected or delivers nothing; then they come on the stream. Loads and heartbeats always come on the
-//! stream.
+//! instance. A gap in its events does not end its membership: a new snapshot replaces the known content of its cache. If NATS is
+//! configured, events come over NATS, except while NATS is disconnected or delivers nothing; then they come on the stream. Loads and
+//! heartbeats always come on the stream.
 
 use crate::{
     cluster::{JoinError, MemberId},
@@ -27,8 +27,8 @@ use tandem_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::{Code, Status, Streaming};
 
-/// How long NATS is not used after it delivered no event between two gaps. Probably an operator must first permit the messages; until then
-/// each attempt costs the worker a snapshot.
+/// How long NATS is not used after it delivered no event between two gaps. The likely cause is that NATS does not permit the messages,
+/// which only an operator can change. Until then each attempt costs the worker a snapshot.
 const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
 /// How long NATS is not used after it disconnected: each reconnection costs the worker a snapshot.
@@ -74,7 +74,8 @@ impl Watch for WorkerWatcher {
                 Resync::NoDelivery => {
                     tracing::warn!(
                         worker = %remote.address,
-                        "NATS delivers none of this worker's KV events; check that both may publish and subscribe there"
+                        "NATS delivers none of this worker's KV events, so the router reads them directly; \
+                         check the NATS permissions of worker and router"
                     );
                     use_nats_at = Instant::now() + NO_DELIVERY_PAUSE;
                 }

@@ -31,14 +31,14 @@ impl Reader<'_> {
     }
 
     fn number(&mut self) -> u32 {
-        self.varint().try_into().expect("32 bits")
+        self.varint().try_into().expect("the number has at most 32 bits")
     }
 
     /// Reads a number that is stored as its difference to `before`, in a zig-zag varint.
     fn delta(&mut self, before: u32) -> u32 {
         let value = self.varint();
         let delta = (value >> 1) as i64 ^ -((value & 1) as i64);
-        (i64::from(before) + delta).try_into().expect("32 bits")
+        (i64::from(before) + delta).try_into().expect("the number has at most 32 bits")
     }
 
     fn worker(&mut self) -> WorkerSlot {
@@ -121,12 +121,13 @@ fn index_answers_every_query_of_the_recorded_streams_correctly() {
     for name in ["conv_w64_b64", "conv_w512_b16"] {
         let Ok(packed) = std::fs::read(folder.join(name).with_extension("bin.zst")) else {
             let mut stderr = std::io::stderr();
-            std::io::Write::write_all(&mut stderr, format!("SKIPPED: no recorded stream {name}\n").as_bytes()).expect("stderr");
+            std::io::Write::write_all(&mut stderr, format!("SKIPPED: no recorded stream {name}\n").as_bytes())
+                .expect("stderr is writable");
             continue;
         };
         let mut stream = Vec::new();
-        let mut decoder = ruzstd::decoding::StreamingDecoder::new(packed.as_slice()).expect("it is zstd");
-        decoder.read_to_end(&mut stream).expect("it is complete");
+        let mut decoder = ruzstd::decoding::StreamingDecoder::new(packed.as_slice()).expect("the recorded stream is zstd");
+        decoder.read_to_end(&mut stream).expect("the recorded stream is complete");
         assert!(replay(&stream) > 1_000, "{name} has queries");
     }
 }

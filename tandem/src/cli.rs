@@ -39,7 +39,7 @@ pub enum Command {
         args_override_self = true,
         mut_arg("listen", |arg| arg.default_value("127.0.0.1:7000").help(GRPC_LISTEN_HELP)),
         mut_arg("admin_listen", |arg| arg.default_value("127.0.0.1:9000")),
-        mut_arg("served_model_name", |arg| arg.help("Id of the model that workers must serve [default: that of the worker that joins first]"))
+        mut_arg("served_model_name", |arg| arg.help("Id of the model that workers must serve [default: that of the first worker to join]"))
     )]
     Router(Box<Serve<RouterProcess>>),
 
@@ -112,7 +112,7 @@ pub enum AuditCommand {
     /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
     Check {
         /// What clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1, "prompt_tokens": 52,
-        /// "cached_tokens": 48, "source": "worker"}}. Leave out what a client did not receive
+        /// "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
         client: Vec<PathBuf>,
         /// The ledgers of all workers
@@ -187,6 +187,6 @@ pub struct Serve<R: Args + Serialize> {
 impl<R: Args + Serialize> Serve<R> {
     /// Returns the role's settings as a file for `--config`. Secrets are left out.
     pub fn to_toml(&self) -> String {
-        toml::to_string(&self.role).expect("settings are plain values")
+        toml::to_string(&self.role).expect("settings can be serialized")
     }
 }

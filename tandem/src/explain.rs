@@ -1,4 +1,4 @@
-//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that decide.
+//! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that the router compares.
 
 use crate::{http, text_table::text_table};
 use anyhow::{Context, Result, bail, ensure};
@@ -65,17 +65,25 @@ fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Valu
     let body: Value = serde_json::from_str(&reply.body)
         .with_context(|| format!("the process at {frontend} is not a frontend; set a frontend's address with --frontend"))?;
     if let Some(message) = body["error"]["message"].as_str() {
-        bail!("the frontend refuses the request: {message}");
+        bail!("the frontend refused the request: {message}");
     }
-    ensure!(reply.status == 200, "the frontend answers with status {}", reply.status);
+    ensure!(reply.status == 200, "the frontend answered with HTTP status {}", reply.status);
     Ok(body)
 }
 
 /// Formats the reply as a table for people. Each worker has one line for each role that it could take.
 fn table(prompt: &Value) -> String {
     let costs = ["total", "queue", "compute", "interference", "transfer", "handoff", "decode_load"];
+    let mut notes = Vec::new();
     let mut rows = vec![["", "overlap", "predicted", "queued"].into_iter().chain(costs).map(str::to_owned).collect()];
     for worker in prompt["workers"].as_array().into_iter().flatten() {
+        if let Some(reason) = worker["unpaired_reason"].as_str() {
+            notes.push(format!("{} is not used: {reason}", worker["worker"].as_str().unwrap_or_default()));
+        }
+        if worker["approximate_index"] == true {
+            let name = worker["worker"].as_str().unwrap_or_default();
+            notes.push(format!("{name}'s overlap is assumed from what was routed to it: its engine publishes no KV events"));
+        }
         for (key, name) in [("as_prefill", "prefills"), ("as_decode", "receives"), ("alone", "does both")] {
             let cost = &worker[key];
             if cost.is_null() {
@@ -90,12 +98,13 @@ fn table(prompt: &Value) -> String {
             rows.push(row);
         }
     }
+    notes.push(prompt["explanation"].as_str().unwrap_or_default().to_owned());
     format!(
-        "{} tokens, {} blocks of {} that may be reused\n\n{}\n{}\n",
+        "{} tokens, {} blocks of {} tokens that may be reused\n\n{}\n{}\n",
         prompt["prompt_tokens"],
         prompt["reusable_blocks"],
         prompt["block_size"],
         text_table(rows, 1),
-        prompt["explanation"].as_str().unwrap_or_default()
+        notes.join("\n")
     )
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 /// The process is not ready (the error says why), or no process answers HTTP at this address.
 pub fn check(address: &str) -> Result<()> {
     let reply = http::get(address, "/ready").with_context(|| {
-        format!("no process answers HTTP at {address}; write host:port of a frontend or of an --admin-listen")
+        format!("no process answers HTTP at {address}; give the host:port of a frontend, or of another process's --admin-listen")
     })?;
     ensure!(reply.status == 200, "not ready: {}", reply.body.trim());
     Ok(())

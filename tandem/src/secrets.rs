@@ -12,15 +12,15 @@ const LEN_MAX: u64 = 64 << 10;
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     match fs::metadata(path)?.len() {
         ..=LEN_MAX => fs::read(path),
-        len => Err(io::Error::other(format!("it has {len} bytes; the file must hold the secret and nothing else"))),
+        len => Err(io::Error::other(format!("the file has {len} bytes, but must hold the secret and nothing else"))),
     }
 }
 
 /// Reads the secret in the file at `path`, without its line ending.
 pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
     let text = read(path.as_ref()).and_then(|content| String::from_utf8(content).map_err(io::Error::other));
-    match text.map_err(|error| format!("it cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {
-        "" => Err("it is empty; write the secret into it".to_owned()),
+    match text.map_err(|error| format!("the file cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {
+        "" => Err("the file is empty; write the secret into it".to_owned()),
         secret => Ok(secret.to_owned().into()),
     }
 }
@@ -31,11 +31,11 @@ mod tests {
 
     #[test]
     fn secret_is_read_from_its_file_without_the_final_newline() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("secret");
         let read = |content: &[u8]| {
-            fs::write(&path, content).expect("ours");
-            secret_file(path.to_str().expect("text")).map(|secret| secret.expose().to_owned())
+            fs::write(&path, content).expect("the folder is writable");
+            secret_file(path.to_str().expect("the path is UTF-8")).map(|secret| secret.expose().to_owned())
         };
         assert_eq!(read(b"hidden\n"), Ok("hidden".to_owned()));
         assert_eq!(read(b" two words \r\n"), Ok(" two words ".to_owned()));

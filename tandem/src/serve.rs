@@ -20,7 +20,7 @@ pub fn run<S: Served>(
 ) -> anyhow::Result<()> {
     tandem_node::telemetry::init(&telemetry.log, telemetry.log_format)?;
     raise_file_limit();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no threads can be started")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
     // A download or the loading of a model must not delay the end of the process, because the result is not needed any more.
@@ -34,18 +34,23 @@ fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Nofile).maximum;
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, "the limit on open files cannot be raised to its maximum; keep --max-connections below it");
+        tracing::warn!(
+            %error,
+            "the limit on open files cannot be raised to its maximum; keep --max-connections below the current limit (ulimit -n)"
+        );
     }
 }
 
 async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S, StartError>>) -> anyhow::Result<()> {
-    let mut signals = Signals::new().context("signals cannot be received")?;
+    let mut signals = Signals::new().context("the process cannot receive signals")?;
     let mut served = tokio::select! {
         served = start => served?,
         () = signals.next() => return Ok(()),
     };
-    let end =
-        format!("\nCtrl-C lets running requests finish (for {} s at most); a second one stops immediately.\n", grace.as_secs());
+    let end = format!(
+        "\nCtrl-C lets running requests finish (for {} s at most); a second Ctrl-C stops immediately.\n",
+        grace.as_secs()
+    );
     print(&(served.introduction() + &end));
     tokio::select! {
         error = served.failed() => return Err(error.into()),

@@ -6,6 +6,7 @@
 mod common;
 mod discovery;
 mod events;
+mod external;
 mod frontend;
 mod key;
 mod limits;
@@ -20,6 +21,8 @@ mod worker;
 pub use common::CommonArgs;
 pub use discovery::{DiscoveryArgs, DiscoveryArgsError};
 pub use events::NatsArgs;
+pub(crate) use external::EngineLimits;
+pub use external::{ExternalArgs, KvConnector};
 pub use frontend::FrontendArgs;
 pub use key::{KeyArgs, KeyFileError};
 pub use limits::LimitArgs;

@@ -2,8 +2,8 @@
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 
-/// Formats the rows, of which the first is the header. The first `left` columns are aligned to the left, the others to the right. Every
-/// line ends with a newline.
+/// Formats the rows, of which the first is the header. The first `left` columns are aligned to the left, the other columns to the right.
+/// Every line ends with a newline.
 pub(crate) fn text_table(rows: impl IntoIterator<Item = Vec<String>>, left: usize) -> String {
     let mut table = Table::new();
     table.load_style(NOTHING).add_rows(rows);

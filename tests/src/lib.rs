@@ -26,7 +26,7 @@ use tokio::time::Instant;
 /// A cluster in this process, on its own ports and with a ledger.
 pub struct TestCluster(Cluster, TempDir);
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Names of files in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
@@ -57,12 +57,12 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// Returns [`sim_settings`] for a cluster that computes prompts at this place.
+/// Returns [`sim_settings`] for a cluster whose router places prefills as `prefill` says.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// Returns the settings, changed so that prompts are computed at this place.
+/// Returns the settings, changed so that the router places prefills as `prefill` says.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings
@@ -79,28 +79,28 @@ pub fn cpu_settings() -> Option<UpSettings> {
         return None;
     };
     let mut settings = sim_settings();
-    settings.model.model = Some(model.parse().expect("TANDEM_MODEL is a model's path"));
+    settings.model.model = Some(model.parse().expect("TANDEM_MODEL must be the path of a model"));
     settings.model.engine = EngineKind::Cpu;
     Some(settings)
 }
 
 impl TestCluster {
-    /// The cluster itself.
+    /// Returns the cluster, for access to its workers and services.
     pub fn inner(&self) -> &Cluster {
         &self.0
     }
 
-    /// The address of the OpenAI API.
+    /// Returns the address of the OpenAI API.
     pub fn frontend(&self) -> SocketAddr {
         self.0.frontend
     }
 
-    /// The model id that clients send as `model`.
+    /// Returns the model id that clients send as `model`.
     pub fn model_id(&self) -> String {
         self.0.model_id.clone()
     }
 
-    /// The router's view of the cluster.
+    /// Returns the router's view of the cluster.
     pub async fn view(&self) -> Result<WorkersReply> {
         let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
@@ -112,7 +112,8 @@ impl TestCluster {
             let view = self.view().await?;
             Ok(self.0.workers.iter().all(|worker| {
                 let known = view.workers.iter().find(|known| known.info.as_ref().is_some_and(|info| info.worker_id == worker.id));
-                let load = worker.engine.load();
+                let Some(engine) = &worker.engine else { return known.is_some() };
+                let load = engine.load();
                 known.is_some_and(|known| known.indexed_blocks == u64::from(load.cached_blocks) && load.in_use_blocks == 0)
             }))
         })
@@ -122,7 +123,8 @@ impl TestCluster {
     /// Asserts that an idle cluster holds nothing: no blocks in use, no bookings, no permits.
     pub async fn assert_idle(&self) -> Result<()> {
         for worker in &self.0.workers {
-            engine_idle(&worker.engine).await.with_context(|| worker.id.clone())?;
+            let Some(engine) = &worker.engine else { continue };
+            engine_idle(engine).await.with_context(|| worker.id.clone())?;
         }
         wait_until("the router has no bookings", async || {
             let view = self.view().await?;
@@ -177,7 +179,7 @@ pub async fn engine_idle(engine: &EngineHandle) -> Result<()> {
     let busy = || format!("the engine does not become idle: {:?}", engine.load());
     tokio::time::timeout(TIMEOUT, idle).await.with_context(busy)?;
     let load = engine.load();
-    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "blocks are lost: {load:?}");
+    anyhow::ensure!(load.free_blocks + load.cached_blocks == engine.info().capacity_blocks, "the engine lost blocks: {load:?}");
     Ok(())
 }
 
@@ -214,7 +216,7 @@ pub struct Answer {
     pub arrivals: Vec<Instant>,
 }
 
-/// One of the two endpoints, so that one test covers both.
+/// One of the two endpoints that generate text. A test that takes this as its parameter runs for both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/chat/completions`
@@ -274,7 +276,7 @@ impl Client {
         Ok((response, entry))
     }
 
-    /// Sends a request and disconnects when the frontend has admitted it, without reading its answer.
+    /// Sends a request and disconnects when the frontend has admitted it, without reading the answer.
     pub async fn send_and_disconnect(&self, path: &str, body: &Value) -> Result<()> {
         let body = serde_json::to_vec(body)?;
         let address = self.base.trim_start_matches("http://");
@@ -371,7 +373,7 @@ impl Answer {
         Ok(answer)
     }
 
-    /// Returns the usage if the answer is complete. `prompts` is the request's number of prompts.
+    /// Returns the usage; `None` if the answer is not complete or has no usage. `prompts` is the request's number of prompts.
     fn reported_usage(&self, prompts: usize) -> Option<ReportedUsage> {
         let usage = &self.frames.last().filter(|_| self.done)?["usage"];
         let prompt_tokens = usage["prompt_tokens"].as_u64()?;
@@ -393,7 +395,7 @@ impl Answer {
         usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
     }
 
-    /// `usage.prompt_tokens_details.cached_tokens`
+    /// Returns `usage.prompt_tokens_details.cached_tokens`.
     pub fn cached_tokens(&self) -> u64 {
         self.usage("/prompt_tokens_details/cached_tokens")
     }

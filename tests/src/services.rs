@@ -11,10 +11,10 @@ use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
-use tandem_worker::WorkerSettings;
+use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;
 
-/// Limit on waiting for a ticket, for blocks, and for a step.
+/// Time limit for waiting for a ticket, for blocks, and for a step.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Running services with common metrics. Dropping this value stops them.
@@ -22,12 +22,12 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Services {
     /// The metrics of all services.
     pub metrics: Metrics,
-    /// Stops all services.
+    /// The shutdown of all services.
     pub shutdown: Shutdown,
 }
 
 impl Services {
-    /// Starts a prefill worker whose simulated transfers take as long as those of the device `sim`. Returns the worker's address.
+    /// Starts a prefill worker whose transfers take the simulated time that `sim` determines. Returns the worker's address.
     pub async fn prefill_worker(&self, worker: WorkerSettings, engine: EngineHandle, sim: &SimSettings) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let transfer_mode = TransferMode::Simulated { block: sim.block_transfer() };
@@ -37,7 +37,7 @@ impl Services {
     }
 
     /// Starts a decode worker. Returns its address.
-    pub async fn decode_worker(&self, worker: WorkerSettings, engine: EngineHandle) -> Result<SocketAddr> {
+    pub async fn decode_worker(&self, worker: WorkerSettings, engine: impl Backend) -> Result<SocketAddr> {
         let (listener, address) = listener().await?;
         let settings = DecodeWorkerSettings {
             worker,

@@ -103,7 +103,7 @@ fn crates_depend_only_on_allowed_crates() {
     assert_eq!(forbidden_dependencies(&crates), [] as [String; 0]);
 }
 
-/// The list of allowed dependencies must not contain any that does not exist.
+/// The list of allowed dependencies must not contain a dependency that does not exist.
 #[test]
 fn allowed_dependencies_exist() {
     let crates = dependencies();
@@ -120,7 +120,7 @@ fn allowed_dependencies_exist() {
 fn forbidden_dependency_is_detected() {
     let mut crates = dependencies();
     let mut add = |from: &str, to: &str| {
-        let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("a crate");
+        let (_, uses) = crates.iter_mut().find(|(package, _)| package == from).expect("the package is a workspace crate");
         uses.push(to.to_owned());
     };
     add("tandem-router", "tandem-engine");
@@ -133,7 +133,7 @@ fn forbidden_dependency_is_detected() {
     for (wrong, start) in wrong.iter().zip(starts) {
         assert!(wrong.starts_with(start), "{wrong}");
     }
-    // There may be a further message: `utils` must not use `kv`.
+    // There may be one more message than entries in `starts`: `utils` must not use `kv`.
     assert!(wrong.len() >= starts.len());
 }
 

@@ -31,7 +31,7 @@ async fn burst_of_equal_prompts_is_computed_and_transferred_at_most_twice() -> R
     assert_eq!(texts.len(), 1, "equal requests have equal answers");
     // Each request also computes the incomplete last block of its prompt.
     assert!(computed <= 2 * PROMPT_TOKENS + 32 * block_size, "{computed} tokens were computed");
-    let block_bytes = cluster.inner().workers[0].engine.info().block_bytes as u64;
+    let block_bytes = cluster.inner().workers[0].engine.as_ref().expect("an engine in this process").info().block_bytes as u64;
     let transferred = Client::new(cluster.frontend()).metric("tandem_worker_kv_transfer_bytes_total", "received").await?;
     assert!(transferred <= (2 * PROMPT_TOKENS.div_ceil(block_size) * block_bytes) as f64, "{transferred} bytes were transferred");
     cluster.assert_idle().await?;

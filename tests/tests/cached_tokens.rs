@@ -9,13 +9,13 @@ use tandem_tests::{
 
 const BLOCK_SIZE: u64 = 16;
 
-/// Returns the tokens in full blocks before the last token: those that can be found in a cache.
+/// Returns the number of tokens that can be found in a cache: those in full blocks before the prompt's last token.
 fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. The second time all full blocks before the last
-/// token must be cached; the first time only the prefix that all chats share.
+/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. The second time, all full blocks before the last
+/// token must be cached; the first time, only the prefix that all chats share may be.
 async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;
@@ -33,7 +33,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
             let prompt_tokens = first.usage("/prompt_tokens");
             assert!((1_400..12_000).contains(&prompt_tokens), "{name}: {prompt_tokens}");
             let shared = if endpoint == Endpoint::Chat { shared_by_all_chats } else { 0 };
-            assert!(first.cached_tokens() <= shared, "{name}: {} of a fresh prompt", first.cached_tokens());
+            assert!(first.cached_tokens() <= shared, "{name}: {} tokens of a new prompt were cached", first.cached_tokens());
             assert_eq!(second.cached_tokens(), reusable(prompt_tokens), "{name}");
             assert_eq!(first.text(0), second.text(0), "{name}: the cache never changes the answer");
             for answer in [&first, &second] {
@@ -57,7 +57,7 @@ async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64)
 
 /// Asserts that only the last frame has usage, without choices; all frames before it have `usage: null`.
 fn assert_stream_shape(answer: &Answer) {
-    let (last, before) = answer.frames.split_last().expect("there are frames");
+    let (last, before) = answer.frames.split_last().expect("the answer has frames");
     assert_eq!(last["choices"], json!([]));
     assert!(before.iter().all(|frame| frame.as_object().is_some_and(|frame| frame.get("usage") == Some(&json!(null)))));
     assert!(before.iter().rev().find_map(|frame| frame["choices"][0]["finish_reason"].as_str()).is_some());
@@ -149,7 +149,7 @@ async fn prompt_counts_once_for_all_samples_and_each_prompt_of_a_batch_counts() 
     let batch = client.answer(Endpoint::Completions.path(), &batch).await?;
     assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
     assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
-    // The histogram counts finished prompts: one, one, and two.
+    // The histogram counts finished prompts: two requests have one prompt each, and one request has two.
     assert_eq!(client.metric("tandem_frontend_request_cached_tokens_count", "").await?, 4.0);
     assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, 4.0 * prompt_tokens as f64);
     let cached = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;
@@ -175,7 +175,7 @@ async fn different_cache_salts_share_no_blocks_and_a_continued_chat_is_cached() 
     let request =
         |messages: &serde_json::Value| json!({ "model": cluster.model_id(), "messages": messages, "max_tokens": 200, "seed": 1 });
     let first = client.answer(Endpoint::Chat.path(), &request(&messages)).await?;
-    let turns = messages.as_array_mut().expect("the messages are a list");
+    let turns = messages.as_array_mut().expect("messages is a list");
     turns.push(json!({ "role": "assistant", "content": first.text(0) }));
     turns.push(json!({ "role": "user", "content": "And then?" }));
     cluster.settle_events().await?;

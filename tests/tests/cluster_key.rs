@@ -36,7 +36,7 @@ async fn start_with_key() -> Result<TestCluster> {
 async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+    let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("the cluster must have two workers") };
     let mut router = RouterClient::new(to(cluster.inner().router)?);
     let (mut control, mut prefills) = (ControlClient::new(to(prefill.address)?), PrefillClient::new(to(prefill.address)?));
     let (mut decodes, mut transfer) = (DecodeClient::new(to(decode.address)?), TransferClient::new(to(decode.address)?));
@@ -79,7 +79,7 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
 
 /// Without a key, every user of the machine could call the sockets of `up`.
 #[tokio::test(flavor = "multi_thread")]
-async fn cluster_without_a_configured_key_generates_one() -> Result<()> {
+async fn cluster_without_a_configured_key_generates_a_key() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 1, ..sim_settings() }).await?;
     for (call, refused) in make_every_call(&cluster, ClusterKey::default()).await? {
         assert!(refused.is_some_and(|status| status.code() == Code::Unauthenticated), "{call}");
@@ -97,7 +97,8 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     assert_eq!(client.answer(Endpoint::Completions.path(), &request).await?.status, 200);
     let mut cached = BTreeSet::new();
     for worker in &cluster.inner().workers {
-        let (snapshot, _) = worker.engine.watch().await.expect("the engine runs");
+        let engine = worker.engine.as_ref().expect("the engine runs in this process");
+        let (snapshot, _) = engine.watch().await.expect("the engine thread runs");
         cached.extend(snapshot.stored.into_iter().flat_map(|chain| chain.sequence_hashes));
     }
     let tokens: Vec<u32> = text.bytes().map(u32::from).collect();
@@ -116,7 +117,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     Ok(())
 }
 
-/// A process that has the key and sends addresses that are not those of workers.
+/// A process that has the key and sends wrong addresses.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -127,7 +128,7 @@ impl Insider {
     fn new(cluster: &TestCluster) -> Result<Self> {
         let network = Network::tcp(ClusterKey::new(SECRET)?);
         let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
-        let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("there are two workers") };
+        let [prefill, decode] = cluster.inner().workers.as_slice() else { anyhow::bail!("the cluster must have two workers") };
         let (router, decode) = (RouterClient::new(to(cluster.inner().router)?), DecodeClient::new(to(decode.address)?));
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
@@ -142,7 +143,9 @@ impl Insider {
         let reply = replies.message().await?.and_then(|reply| reply.message);
         let Some(route_reply::Message::Placement(Placement { decode, prefill, .. })) = reply else { anyhow::bail!("{reply:?}") };
         let worker = |candidate: Option<Candidate>| candidate.and_then(|candidate| candidate.worker);
-        let [Some(decode), Some(prefill)] = [worker(decode), worker(prefill)] else { anyhow::bail!("both are named") };
+        let [Some(decode), Some(prefill)] = [worker(decode), worker(prefill)] else {
+            anyhow::bail!("the placement must name both workers")
+        };
         Ok([decode, prefill])
     }
 
@@ -161,7 +164,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends it.
+    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends the stream.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {
@@ -179,7 +182,7 @@ impl Insider {
         loop {
             match replies.message().await {
                 Ok(Some(reply)) => anyhow::ensure!(reply.message.is_none(), "{reply:?}"),
-                Ok(None) => anyhow::bail!("it ended without an error"),
+                Ok(None) => anyhow::bail!("the stream ended without an error"),
                 Err(status) => return Ok(status),
             }
         }
@@ -201,7 +204,7 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // A worker of the cluster, but not a prefill worker.
+        // This is a worker of the cluster, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const REQUESTS: u64 = 500;
 const CONCURRENCY: usize = 16;
-/// Prompts admitted concurrently.
+/// The number of prompts that are admitted concurrently.
 const PROMPTS_MAX: u32 = 64;
 /// The value of Grafana's `$__rate_interval`, long enough to include the scrape before the traffic.
 const RATE_INTERVAL: &str = "2m";
@@ -45,7 +45,7 @@ fn promtool(args: &[&str], input: &str) -> Result<()> {
     let mut command = program("promtool");
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process = command.spawn().map_err(|error| missing("promtool", error))?;
-    process.stdin.take().context("it is piped")?.write_all(input.as_bytes())?;
+    process.stdin.take().context("stdin is not piped")?.write_all(input.as_bytes())?;
     let output = process.wait_with_output()?;
     let text = [output.stdout, output.stderr].concat();
     ensure!(output.status.success(), "promtool {}:\n{}", args.join(" "), String::from_utf8_lossy(&text));
@@ -96,8 +96,8 @@ impl Prometheus {
     /// Returns the series of `expr` now, by their labels.
     async fn query(&self, expr: &str) -> Result<Vec<(Value, f64)>> {
         let data = self.api("query", &[("query", expr)]).await?;
-        let series = data["result"].as_array().context("a vector")?.iter().map(|series| {
-            let value = series["value"][1].as_str().context("a value")?;
+        let series = data["result"].as_array().context("the result is not a list")?.iter().map(|series| {
+            let value = series["value"][1].as_str().context("the value is not a string")?;
             Ok((series["metric"].clone(), value.parse()?))
         });
         series.collect()
@@ -126,7 +126,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let (endpoint, options, status) = match number {
         100 => (endpoint, json!({ "max_tokens": -3 }), 400),
         200 => (Endpoint::Completions, json!({ "prompt": vec!["x"; PROMPTS_MAX as usize] }), 503),
-        // Logits of the prompt are requested, so it is prefilled on the decode worker.
+        // Logprobs of the prompt are requested, so the prompt is prefilled on the decode worker.
         _ if number % 10 == 3 => (Endpoint::Completions, json!({ "echo": true, "logprobs": 1, "max_tokens": 4 }), 200),
         _ if number % 50 == 7 => (endpoint, long.clone(), 200),
         _ => (endpoint, json!({ "max_tokens": 4 + number % 30, "stream": number.is_multiple_of(2) }), 200),
@@ -149,7 +149,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
 async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     let mut settings = UpSettings { prefill_workers: 2, decode_workers: 2, ..sim_settings() };
     settings.model.max_concurrent_requests = PROMPTS_MAX;
-    // All requests come from one address, and one of them uses all capacity.
+    // All requests come from one address, and one request uses the whole capacity, so there must be no limit per account.
     settings.frontend.limits.max_sequences_per_account = Some(0);
     let cluster = start(settings).await?;
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
@@ -166,7 +166,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     Ok((cluster, prometheus))
 }
 
-/// Returns the problem of a panel's expression, if it has one. `shown` are the workers that it must show if its legend names workers.
+/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the
+/// workers `shown`.
 async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,
@@ -197,17 +198,18 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
     for board in ["cluster", "router", "workers"] {
         let file = fs::read_to_string(deploy(&format!("grafana/dashboards/{board}.json")))?;
         let board: Value = serde_json::from_str(&file).with_context(|| board.to_owned())?;
-        let panels = board["panels"].as_array().context("a board has panels")?;
+        let panels = board["panels"].as_array().context("the dashboard has no panels")?;
         for panel in panels.iter().filter(|panel| panel["type"] != "row") {
             let name = format!("{}, {}", board["title"], panel["title"]);
             let text = |pointer: &str| panel.pointer(pointer).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
             if !text("/description") || !text("/fieldConfig/defaults/unit") || panel["datasource"]["uid"] != "prometheus" {
-                problems.push(format!("{name}: it needs a description, a unit and the data source `prometheus`"));
+                problems.push(format!("{name} needs a description, a unit and the data source `prometheus`"));
             }
-            for target in panel["targets"].as_array().context("a panel has targets")? {
-                let (expr, legend) = (target["expr"].as_str().context("an expression")?, &target["legendFormat"]);
+            for target in panel["targets"].as_array().context("the panel has no targets")? {
+                let (expr, legend) =
+                    (target["expr"].as_str().context("the expression is not a string")?, &target["legendFormat"]);
                 let expr = expr.replace("$__rate_interval", RATE_INTERVAL);
-                // A repeated panel shows one worker at a time.
+                // A panel that is repeated for each worker shows one worker at a time.
                 let choices: Vec<&str> = if panel["repeat"] == "worker" { all.iter().copied().collect() } else { vec![".*"] };
                 for choice in choices {
                     let expr = expr.replace("$worker", choice);
@@ -224,21 +226,24 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
 async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
     let runbook = fs::read_to_string(deploy("README.md"))?;
     let rules = prometheus.api("rules", &[]).await?;
-    let groups = rules["groups"].as_array().context("groups of rules")?;
+    let groups = rules["groups"].as_array().context("groups is not a list")?;
     let mut problems = Vec::new();
     for rule in groups.iter().flat_map(|group| group["rules"].as_array().into_iter().flatten()) {
-        let (name, expr) = (rule["name"].as_str().context("a name")?, rule["query"].as_str().context("an expression")?);
+        let (name, expr) = (
+            rule["name"].as_str().context("the name is not a string")?,
+            rule["query"].as_str().context("the expression is not a string")?,
+        );
         if rule["health"] != "ok" {
             problems.push(format!("{name} is {}: {}", rule["health"], rule["lastError"]));
         }
         let is_set = |key: &str| rule["annotations"][key].as_str().is_some_and(|text| !text.is_empty());
         if !["summary", "description", "action"].into_iter().all(is_set) || !rule["labels"]["severity"].is_string() {
-            problems.push(format!("{name}: it needs a severity, a summary, a description and an action"));
+            problems.push(format!("{name} needs a severity, a summary, a description and an action"));
         }
         if !runbook.contains(&format!("| `{name}` |")) {
             problems.push(format!("{name} has no row in deploy/README.md"));
         }
-        // In a healthy cluster an alert's expression has no data, but each of its selectors has.
+        // In a healthy cluster an alert's expression has no data, but each selector in it has data.
         for selector in selectors(expr) {
             problems.extend(
                 problem_of(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")),

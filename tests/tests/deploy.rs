@@ -1,19 +1,22 @@
-//! Checks that all services of `deploy/docker-compose.yml` are hardened. The scripts for passwords run against a real etcd and a real NATS.
+//! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
+//! second file exist. The scripts for passwords run against a real etcd and a real NATS.
 
 #[path = "../../node/tests/servers/mod.rs"]
 mod servers;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::CommandFactory;
 use serde_json::Value;
 use servers::Server;
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsString,
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
 };
-use tandem::model::Source;
+use tandem::{cli::Cli, model::Source};
 
 /// The depth of nested merge keys: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
@@ -22,9 +25,14 @@ fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// Returns the compose file with resolved anchors and merge keys; variables are not replaced.
-fn compose() -> Result<Value> {
-    let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy("docker-compose.yml"))?)?;
+/// The compose file of a whole cluster with Tandem's own engines.
+const CLUSTER: &str = "docker-compose.yml";
+/// The compose file of a Tandem cluster in front of vLLM servers.
+const VLLM: &str = "docker-compose.vllm.yml";
+
+/// Returns a compose file with resolved anchors and merge keys; variables are not replaced.
+fn compose(file: &str) -> Result<Value> {
+    let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy(file))?)?;
     // Each round resolves one level of nested merge keys.
     for _ in 0..MERGES_MAX {
         yaml.apply_merge()?;
@@ -32,8 +40,8 @@ fn compose() -> Result<Value> {
     Ok(serde_json::to_value(yaml)?)
 }
 
-fn services() -> Result<BTreeMap<String, Value>> {
-    let services = compose()?["services"].as_object().context("a map of services")?.clone();
+fn services(file: &str) -> Result<BTreeMap<String, Value>> {
+    let services = compose(file)?["services"].as_object().context("services is not an object")?.clone();
     ensure!(services.len() >= 9, "only {} services were found", services.len());
     Ok(services.into_iter().collect())
 }
@@ -48,15 +56,15 @@ fn names(list: &Value) -> BTreeSet<String> {
 
 #[test]
 fn compose_services_have_no_privileges_and_bounded_resources() -> Result<()> {
-    for (name, service) in services()? {
+    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?) {
         ensure!(service["read_only"] == true, "{name}: read_only");
         ensure!(service["cap_drop"] == serde_json::json!(["ALL"]), "{name}: cap_drop");
         ensure!(service["security_opt"] == serde_json::json!(["no-new-privileges:true"]), "{name}: security_opt");
         ensure!(service["pids_limit"].is_u64(), "{name}: pids_limit");
         ensure!(service["mem_limit"].is_string(), "{name}: mem_limit");
-        ensure!(!names(&service["networks"]).is_empty(), "{name}: it is on the default network");
-        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name}: it adds rights again");
-        let image = service["image"].as_str().context("an image")?;
+        ensure!(!names(&service["networks"]).is_empty(), "{name} is on the default network");
+        ensure!(service["privileged"].is_null() && service["cap_add"].is_null(), "{name} adds privileges");
+        let image = service["image"].as_str().context("image is not a string")?;
         ensure!(image.starts_with("${"), "{name}: {image} cannot be set to a digest");
         for port in service["ports"].as_array().into_iter().flatten().filter_map(Value::as_str) {
             ensure!(port.contains(":-127.0.0.1:"), "{name}: {port} is open to other hosts by default");
@@ -67,7 +75,7 @@ fn compose_services_have_no_privileges_and_bounded_resources() -> Result<()> {
 
 #[test]
 fn networks_separate_services_that_do_not_communicate() -> Result<()> {
-    let (compose, services) = (compose()?, services()?);
+    let (compose, services) = (compose(CLUSTER)?, services(CLUSTER)?);
     let on = |service: &str| names(&services[service]["networks"]);
     let together = |one: &str, other: &str| !on(one).is_disjoint(&on(other));
     for (one, other) in [
@@ -104,8 +112,8 @@ fn networks_separate_services_that_do_not_communicate() -> Result<()> {
 }
 
 #[test]
-fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> Result<()> {
-    let services = services()?;
+fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> Result<()> {
+    let services = services(CLUSTER)?;
     let model = format!("${{TANDEM_MODEL:-{}}}", Source::default());
     ensure!(services["model"]["command"][2] == *model, "the service fetches {}", services["model"]["command"]);
     for name in ["router", "frontend", "prefill", "decode", "prefill-2", "decode-2"] {
@@ -123,7 +131,106 @@ fn serving_processes_have_secrets_and_a_pinned_model_and_download_nothing() -> R
             ensure!(settings[setting] == *format!("/run/secrets/{secret}"), "{name}: {setting}");
         }
         let writable = |volume: &Value| volume.as_str().is_some_and(|volume| !volume.ends_with(":ro"));
-        ensure!(!service["volumes"].as_array().context("volumes")?.iter().any(writable), "{name} may write to a volume");
+        ensure!(
+            !service["volumes"].as_array().context("volumes is not a list")?.iter().any(writable),
+            "{name} may write to a volume"
+        );
+    }
+    Ok(())
+}
+
+/// Replaces each `${NAME:-default}` by its default.
+fn with_defaults(text: &str) -> Result<String> {
+    let Some((before, rest)) = text.split_once("${") else { return Ok(text.to_owned()) };
+    let (variable, after) = rest.split_once('}').context("a variable ends with a brace")?;
+    let (_, default) = variable.split_once(":-").with_context(|| format!("{variable} has no default"))?;
+    Ok(format!("{before}{default}{}", with_defaults(after)?))
+}
+
+/// Returns the texts of a list, such as a command. Variables are replaced by their defaults.
+fn texts(list: &Value) -> Result<Vec<String>> {
+    let text = |item: &Value| with_defaults(item.as_str().context("a text")?);
+    list.as_array().context("a list")?.iter().map(text).collect()
+}
+
+/// Returns the text of an environment variable's value. Variables in it are replaced by their defaults.
+fn value(value: &Value) -> Result<String> {
+    match value {
+        Value::String(text) => with_defaults(text),
+        other => Ok(other.to_string()),
+    }
+}
+
+/// Reads a command line of `tandem` as the binary does.
+fn read(args: Vec<String>) -> Result<()> {
+    let given = args.join(" ");
+    let args = ["tandem".to_owned()].into_iter().chain(args).map(OsString::from).collect();
+    Cli::read(args, None).map(drop).map_err(|error| anyhow!("tandem {given}: {error}"))
+}
+
+#[test]
+fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
+    let cli = Cli::command();
+    let mut roles = BTreeSet::new();
+    for (name, service) in services(VLLM)? {
+        let is_tandem =
+            service["image"].as_str().is_some_and(|image| image.contains("tandem")) && service["entrypoint"].is_null();
+        if !is_tandem {
+            continue;
+        }
+        let mut command = texts(&service["command"])?;
+        let role = cli.find_subcommand(&command[0]).with_context(|| format!("{name}: {} is no role", command[0]))?;
+        roles.insert(command[0].clone());
+        for (variable, setting) in service["environment"].as_object().context("settings")? {
+            let has_variable = |arg: &&clap::Arg| arg.get_env().is_some_and(|env| env == variable.as_str());
+            let arg = role.get_arguments().find(has_variable).with_context(|| format!("{name}: {variable} is no setting"))?;
+            let setting = value(setting)?;
+            let flag = format!("--{}", arg.get_long().context("each setting has a flag")?);
+            if arg.get_action().takes_values() {
+                command.extend([flag, setting]);
+            } else {
+                ensure!(setting == "true", "{name}: {variable} is {setting}");
+                command.push(flag);
+            }
+        }
+        read(command)?;
+    }
+    ensure!(roles.len() == 4, "only {roles:?} were found");
+    Ok(())
+}
+
+#[test]
+fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> Result<()> {
+    let (compose, services) = (compose(VLLM)?, services(VLLM)?);
+    let on = |service: &str| names(&services[service]["networks"]);
+    let engines: BTreeSet<&str> = services.keys().filter(|name| name.starts_with("vllm-")).map(String::as_str).collect();
+    ensure!(engines.len() == 3, "{engines:?}");
+    let mut driven = BTreeSet::new();
+    for (name, service) in &services {
+        let command = texts(&service["command"]).unwrap_or_default();
+        let Some(url) = command.iter().skip_while(|arg| *arg != "--engine-url").nth(1) else { continue };
+        let engine = url.strip_prefix("http://").and_then(|url| url.strip_suffix(":8000")).context("the URL of a service")?;
+        ensure!(engines.contains(engine) && driven.insert(engine.to_owned()), "{name}: {url}");
+        ensure!(!on(name).is_disjoint(&on(engine)), "{name} cannot reach {engine}");
+        let sequences = &service["environment"]["TANDEM_BATCH_MAX"];
+        let flags = services[engine]["command"].as_array().context("flags")?;
+        ensure!(flags.iter().skip_while(|flag| *flag != "--max-num-seqs").nth(1) == Some(sequences), "{name}: {sequences}");
+    }
+    ensure!(driven.len() == engines.len(), "only {driven:?} have workers");
+    let (mut gpus, mut hosts) = (BTreeSet::new(), BTreeSet::new());
+    for engine in &engines {
+        for other in ["frontend", "router", "weights"] {
+            ensure!(on(engine).is_disjoint(&on(other)), "{engine} can reach {other}");
+        }
+        let environment = &services[*engine]["environment"];
+        let host = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("an address")?;
+        ensure!(services[*engine]["networks"]["engines"]["ipv4_address"] == *host, "{engine}: {host} is not its address");
+        gpus.insert(value(&environment["CUDA_VISIBLE_DEVICES"])?);
+        hosts.insert(host.to_owned());
+    }
+    ensure!(gpus.len() == engines.len() && hosts.len() == engines.len(), "engines share {gpus:?} or {hosts:?}");
+    for network in ["cluster", "engines"] {
+        ensure!(compose["networks"][network]["internal"] == true, "{network} is not internal");
     }
     Ok(())
 }
@@ -143,7 +250,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
     make(&one)?;
     make(&other)?;
     ensure!(fs::metadata(&one)?.permissions().mode() & 0o777 == 0o700, "other users can read the folder");
-    let made = names(&compose()?["secrets"]);
+    let made = names(&compose(CLUSTER)?["secrets"]);
     ensure!(made.len() >= 5, "{made:?}");
     for name in &made {
         let secret = fs::read_to_string(one.join(name)).with_context(|| name.clone())?;

@@ -28,7 +28,7 @@ const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
 /// wait for bytes that are in flight through a socket.
 fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
-    /// Yields per simulated millisecond: more than the longest chain of messages within it.
+    /// Number of yields to other tasks per simulated millisecond: more than the longest chain of messages within a millisecond.
     const YIELDS: usize = 40;
     let clock = async {
         tokio::time::pause();
@@ -39,12 +39,12 @@ fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
             tokio::time::advance(Duration::from_millis(1)).await;
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("the runtime can be built");
     runtime.block_on(async {
         tokio::select! {
             biased;
             outcome = scenario => outcome,
-            () = clock => unreachable!("the clock's loop has no end"),
+            () = clock => unreachable!("the clock runs until the scenario ends"),
         }
     })
 }
@@ -139,7 +139,7 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     let send_questions = || async {
         let (mut prompt_tokens, mut cached_tokens) = (0, 0);
         loop {
-            let Some(prompt) = prompts.lock().expect("no holder panics").pop_front() else { break };
+            let Some(prompt) = prompts.lock().expect("no test panics with the lock").pop_front() else { break };
             let (all, cached) = usage_of(&cluster.client, &prompt).await?;
             prompt_tokens += all;
             cached_tokens += cached;
@@ -151,15 +151,15 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
         clients.iter().fold((0, 0), |sum, client_sums| (sum.0 + client_sums.0, sum.1 + client_sums.1));
 
     let placed = cluster.placed().await?;
-    let placed_max = placed.iter().copied().reduce(f64::max).context("there are workers")?;
+    let placed_max = placed.iter().copied().reduce(f64::max).context("the metrics have no workers")?;
     let placed_mean = placed.iter().sum::<f64>() / PREFILL_WORKERS as f64;
     assert_eq!(placed_mean * PREFILL_WORKERS as f64, f64::from(DOCUMENTS * QUESTIONS), "each prompt was placed once: {placed:?}");
     cluster.services.shutdown.run(Duration::ZERO).await;
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// At most 0.876 of all tokens can be cached, because the first question about each document must compute it. `--nocapture` shows the
-/// figures.
+/// At most 0.876 of all tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows the
+/// measured shares.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
@@ -191,7 +191,7 @@ async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn worker_receives_prompts_although_its_first_ones_were_tiny() -> Result<()> {
+fn worker_receives_prompts_although_its_first_prompts_were_tiny() -> Result<()> {
     for seed in 1..=20 {
         let placed = in_paused_time(placed_after_tiny_prompts(seed))?;
         assert_eq!(placed.iter().sum::<f64>(), 28.0);

@@ -9,7 +9,7 @@ use tandem_adapter::{
 use tandem_tests::fake_vllm::events::{Publisher, PublisherSettings};
 use tokio::time::timeout;
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Setup {
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// Returns a batch whose only event contains this number.
+/// Returns a batch with one event, which contains this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
@@ -84,7 +84,7 @@ async fn batches_published_before_and_after_the_subscription_arrive_once_in_orde
 }
 
 #[tokio::test]
-async fn dropped_batches_are_replayed_when_the_next_one_arrives() -> Result<()> {
+async fn dropped_batches_are_replayed_when_the_next_batch_arrives() -> Result<()> {
     let mut setup = start_with(|settings| settings.check_interval = TIMEOUT).await?;
     setup.publish([0]).await?;
     setup.expect([0]).await?;
@@ -119,7 +119,7 @@ async fn gap_that_cannot_be_replayed_is_reported_and_later_batches_are_delivered
 }
 
 #[tokio::test]
-async fn batches_missing_from_replay_are_reported_and_the_others_delivered() -> Result<()> {
+async fn batches_missing_from_replay_are_reported_and_the_other_batches_delivered() -> Result<()> {
     let publisher = Publisher::bind_with(PublisherSettings { buffer_batches: 2, ..PublisherSettings::default() }).await?;
     for number in 0..5 {
         publisher.publish(batch(number)).await?;

@@ -230,7 +230,7 @@ async fn mutated_request_bodies_are_answered() -> Result<()> {
                     let status = answer.status().as_u16();
                     assert!(status < 500 || status == 503, "status {status}; to repeat it: TANDEM_FUZZ_SEED={seed}");
                 }
-                // A mutated request may be for more tokens than are generated before the timeout.
+                // A mutated request may ask for more tokens than can be generated before the timeout.
                 Err(error) => assert!(error.is_timeout(), "{error}; to repeat it: TANDEM_FUZZ_SEED={seed}"),
             }
         }

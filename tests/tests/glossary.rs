@@ -54,7 +54,7 @@ fn words(text: &str) -> Vec<String> {
             if !previous.is_alphabetic() || (letter.is_uppercase() && previous.is_lowercase()) {
                 words.push(String::new());
             }
-            words.last_mut().expect("a word has begun").extend(letter.to_lowercase());
+            words.last_mut().expect("the list has a word").extend(letter.to_lowercase());
         } else if !matches!(letter, ' ' | '_') {
             words.push(String::new());
         }
@@ -86,7 +86,7 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// Returns the text of a line comment without its slashes.
+/// Returns the text of a line comment without its slashes; `None` if the line is no comment.
 fn comment(line: &str) -> Option<&str> {
     let text = line.trim_start().strip_prefix("//")?;
     Some(text.trim_start_matches(['/', '!']).trim())

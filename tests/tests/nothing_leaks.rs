@@ -8,7 +8,7 @@ use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 /// Sends 200 requests. The clients of half of them disconnect, before the first token or during the stream.
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
+async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
         // The engines are slow enough that clients disconnect in all phases, and their caches small enough for preemptions.

@@ -151,7 +151,7 @@ async fn assert_counts_agree(cluster: TestCluster, place: PrefillPlace, source: 
         assert_eq!(workers("cached_tokens_total").await?, reported.cached_tokens, "{place:?}");
     }
 
-    // The frontend's sums exclude refused and cancelled requests; the workers count what they started.
+    // The frontend's sums exclude refused and cancelled requests; the workers' sums include every request that they started.
     let (more, disconnected) = tokio::join!(send_all(&cluster, &client, 200..260), disconnect_clients(&cluster, &client, 40));
     reported += more?;
     let (scheduled, uncertain) = disconnected?;

@@ -15,11 +15,11 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens.
+/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens of the answer.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
-    let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("an answer has choices");
+    let mut choices = answer.frames[0]["choices"].as_array().cloned().expect("the answer has choices");
     choices.iter_mut().for_each(|choice| choice["index"] = Value::Null);
     assert!(
         choices
@@ -51,7 +51,7 @@ async fn answers_are_bit_identical_cold_cached_local_remote_batched_and_chunked(
         // The same request is sent again. Now it runs alone, and its prompt is cached.
         let (warm, cached) = choices(&client, &target).await?;
         assert!(cached > 300, "{name}: {cached}");
-        assert_eq!(warm, batched, "{name}: cached and alone against cold in a batch");
+        assert_eq!(warm, batched, "{name}: a cached request alone and a cold one in a batch differ");
         for sample in 0..3 {
             let (single, _) = choices(&client, &request(&model, "asked", 41 + sample, 1)).await?;
             assert_eq!(single[0], batched[sample as usize], "{name}: a single request with the seed of sample {sample}");

@@ -10,7 +10,8 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-/// Sends a request without reading the answer. The receive buffer has a fixed size; by default the system would let it grow.
+/// Sends a request without reading the answer. The socket's receive buffer has a fixed size, because the system would otherwise let it
+/// grow.
 async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_recv_buffer_size(1 << 16)?;
@@ -27,8 +28,8 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
 #[tokio::test(flavor = "multi_thread")]
 async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()> {
     const TOKENS: u64 = 15_000;
-    // Limit on the tokens that are generated before they are read: the frontend's socket buffers some megabytes, and a token is more than
-    // one KiB here.
+    // Limit on the tokens that are generated but not yet read: the frontend's socket buffers some megabytes, and the answer has more than
+    // one KiB per token.
     const AHEAD_MAX: f64 = 10_000.0;
     let mut settings = sim_settings_with(PrefillPlace::Local);
     // With a finite speed-up each step would sleep for at least a millisecond.
@@ -79,7 +80,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let unread = send(cluster.frontend(), &request).await?;
     let decode_workers = cluster.inner().workers.iter().filter(|worker| worker.id.starts_with("decode"));
     for worker in decode_workers {
-        worker.engine.wait_for_load(|load| load.in_use_blocks > 100).await;
+        worker.engine.as_ref().expect("an engine in this process").wait_for_load(|load| load.in_use_blocks > 100).await;
     }
     drop(unread);
     cluster.assert_idle().await?;

@@ -11,8 +11,8 @@ pub(crate) const PEERS_MAX: usize = 256;
 /// The longest pauses are between this value and twice this value: five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
-/// Excludes a path to a peer for some time after each failure on it. The time grows with each failure until a success, as [`Backoff`]
-/// describes.
+/// Excludes a path to a peer for some time after each failure on that path. The time grows with each failure until a success, as
+/// [`Backoff`] describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
     /// The failures by peer; at most [`PEERS_MAX`] entries.
@@ -25,7 +25,7 @@ struct Failed {
 }
 
 impl PeerBackoff {
-    /// Excludes no peer at first. The first pause after a success is between `min` and twice that.
+    /// Returns a backoff that excludes no peer yet. The pause after a peer's first failure is between `min` and twice `min`.
     pub(crate) fn new(min: Duration) -> Self {
         Self { min, peers: Mutex::default() }
     }
@@ -62,19 +62,19 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn backoff_of_a_peer_doubles_with_each_failure_and_ends_with_a_success() {
         let backoff = PeerBackoff::new(MIN);
-        assert!(!backoff.is_open("p"), "it has not failed");
+        assert!(!backoff.is_open("p"), "the peer has not failed");
         for seconds in [1, 2, 4, 8, 16, 32, 64, 128, 150, 150] {
             backoff.fail("p");
             assert!(backoff.is_open("p") && !backoff.is_open("another"));
             tokio::time::advance(Duration::from_secs(seconds) * 99 / 100).await;
-            assert!(backoff.is_open("p"), "at least {seconds} s");
+            assert!(backoff.is_open("p"), "the backoff lasts at least {seconds} s");
             tokio::time::advance(Duration::from_secs(seconds) * 102 / 100).await;
-            assert!(!backoff.is_open("p"), "at most twice {seconds} s");
+            assert!(!backoff.is_open("p"), "the backoff lasts at most twice {seconds} s");
         }
         backoff.succeed("p");
         backoff.fail("p");
         tokio::time::advance(MIN * 2).await;
-        assert!(!backoff.is_open("p"), "it begins again");
+        assert!(!backoff.is_open("p"), "the backoff begins again with the shortest pause");
     }
 
     #[tokio::test(start_paused = true)]

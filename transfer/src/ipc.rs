@@ -1,6 +1,7 @@
 //! The receiving half of the CUDA IPC path: copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! A peer's memory is open only while a prompt's blocks are copied: a mapping keeps GPU memory allocated after its process has ended.
+//! A peer's memory is open only while a prompt's blocks are copied, because a mapping would keep the peer's GPU memory allocated even after
+//! the peer's process has ended.
 
 use crate::{
     Destination, Lifetime, Refused,
@@ -15,10 +16,11 @@ use std::{
     sync::{Arc, Weak},
 };
 use tandem_kv::{BlockId, KvMemory, PeerMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::task::spawn_blocking;
 
-/// The memories of peers that a worker can open. Cheap to clone.
+/// Opens the memories of a worker's peers and copies blocks from them. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct IpcReceiver(Arc<Inner>);
 
@@ -66,7 +68,12 @@ impl IpcReceiver {
                 Some(opened)
             }
             Err(error) => {
-                tracing::debug!(%error, peer, "the peer's KV memory cannot be opened");
+                let error = error_chain(&error);
+                tracing::debug!(
+                    error,
+                    peer,
+                    "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path"
+                );
                 self.0.backoff.fail(peer);
                 None
             }
@@ -84,7 +91,10 @@ impl IpcReceiver {
         let write = destination.begin_write(ticket, block_indices).await?;
         let copying = move || {
             let blocks: Vec<_> = source_blocks.into_iter().map(BlockId).zip(write.blocks().iter().copied()).collect();
-            let copied = source.copy(&blocks).inspect_err(|error| tracing::warn!(%error, "blocks were not copied"));
+            let copied = source.copy(&blocks).inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
+            });
             // If the reservation has ended, this closes the peer's memory before the engine learns that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
@@ -128,7 +138,8 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // Later tickets request the handles of running workers again.
+            // Entries of workers that have ended are not removed individually, so all entries are dropped here. Later tickets request the
+            // handles of running workers again.
             peers.clear();
         }
         peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });

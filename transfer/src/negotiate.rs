@@ -1,4 +1,4 @@
-//! The receiving side: chooses each ticket's path from the capabilities of both workers. A failure excludes a path to a peer for a time.
+//! The receiving side: chooses each ticket's path from the capabilities of both workers. A failure excludes a path to a peer for some time.
 
 use crate::{
     Destination, Lifetime, TransferMode, TransferService,
@@ -27,7 +27,7 @@ pub struct Negotiated {
 }
 
 impl ReceivePaths {
-    /// Makes the paths that the worker may use; `memory` is the engine's KV memory, if devices can reach it.
+    /// Returns the paths that the worker may use. `memory` is the engine's KV memory; `None` if other devices cannot access it.
     pub fn new(destination: impl Destination, memory: Option<Arc<dyn KvMemory>>, mode: TransferMode, lifetime: Lifetime) -> Self {
         let destination: Arc<dyn Destination> = Arc::new(destination);
         let memory = memory.filter(|_| mode == TransferMode::Auto);
@@ -58,7 +58,7 @@ impl ReceivePaths {
         let destination = Arc::clone(&self.destination);
         let mut negotiated = Negotiated { destination, ticket: secret, label: HOST_LABEL, grant: None };
         let Some(capabilities) = offered else { return negotiated };
-        // The paths, the preferred one first.
+        // The paths in the order of preference.
         let paths: [Option<&dyn ReceivePath>; 2] =
             [self.ipc.as_ref().map(|ipc| ipc as _), self.nccl.as_ref().map(|nccl| nccl as _)];
         for path in paths.into_iter().flatten() {
@@ -84,8 +84,8 @@ impl Negotiated {
         self.label
     }
 
-    /// Lets the destination use the ticket's blocks, and prepares paths for later tickets. Called when the prefill worker has confirmed
-    /// that all of the blocks were written.
+    /// Lets the destination use the ticket's blocks, and prepares paths for later tickets. To be called when the prefill worker has
+    /// confirmed that all of the blocks were written.
     pub async fn confirmed(&mut self, done: &PrefillDone) {
         self.destination.confirm(self.ticket).await;
         if let Some(grant) = self.grant.take() {

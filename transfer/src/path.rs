@@ -15,14 +15,14 @@ pub enum TransferError {
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The receiver is unreachable, or closed the connection or the communicator before all blocks were written.
-    #[error("the receiver closed the connection")]
+    #[error("the receiver is unreachable or closed the connection")]
     Closed(#[source] Option<Box<dyn Error + Send + Sync>>),
     /// The ticket cannot be used.
     #[error(transparent)]
     Ticket(#[from] TicketError),
 }
 
-/// The reason that a ticket cannot be used. Its sender has violated the protocol.
+/// The reason that a ticket cannot be used. The worker that sent the ticket has violated the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// The address is not signed with the cluster key, or is signed for another worker.
@@ -35,20 +35,20 @@ pub enum TicketError {
     #[error("the ticket's address is not of the form host:port")]
     Address(#[from] InvalidAddress),
     /// The prefill worker does not support the path.
-    #[error("the ticket names a transfer path that was not offered")]
+    #[error("the ticket names a transfer path that the prefill worker did not offer")]
     NotOffered,
 }
 
 /// The state of blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends the blocks and has sent all earlier ones, so the call took as long as a transfer.
+    /// The path sends the blocks and has sent all earlier blocks, so the call took as long as a transfer.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,
 }
 
-/// The sending half of a path, for the blocks of one ticket. Dropping it ends the transfer.
+/// The sending half of a path, for the blocks of one ticket. Dropping this value ends the transfer.
 #[tonic::async_trait]
 pub trait SendPath: Send {
     /// Returns the path's label in metrics and traces.
@@ -63,8 +63,8 @@ pub trait SendPath: Send {
     /// The transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
-    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If it is not polled, the last blocks may
-    /// wait for the next call. Cancel-safe.
+    /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If this future is not polled, the last
+    /// blocks may wait until the next call of a method. Cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.
@@ -74,21 +74,21 @@ pub trait SendPath: Send {
     async fn finish(self: Box<Self>) -> Result<(), TransferError>;
 }
 
-/// The choice of a path by its receiving half, for all tickets of one worker.
+/// The receiving half of a path. It decides which of a worker's tickets use the path.
 #[tonic::async_trait]
 pub(crate) trait ReceivePath: Send + Sync {
     /// Decides whether a ticket's blocks take this path, and sets the fields of the ticket.
     async fn offer(&self, offer: Offer<'_>) -> Decision;
 }
 
-/// The input of a [`Decision`]: a ticket for a peer.
+/// A ticket for a peer, about which a path makes its [`Decision`].
 pub(crate) struct Offer<'a> {
     /// The prefill worker's instance.
     pub peer: &'a str,
     /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// The message to the prefill worker.
+    /// The ticket's message to the prefill worker. The path sets its fields.
     pub ticket: &'a mut v1::Ticket,
 }
 

@@ -1,8 +1,8 @@
 //! The sending half of the paths that use a `Push` stream.
 //!
 //! On the host path, the messages carry the content of blocks through the memory of both hosts; HTTP/2's windows bound the bytes in flight.
-//! It needs no preparation, so it is the fallback. On the CUDA IPC path, the messages name blocks, which the receiver copies from the
-//! sender's GPU.
+//! This path needs no preparation, so it is the fallback. On the CUDA IPC path, the messages name blocks, which the receiver copies from
+//! the sender's GPU.
 
 use crate::{Progress, Refused, SendPath, TransferError};
 use futures::{FutureExt, future::BoxFuture};
@@ -26,7 +26,7 @@ pub(crate) struct PushPath {
     ticket: Ticket,
     access: BlockAccess,
     messages: mpsc::Sender<PushRequest>,
-    /// Sends the messages. Once `messages` is closed, it resolves to the number of blocks written.
+    /// The call that sends the messages. Once `messages` is closed, it resolves to the number of blocks written.
     reply: BoxFuture<'static, Result<u32, TransferError>>,
     sent_blocks: u32,
 }
@@ -44,7 +44,7 @@ impl PushPath {
         Self { ticket, access, messages, reply: reply.boxed(), sent_blocks: 0 }
     }
 
-    /// Sends a message about `blocks` blocks, after adding the ticket. Waits while the receiver is busy. After an error the stream is
+    /// Adds the ticket to a message about `blocks` blocks and sends it. Waits while the receiver is busy. After an error the stream is
     /// closed.
     async fn send_message(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
         let permit = tokio::select! {

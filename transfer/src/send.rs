@@ -8,6 +8,7 @@ use crate::{
 };
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::{
     channel::{Channels, Network},
     v1::{self, TransferCapabilities, TransferPath},
@@ -20,7 +21,7 @@ pub struct SendSettings {
     pub instance_id: String,
     /// The paths that the worker may use.
     pub mode: TransferMode,
-    /// The engine's KV memory, if devices can reach it.
+    /// The engine's KV memory; `None` if other devices cannot access it.
     pub memory: Option<Arc<dyn KvMemory>>,
     /// The size of one block in bytes.
     pub block_bytes: usize,
@@ -39,7 +40,7 @@ struct Inner {
     block_bytes: usize,
     channels: Channels,
     capabilities: Option<TransferCapabilities>,
-    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot.
+    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot open it.
     ipc_handle: Vec<u8>,
     nccl: Option<NcclSender>,
     simulated: Option<Arc<SimulatedNetwork>>,
@@ -52,7 +53,11 @@ impl SendPaths {
         let memory = memory.filter(|_| mode == TransferMode::Auto);
         let handle = |memory: &dyn KvMemory| {
             let handle = memory.ipc_handle();
-            handle.inspect_err(|error| tracing::info!(%error, "CUDA IPC is not offered")).unwrap_or_default()
+            let handle = handle.inspect_err(|error| {
+                let error = error_chain(error);
+                tracing::info!(error, "this worker does not offer CUDA IPC, because its KV memory cannot be exported");
+            });
+            handle.unwrap_or_default()
         };
         let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
         let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
@@ -73,8 +78,8 @@ impl SendPaths {
         }))
     }
 
-    /// Returns the transfer capabilities, if the worker has a path besides TCP. They are not secret: knowing them gives no access to the
-    /// memory.
+    /// Returns the transfer capabilities; `None` if the worker has no path besides TCP. They are not secret: a process that knows them has
+    /// no access to the memory.
     pub fn capabilities(&self) -> Option<&TransferCapabilities> {
         self.0.capabilities.as_ref()
     }
@@ -127,7 +132,7 @@ pub struct Transfer {
     block_bytes: u64,
     started: Option<Instant>,
     sent: Sent,
-    /// The paths to prepare when the transfer has finished.
+    /// The ticket whose requested paths are prepared when the transfer has finished; `None`: no path is prepared.
     next: Option<(SendPaths, v1::Ticket)>,
 }
 
@@ -140,9 +145,9 @@ pub struct Sent {
     pub duration: Duration,
     /// The number of bytes over which the bandwidth was measured.
     pub measured_bytes: u64,
-    /// The time that the sender waited for these bytes and no others.
+    /// The time for which the sender waited for the `measured_bytes` alone.
     pub measured: Duration,
-    /// The IPC handle of the whole KV memory, if the ticket requests it.
+    /// The IPC handle of the whole KV memory if the ticket requests it, otherwise empty.
     pub ipc_handle: Vec<u8>,
 }
 
@@ -170,7 +175,7 @@ impl Transfer {
         let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
         self.started.get_or_insert(began);
         if self.path.send(blocks).await? == Progress::Announced {
-            // Earlier blocks are copied while later ones are computed, so only the time of the last ones measures the bandwidth.
+            // Earlier blocks are copied while later blocks are computed, so only the time of the last blocks measures the bandwidth.
             (self.sent.measured_bytes, self.sent.measured) = (0, Duration::ZERO);
         }
         self.sent.bytes += bytes;

@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status, Streaming};
 /// The most messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
 /// at a time, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
-/// The longest time until a control stream's first message.
+/// The longest time from the opening of a control stream until its first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
 /// The most control streams at a time: more than a cluster has prefill workers.
 const CONTROL_STREAMS_MAX: usize = 256;
@@ -87,10 +87,15 @@ impl Transfer for TransferService {
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_WAIT, requests.message()).await.unwrap_or(Ok(None))?;
         let Some(NcclControlRequest { communicator, .. }) = first else {
-            return Err(Status::invalid_argument("the first message must name the communicator, within 5 seconds"));
+            return Err(Status::invalid_argument(
+                "the stream's first message must name the communicator, and must arrive within 5 seconds",
+            ));
         };
-        let unknown =
-            || Status::not_found("no ticket of a live reservation names this communicator, or it has a control stream already");
+        let unknown = || {
+            Status::not_found(
+                "no ticket of a live reservation names this communicator, or the communicator has a control stream already",
+            )
+        };
         let connection = self.nccl.as_ref().ok_or_else(unknown)?.claim(&communicator).await.ok_or_else(unknown)?;
         let replies = stream::unfold((requests, connection), move |(mut requests, connection): (Streaming<_>, Connection)| {
             let _permit = &permit;

@@ -12,7 +12,7 @@ const TICK: Duration = Duration::from_millis(1);
 /// The network interface of one worker: the blocks of all its transfers pass through it one after another.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
-    /// The time that each block takes; may be zero.
+    /// The time that each block takes on the network; may be zero.
     block: Duration,
     idle_from: Mutex<Option<Instant>>,
 }
@@ -23,7 +23,7 @@ impl SimulatedNetwork {
         Self { block, idle_from: Mutex::default() }
     }
 
-    /// Waits until one more block has passed, or up to a tick less; [`SimulatedNetwork::settle`] waits for the remaining time.
+    /// Waits until one more block has passed, or up to one [`TICK`] less; [`SimulatedNetwork::settle`] waits for the remaining time.
     async fn pass(&self) {
         if self.block.is_zero() {
             return;

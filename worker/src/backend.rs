@@ -7,6 +7,7 @@ use std::{
 };
 use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, KvHandle, Prefill, Refusal};
 use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
+use tandem_proto::v1::WorkerInfo;
 use tokio::sync::broadcast;
 
 /// The back end of a worker. Jobs have token ids as input and output, never text. `docs/adr/022-worker-back-end.md` describes how an external
@@ -36,8 +37,14 @@ pub trait Backend: Send + Sync + 'static {
     /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
     async fn hung(&self);
 
-    /// Returns how KV gets from a prefill worker's back end to a decode worker's.
+    /// Returns how this back end exchanges KV with the back ends of other workers.
     fn kv_exchange(&self) -> KvExchange<'_>;
+
+    /// Whether the prefix cache that [`Self::watch`] reports is assumed from the requests, because the engine does not report its own. This
+    /// never changes.
+    fn assumes_cache(&self) -> bool {
+        false
+    }
 }
 
 /// How a back end sends or receives the KV of prompts.
@@ -45,7 +52,7 @@ pub trait Backend: Send + Sync + 'static {
 pub enum KvExchange<'a> {
     /// The transfer paths read and write the KV memory of this engine.
     Transfers(&'a EngineHandle),
-    /// The engines move KV themselves, with handles.
+    /// The engines exchange KV directly. A handle names the KV of one prompt.
     Handles {
         /// Two engines exchange KV only if their families are equal. A family contains every property that must match, such as version,
         /// model and data type.
@@ -57,9 +64,9 @@ pub enum KvExchange<'a> {
 
 impl KvExchange<'_> {
     /// The `transfer_family` of workers that never exchange KV.
-    pub const NO_FAMILY: &'static str = "none";
+    pub const NO_FAMILY: &'static str = WorkerInfo::NO_TRANSFER_FAMILY;
 
-    /// Returns the `transfer_family` that the worker reports.
+    /// Returns the `transfer_family` that the worker reports; empty for [`KvExchange::Transfers`].
     pub fn family(&self) -> &str {
         match self {
             Self::Transfers(_) => "",
@@ -69,18 +76,18 @@ impl KvExchange<'_> {
     }
 }
 
-/// A prefill or a generation. Dropping it cancels it and releases its blocks.
+/// A prefill or a generation. Dropping this value cancels the job and releases its blocks.
 #[tonic::async_trait]
 pub trait Job: Send {
-    /// Polls for the next event; `None` after the last one. If the events end before the job is complete, its back end has ended.
+    /// Polls for the next event; `None` after the last one. If the events end before the job is complete, the back end has ended.
     fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>>;
 
-    /// Requests that a prefill reports these blocks with [`Event::BlocksReady`] as soon as they are computed. Called at most once per job, and
-    /// only with [`KvExchange::Transfers`].
+    /// Requests that a prefill reports these blocks with [`Event::BlocksReady`] as soon as they are computed. Must be called at most once
+    /// per job, and only with [`KvExchange::Transfers`].
     async fn send_blocks(&mut self, _block_indices: Vec<u32>, _access: BlockAccess) {}
 
-    /// Pulls the prompt's KV and generates. Called once for each job with [`tandem_engine::KvSource::Handle`], after [`Event::Submitted`], and
-    /// only with [`KvExchange::Handles`].
+    /// Pulls the prompt's KV and generates. Must be called once for each job with [`tandem_engine::KvSource::Handle`], after
+    /// [`Event::Submitted`], and only with [`KvExchange::Handles`].
     async fn pull(&mut self, _handle: KvHandle) {}
 
     /// Cancels the job of an external engine. The job still reports `Scheduled`, with the cached tokens that the engine has counted by

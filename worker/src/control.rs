@@ -77,7 +77,7 @@ impl Control for ControlService {
 impl ControlService {
     fn admit(&self, instance_id: &str) -> Result<(), Status> {
         if instance_id != self.0.info.instance_id {
-            return Err(Status::failed_precondition("this worker has been restarted; describe it again"));
+            return Err(Status::failed_precondition("the worker has restarted as another instance; call Describe again"));
         }
         if self.0.shutdown.is_draining() { Err(draining()) } else { Ok(()) }
     }
@@ -114,7 +114,7 @@ impl Watcher {
             }
         }
         drop(snapshot);
-        // The content of the next heartbeat: the newest state, without events and request ids, which are sent once.
+        // The content of the next heartbeat: the newest load and event id. Events and request ids are not repeated in a heartbeat.
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
         let mut sent = self.send(&newest, above).await?;
         loop {
@@ -131,7 +131,10 @@ impl Watcher {
                             sent = self.send(&batch, above).await?;
                         }
                     }
-                    Err(RecvError::Lagged(_)) => return Ok(Status::data_loss("the watcher is too slow; watch again")),
+                    Err(RecvError::Lagged(_)) => {
+                        let reason = "the client reads the Watch stream too slowly and has missed events; call Watch again";
+                        return Ok(Status::data_loss(reason));
+                    }
                     Err(RecvError::Closed) => return Ok(engine_ended()),
                 },
             }

@@ -64,12 +64,12 @@ pub enum LedgerLine {
         /// Tokens found in the prefix cache; absent: the worker's engine does not report them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cached: Option<u32>,
-        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is.
+        /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         computed: Option<u32>,
-        /// Tokens found, by cache tier.
+        /// Tokens found in the prefix cache, by the tier that held them.
         by_tier: BTreeMap<String, u32>,
-        /// The time, in seconds since 1970.
+        /// The time of this record, in seconds since 1970; absent in lines of older workers.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<u64>,
         /// The served model's id.
@@ -98,7 +98,7 @@ pub struct Ledger(Option<Arc<Writer>>);
 
 #[derive(Debug)]
 struct Writer {
-    /// The queue to the thread; `None` only while the ledger is dropped.
+    /// The queue to the thread; `None` only while the ledger is being dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -109,9 +109,9 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Opens the ledger in this file, which is appended to. Only the owner can read a new file, because the ledger records the requests of each
-    /// account; an existing file keeps its permissions, with a warning if other users may access it. An incomplete last line, left by a process
-    /// that was killed, is ended first.
+    /// Opens the ledger in this file and appends to it. Only the owner can read a new file, because the ledger records the requests of each
+    /// account; an existing file keeps its permissions, with a warning if other users may access it. If the last line is incomplete because
+    /// its process was killed, a line break is added first.
     ///
     /// # Errors
     /// The file cannot be opened, or another process has it open as its ledger.
@@ -122,7 +122,7 @@ impl Ledger {
             tracing::warn!(
                 file = %path.display(),
                 mode = %format_args!("{mode:03o}"),
-                "other users may read or write the ledger, which has accounts, sizes and times; run chmod 600 on it"
+                "other users may read or write the ledger, which has the accounts, sizes and times of requests; run chmod 600 on it"
             );
         }
         // On file systems without locks, another writer is not noticed.
@@ -153,7 +153,7 @@ impl Ledger {
     }
 }
 
-/// Waits until the queued lines are written to the file.
+/// Dropping the last handle of a ledger waits until the queued lines are written to the file.
 impl Drop for Writer {
     fn drop(&mut self) {
         self.lines = None;
@@ -163,7 +163,7 @@ impl Drop for Writer {
     }
 }
 
-/// Writes lines until all senders are dropped. All queued lines are flushed before it waits for more.
+/// Writes lines until all senders are dropped. Flushes all queued lines before it waits for more.
 fn write(queued: &Receiver<Queued>, to: impl Write) {
     let mut to = BufWriter::new(to);
     let mut reported = false;
@@ -204,7 +204,7 @@ pub struct ScheduledPrompt<'a> {
     pub request_id: &'a str,
     /// The attempt's number, from 1.
     pub attempt: u32,
-    /// The account of the request; empty: none.
+    /// The account of the request; empty if it has none.
     pub account: &'a str,
     /// Tokens of the prompt.
     pub prompt: u32,
@@ -239,7 +239,7 @@ impl WorkerLedger {
 
     fn append(&self, line: impl FnOnce(String) -> LedgerLine) {
         let Some(lines) = self.ledger.0.as_ref().and_then(|writer| writer.lines.as_ref()) else { return };
-        let mut text = serde_json::to_string(&line((*self.worker).to_owned())).expect("a line is plain values");
+        let mut text = serde_json::to_string(&line((*self.worker).to_owned())).expect("a ledger line can be serialized");
         text.push('\n');
         if lines.try_send(Queued { text, lost: self.lost.clone() }).is_err() {
             self.lost.increment(1);
@@ -318,15 +318,15 @@ mod tests {
     }
 
     fn outcomes(disk: &Disk) -> Vec<Outcome> {
-        let text = String::from_utf8(disk.text.lock().clone()).expect("text");
-        let lines = text.lines().map(|line| serde_json::from_str(line).expect("a ledger line"));
+        let text = String::from_utf8(disk.text.lock().clone()).expect("the ledger is UTF-8");
+        let lines = text.lines().map(|line| serde_json::from_str(line).expect("the ledger line is valid"));
         lines.filter_map(|line| if let LedgerLine::Ended { outcome, .. } = line { Some(outcome) } else { None }).collect()
     }
 
     #[test]
     fn each_attempt_has_one_outcome_and_dropping_the_ledger_writes_all_lines() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
-        let ledger = Ledger::write_to(disk.clone()).expect("a thread");
+        let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
         let worker = ledger.of("p0", "m", &metrics);
         worker.scheduled(ScheduledPrompt {
             request_id: "a \"name\"\n",
@@ -343,17 +343,17 @@ mod tests {
         drop(worker.attempt("a", 4, true));
         drop((won, worker, ledger));
         assert_eq!(outcomes(&disk), [Outcome::Won, Outcome::Superseded, Outcome::Failed, Outcome::Cancelled]);
-        let text = String::from_utf8(disk.text.lock().clone()).expect("text");
-        let first = text.lines().next().expect("a line");
+        let text = String::from_utf8(disk.text.lock().clone()).expect("the ledger is UTF-8");
+        let first = text.lines().next().expect("the ledger has a line");
         let (before, after) = first.split_once(",\"at\":").expect("the line has a time");
         let expected = r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}"#;
         assert_eq!(before, expected);
         assert!(after.ends_with(r#","model":"m","account":"acme"}"#), "{first}");
         // Lines of an older worker have fewer fields.
         let LedgerLine::Scheduled { at, model, account, .. } =
-            serde_json::from_str(&(expected.to_owned() + "}")).expect("a line")
+            serde_json::from_str(&(expected.to_owned() + "}")).expect("the ledger line is valid")
         else {
-            panic!("not a scheduled line");
+            panic!("the line is not a Scheduled line");
         };
         assert_eq!((at, model.as_str(), account.as_str()), (None, "", ""));
         assert_eq!(lost(&metrics), 0);
@@ -363,7 +363,7 @@ mod tests {
     fn lost_ledger_lines_are_counted() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock();
-        let ledger = Ledger::write_to(disk.clone()).expect("a thread");
+        let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
         let worker = ledger.of("p0", "m", &metrics);
         // The writing thread may hold one batch while the disk is blocked.
         for _ in 0..=2 * LINES_MAX + 1 {
@@ -376,7 +376,7 @@ mod tests {
         let lines = disk.text.lock().iter().filter(|byte| **byte == b'\n').count();
         assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
 
-        let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("a thread");
+        let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("the system can start a thread");
         ledger.of("p0", "m", &metrics).scheduled(PROMPT);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
@@ -384,26 +384,26 @@ mod tests {
 
     #[test]
     fn ledger_file_with_another_writer_is_refused() {
-        let file = tempfile::NamedTempFile::new().expect("a temporary file");
-        let ledger = Ledger::open(file.path()).expect("a temporary file");
-        let refused = Ledger::open(file.path()).expect_err("it has a writer");
+        let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
+        let ledger = Ledger::open(file.path()).expect("the ledger can be opened");
+        let refused = Ledger::open(file.path()).expect_err("a ledger that has a writer is refused");
         assert!(refused.to_string().contains("a file of its own"), "{refused}");
         drop(ledger);
-        Ledger::open(file.path()).expect("its writer has ended");
+        Ledger::open(file.path()).expect("the ledger has no writer any more");
     }
 
     #[test]
-    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_one() {
-        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    fn incomplete_line_in_a_ledger_file_does_not_damage_the_next_line() {
+        let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
         let mut expected = String::new();
         for before in ["", "{\"line\":\"sched"] {
-            let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("a temporary file");
-            end.write_all(before.as_bytes()).expect("a temporary file");
-            let ledger = Ledger::open(file.path()).expect("a temporary file");
+            let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("the temporary file is writable");
+            end.write_all(before.as_bytes()).expect("the temporary file is writable");
+            let ledger = Ledger::open(file.path()).expect("the ledger can be opened");
             ledger.of("p0", "m", &Metrics::default()).scheduled(PROMPT);
             drop(ledger);
             expected += if before.is_empty() { "whole\n" } else { "half\nwhole\n" };
-            let text = std::fs::read_to_string(file.path()).expect("text");
+            let text = std::fs::read_to_string(file.path()).expect("the file is UTF-8");
             let lines =
                 text.lines().map(|line| if serde_json::from_str::<LedgerLine>(line).is_ok() { "whole\n" } else { "half\n" });
             assert_eq!(lines.collect::<String>(), expected, "{text}");
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn default_ledger_writes_and_loses_nothing() {
+    fn default_ledger_writes_no_lines_and_counts_none_as_lost() {
         let metrics = Metrics::default();
         let worker = Ledger::default().of("p0", "m", &metrics);
         worker.scheduled(PROMPT);
@@ -434,23 +434,23 @@ mod tests {
                 Ok(())
             }
         }
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let mode = |path: &Path| std::fs::metadata(path).expect("the file exists").permissions().mode() & 0o777;
         // Returns what is logged when the ledger is opened.
         let opened = |path: &Path| {
             let log = Log::default();
             let writer = log.clone();
             let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
-            tracing::subscriber::with_default(subscriber, || drop(Ledger::open(path).expect("it can be opened")));
-            String::from_utf8(log.0.lock().clone()).expect("text")
+            tracing::subscriber::with_default(subscriber, || drop(Ledger::open(path).expect("the ledger can be opened")));
+            String::from_utf8(log.0.lock().clone()).expect("the log is UTF-8")
         };
         let made = folder.path().join("made");
         assert_eq!((opened(&made), mode(&made)), (String::new(), 0o600));
         assert_eq!(opened(&made), "");
 
         let wide = folder.path().join("wide");
-        std::fs::write(&wide, "").expect("ours");
-        std::fs::set_permissions(&wide, PermissionsExt::from_mode(0o640)).expect("ours");
+        std::fs::write(&wide, "").expect("the folder is writable");
+        std::fs::set_permissions(&wide, PermissionsExt::from_mode(0o640)).expect("the test owns the file");
         let log = opened(&wide);
         assert!(log.contains("WARN") && log.contains("640") && log.contains("chmod 600"), "{log}");
         assert_eq!(mode(&wide), 0o640, "an existing file keeps its permissions");

@@ -18,7 +18,7 @@ pub use scheduled::CountedJob;
 
 use control::ControlService;
 use futures::future::OptionFuture;
-use std::sync::Arc;
+use std::{pin::pin, sync::Arc};
 use tandem_engine::CachedTokens;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
@@ -40,7 +40,7 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// The broker to which KV events are published in addition to the `Watch` streams.
+    /// The broker to which KV events are published in addition to the `Watch` streams; `None`: events are sent on `Watch` streams only.
     pub broker: Option<Broker>,
     /// Continues the traces of requests.
     pub tracer: Tracer,
@@ -52,7 +52,7 @@ pub struct WorkerSettings {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The socket cannot be served.
-    #[error("the worker cannot serve its socket")]
+    #[error("the worker's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
     /// The back end has ended.
     #[error("the worker's engine has ended; the log has the reason")]
@@ -75,7 +75,7 @@ pub struct Worker {
     pub requests: Requests,
     /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
-    /// The shutdown signal of the process.
+    /// The shutdown of this worker's tasks. The worker stops them when its back end ends.
     pub shutdown: Shutdown,
     /// The settings from which the worker was made.
     pub settings: Arc<WorkerSettings>,
@@ -106,6 +106,7 @@ impl Worker {
             cluster: settings.cluster.clone(),
             key_fingerprint: network.key().fingerprint().to_owned(),
             transfer_family: backend.kv_exchange().family().to_owned(),
+            approximate_index: backend.assumes_cache(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
@@ -113,7 +114,7 @@ impl Worker {
         Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
     }
 
-    /// Returns the report of a prompt's cached tokens. `None` reports nothing, which differs from 0.
+    /// Returns the report of a prompt's cached tokens. If `cached` is `None`, the report has no count, which differs from a count of 0.
     pub fn scheduled(&self, cached: Option<CachedTokens>) -> Scheduled {
         let reported = cached.filter(|_| !self.settings.withhold_cached_tokens);
         Scheduled {
@@ -140,11 +141,16 @@ impl Worker {
         let batches = watch.batches.resubscribe();
         let published = self.settings.broker.clone().map(|broker| broker.publish_all(info.instance_id.clone(), batches));
         let routes = routes.add_service(ControlServer::new(ControlService(self.clone())));
+        let mut serving = pin!(self.requests.serve(listener, routes, &self.metrics));
         tokio::select! {
             biased;
-            served = self.requests.serve(listener, routes, &self.metrics) => Ok(served?),
-            () = self.metrics.follow(watch) => Err(WorkerError::EngineEnded),
-            Some(()) = OptionFuture::from(published) => Err(WorkerError::EngineEnded),
+            served = &mut serving => return Ok(served?),
+            () = self.metrics.follow(watch) => {}
+            Some(()) = OptionFuture::from(published) => {}
         }
+        // The connections are closed with the instance, because clients must not mistake a later instance at this address for this one.
+        self.shutdown.stop();
+        serving.await?;
+        Err(WorkerError::EngineEnded)
     }
 }

@@ -146,7 +146,7 @@ impl WorkerMetrics {
         );
     }
 
-    /// Completes a load report with the totals and the bandwidth.
+    /// Adds the totals and the bandwidth to a load report.
     pub(crate) fn add_to(&self, load: &mut v1::Load) {
         let reported = self.reported.lock();
         (load.cache, load.steps) = (Some(reported.cache), Some(reported.steps));
@@ -189,7 +189,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // The histograms lack the missed steps; the gauges are correct again with the next batch.
+                // The missed steps are absent from the histograms. The gauges are correct again with the next batch.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }
@@ -263,7 +263,7 @@ mod tests {
             });
             let totals = v1::CacheTotals { prompts: 4, prompts_hit: 2, prompt_tokens: 1220, cached_tokens: 192 };
             assert_eq!(reported(&metrics).cache, Some(totals));
-            String::from_utf8(lines.0.lock().clone()).expect("text")
+            String::from_utf8(lines.0.lock().clone()).expect("the lines are UTF-8")
         };
         let debug = logged(tracing::Level::DEBUG);
         assert_eq!(debug.lines().count(), 4, "{debug}");
@@ -302,7 +302,7 @@ mod tests {
             Arc::new(KvBatch { load, step: Some(step), ..Default::default() })
         };
         for batch in [step(16, 0), step(0, 2), step(16, 2), step(0, 1)] {
-            sender.send(batch).expect("there is a receiver");
+            sender.send(batch).expect("the test keeps the receiver");
         }
         drop(sender);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
-/// The maximum of replies buffered for a slow client. While the buffer is full, the request's task waits.
+/// The most replies that are buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
 /// Time to send the last replies after the process was stopped.
@@ -40,7 +40,7 @@ pub struct Disconnected;
 #[derive(Debug)]
 pub struct ReplySender<T>(mpsc::Sender<Message<T>>);
 
-/// A reply, or the error that ends the stream; `None` ends it without an error.
+/// A reply, or the error that ends the stream; `None` ends the stream without an error.
 type Message<T> = Option<Result<T, Status>>;
 
 impl<T> ReplySender<T> {
@@ -61,7 +61,7 @@ impl<T> ReplySender<T> {
     }
 }
 
-/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this is dropped.
+/// The receiving side of a stream of replies, which the gRPC response owns. The request counts as running until this value is dropped.
 #[derive(Debug)]
 pub struct Replies<T> {
     replies: mpsc::Receiver<Message<T>>,
@@ -144,7 +144,7 @@ impl<T> Stream for Replies<T> {
         let item = match ready!(self.replies.poll_recv(context)) {
             Some(Some(Ok(reply))) => return Poll::Ready(Some(Ok(reply))),
             Some(last) => last,
-            None => Some(Err(Status::unavailable("the worker is stopping; try another"))),
+            None => Some(Err(Status::unavailable("the worker is stopping; try another worker"))),
         };
         self.ended = true;
         Poll::Ready(item)
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn disconnected_client_ends_its_requests_task() {
+    async fn task_of_a_request_ends_when_its_client_disconnects() {
         let (requests, _shutdown) = requests();
         let (held, released) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<u32>| async move {
@@ -177,19 +177,19 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn slow_client_delays_only_its_own_requests_task() {
+    async fn slow_client_delays_only_the_task_of_its_own_request() {
         let (requests, _shutdown) = requests();
         let (done, mut is_done) = oneshot::channel::<()>();
         let replies = requests.start(|replies: ReplySender<usize>| async move {
             for reply in 0..=REPLIES_MAX {
                 replies.send(reply).await?;
             }
-            done.send(()).expect("the test holds the receiver");
+            done.send(()).expect("the test keeps the receiver");
             Ok(())
         });
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert_eq!(is_done.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        let all: Vec<usize> = replies.map(|reply| reply.expect("no error")).collect().await;
+        let all: Vec<usize> = replies.map(|reply| reply.expect("the reply is not an error")).collect().await;
         assert_eq!(all, (0..=REPLIES_MAX).collect::<Vec<_>>());
         is_done.await.expect("the task continued");
     }
@@ -218,7 +218,7 @@ mod tests {
         let mut drained = Box::pin(requests.drained());
         assert!(drained.as_mut().now_or_never().is_none(), "the process does not drain yet");
         shutdown.run(Duration::from_secs(1)).await;
-        assert!(drained.as_mut().now_or_never().is_none(), "a reply has not left");
+        assert!(drained.as_mut().now_or_never().is_none(), "one reply stream is still open");
         drop(replies);
         drained.await;
     }

@@ -11,7 +11,7 @@ use tandem_kv::BlockAccess;
 use tandem_node::Shutdown;
 use tokio::time::timeout;
 
-/// The time that an external engine has to report the count of a cancelled request.
+/// The time within which an external engine must report the cached tokens of a cancelled request.
 const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
 
 /// A job whose prompt this worker prefills. It counts the prompt in the metrics and the ledger when the back end reports `Scheduled`.
@@ -50,7 +50,7 @@ impl CountedJob {
     }
 
     fn job(&mut self) -> &mut dyn Job {
-        &mut **self.job.as_mut().expect("only drop takes the job")
+        &mut **self.job.as_mut().expect("only Drop takes the job")
     }
 }
 

@@ -16,8 +16,8 @@ pub(super) struct Assumed {
     last_prompt: u64,
 }
 
-/// The last prompt that used a block, and the block's position in it. A parent is used whenever its child is, so it is dropped after the
-/// child.
+/// The last prompt that used a block, and the block's position in it. A parent is used whenever its child is used, so it is dropped after
+/// the child.
 type LastUse = (u64, Reverse<usize>);
 
 impl Assumed {

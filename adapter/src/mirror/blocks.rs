@@ -15,7 +15,7 @@ pub(super) enum Tier {
 pub struct PrefixTiers {
     /// Blocks from the prompt's start that are in the device's memory.
     pub device_blocks: u32,
-    /// The blocks after those that are in the host's memory.
+    /// Blocks directly after the `device_blocks` that are in the host's memory.
     pub host_blocks: u32,
 }
 
@@ -23,7 +23,7 @@ pub struct PrefixTiers {
 #[derive(Default)]
 pub(super) struct Blocks {
     held: HashMap<SequenceHash, Block>,
-    /// Each held block, after its parent, which need not be held.
+    /// For each held block, the pair of its parent and itself. The parent need not be held.
     children: BTreeSet<(Option<SequenceHash>, SequenceHash)>,
     reported: usize,
     log: EventLog,
@@ -52,9 +52,9 @@ impl Blocks {
         }
     }
 
-    /// Counts one holder of the block less in the tier, which must hold it.
+    /// Counts one holder of the block less in the tier. The tier must hold the block.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
-        let block = self.held.get_mut(&hash).expect("a block that is released is held");
+        let block = self.held.get_mut(&hash).expect("a released block was held");
         *block.count(tier) -= 1;
         if block.device > 0 || block.host > 0 {
             return;
@@ -111,7 +111,8 @@ impl Blocks {
         Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
-    /// Returns how many leading blocks of a prompt an engine finds on the device, and how many of the next ones on the host.
+    /// Returns how many leading blocks of a prompt an engine finds on the device, and how many of the blocks that follow it finds on the
+    /// host.
     pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
         let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
         let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();

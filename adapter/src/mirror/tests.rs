@@ -118,7 +118,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // A report of blocks that were found also adds a block that the mirror lacks.
+    // If a report of found blocks contains a block that the mirror lacks, the mirror adds that block.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -126,7 +126,7 @@ fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
 }
 
 #[test]
-fn children_of_a_removed_block_are_reported_again_once_it_is_stored_again() {
+fn children_of_a_removed_block_are_reported_again_when_the_block_is_stored_again() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let all = hashes(&prompt);
@@ -141,7 +141,7 @@ fn children_of_a_removed_block_are_reported_again_once_it_is_stored_again() {
 }
 
 #[test]
-fn block_in_host_memory_stays_routable_when_the_device_drops_it() {
+fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let on_host = |engine_hashes: &[u64]| {
@@ -234,7 +234,7 @@ fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
 }
 
 #[test]
-fn engine_block_size_that_is_no_multiple_of_the_clusters_is_refused() {
+fn engine_block_size_that_is_not_a_multiple_of_the_cluster_block_size_is_refused() {
     let wrong = |engine_block_size| {
         let settings = MirrorSettings { engine_block_size, ..mirror().settings };
         Mirror::new(settings).err()
@@ -289,7 +289,7 @@ impl Replica {
     fn apply(&mut self, events: &[KvEvent]) {
         let last_id = self.last_id;
         for event in events.iter().filter(|event| event.event_id > last_id) {
-            assert_eq!(event.event_id, self.last_id + 1, "a gap");
+            assert_eq!(event.event_id, self.last_id + 1, "the event ids have a gap");
             self.last_id = event.event_id;
             match &event.change {
                 Change::Stored(chain) => self.store(chain),
@@ -321,13 +321,13 @@ impl Replica {
     }
 }
 
-/// A block of the simulated engine: one to four binary choices, which give its tokens and those before it, under one of two salts of one
-/// namespace.
+/// A block of the simulated engine: the number of one of two salts, and one to four binary choices. The choices determine the tokens of the
+/// block and of the blocks before it. Both salts belong to one namespace.
 type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on, on the device or (`true`) on the host.
+    /// Stores the blocks of the path from this depth on: on the host if the last value is true, otherwise on the device.
     Store(Path, usize, bool),
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
@@ -347,8 +347,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..60)
 }
 
-/// Returns the engine's hash of a block. Both salts have the same root hash, so the engine's hashes of two blocks differ by salt, and
-/// Tandem's do not.
+/// Returns the engine's hash of a block. Under the two salts one block has different engine hashes, but the same sequence hash, because
+/// both salts have the same root hash.
 fn engine_hash((salt, choices): &Path) -> EngineHash {
     EngineHash::Bytes(std::iter::once(*salt).chain(choices.iter().map(|choice| u8::from(*choice))).collect())
 }
@@ -393,7 +393,7 @@ fn event_of((salt, choices): &Path, from: usize, host: bool) -> BlocksStored {
 
 proptest! {
     #[test]
-    fn mirror_equals_a_naive_model_and_its_events_replay_to_it(ops in ops()) {
+    fn mirror_and_the_replay_of_its_events_equal_a_naive_model(ops in ops()) {
         let (mut mirror, mut model) = (mirror(), Model::default());
         let mut replicas = vec![Replica::default()];
         let mut physical: Vec<(Path, bool)> = Vec::new();

@@ -35,7 +35,7 @@ pub(super) struct Client {
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
-    /// How long the engine is certain to hold a prompt's KV for another engine.
+    /// The time for which the engine is certain to hold a prompt's KV for another engine.
     handle_valid: Duration,
 }
 
@@ -51,6 +51,8 @@ pub(super) struct ClientSettings {
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
+    pub root: Option<String>,
     pub max_model_len: Option<u32>,
 }
 
@@ -140,7 +142,7 @@ impl Client {
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
-        let json = serde_json::to_vec(body).expect("a body is plain data");
+        let json = serde_json::to_vec(body).expect("a request body can be serialized");
         let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
         let status = answer.status();
         if status.is_success() {
@@ -172,8 +174,9 @@ impl Api for Client {
         };
         let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
-        let bytes = handle::to_bytes(answer.kv_transfer_params)?;
-        Ok(Exported { handle: KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() }, cached_tokens })
+        let bytes = handle::to_bytes(answer.kv_transfer_params);
+        let handle = bytes.map(|bytes| KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() });
+        Ok(Exported { handle, cached_tokens })
     }
 
     async fn generate(
@@ -215,7 +218,7 @@ impl Api for Client {
             .read(Method::POST, "/inference/v1/abort_requests", Some(ids.to_string().into_bytes()), ANSWER_TIMEOUT)
             .await;
         if let Err(error) = answer {
-            tracing::debug!(%error, "a request to abort did not reach the engine");
+            tracing::debug!(%error, "a call to abort a request did not reach the engine");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     InvalidEndpoint, Subscription, SubscriptionSettings, Update,
-    client::{Client, ClientSettings, EventSource},
+    client::{Client, ClientSettings, EventSource, Model},
     metrics::{self, EngineConstants},
 };
 use crate::{
@@ -31,7 +31,7 @@ const FAILED_CHECKS_MAX: u32 = 3;
 /// The shortest time between two reports of the load.
 const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long the event socket may take to connect, and each batch of a replay to arrive.
+/// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest time without events before the adapter looks for lost events.
@@ -45,7 +45,7 @@ const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
-    /// The server's `--api-key`.
+    /// The server's `--api-key`; `None` if it has none.
     pub key: Option<String>,
     /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
     pub ca: Option<Vec<u8>>,
@@ -70,19 +70,19 @@ pub struct VllmSettings {
 /// Where an engine publishes KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvents {
-    /// At the addresses that the server reports. If it reports none, the cached blocks are assumed from the requests that were routed to
-    /// it.
+    /// At the addresses that the server reports. If the server reports no address, the cached blocks are assumed from the requests that
+    /// were routed to it.
     Discover,
     /// At these addresses.
     At {
         /// `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
-        /// The address for replays, if there is one.
+        /// The address for replays; `None`: the engine offers no replays.
         replay: Option<String>,
         /// The topic of the events.
         topic: String,
     },
-    /// Nowhere. The cached blocks are assumed from the requests that were routed to the server.
+    /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
     None,
 }
 
@@ -96,13 +96,13 @@ pub enum ConnectError {
     #[error("{0}")]
     Denied(String),
     /// The server does not report its KV cache.
-    #[error("the engine's /metrics have no cache_config_info of rank {rank}; it must be vLLM 0.30 or later, with that rank")]
+    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
-        /// The rank.
+        /// The data-parallel rank that the metrics lack.
         rank: u32,
     },
     /// The server serves no model.
-    #[error("the engine serves no model")]
+    #[error("the engine serves no model; start it with one")]
     NoModel,
     /// The engine's block size is not a multiple of the cluster's.
     #[error(transparent)]
@@ -116,7 +116,7 @@ pub enum ConnectError {
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
     /// The server does not answer.
-    #[error("the engine does not answer any more")]
+    #[error("the engine no longer answers")]
     Gone,
     /// Another process answers at the server's address.
     #[error("the engine was restarted")]
@@ -127,7 +127,7 @@ pub enum EngineEnded {
 pub struct Connected {
     /// The back end of a worker.
     pub adapter: Adapter,
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
     follower: Follower,
 }
@@ -138,6 +138,41 @@ struct Follower {
     subscription: Option<Subscription>,
     started: f64,
     hung: watch::Sender<bool>,
+}
+
+/// The properties that a server reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerDescription {
+    /// The id of the model that the server serves.
+    pub model: String,
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
+    pub root: Option<String>,
+    /// The maximum length of a sequence, in tokens.
+    pub context_length: u32,
+    /// The data-parallel ranks, at least one, each with the number of tokens that fit into its KV memory.
+    pub ranks: Vec<(u32, u64)>,
+}
+
+/// Waits until the server answers, and returns the properties that it reports.
+///
+/// # Errors
+/// The settings are invalid, or the server cannot be used.
+pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
+    let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let client = Client::new(ClientSettings {
+        http,
+        rank: settings.rank,
+        hash_key: settings.hash_key,
+        handle_valid: settings.kv_lease / 2,
+    });
+    let (model, _, metrics) = describe(&client, &settings.url).await?;
+    let mut ranks = metrics::ranks(&metrics);
+    ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
+    if ranks.is_empty() {
+        return Err(ConnectError::NoCacheConfig { rank: settings.rank.unwrap_or(0) });
+    }
+    let context_length = model.max_model_len.unwrap_or(u32::MAX);
+    Ok(ServerDescription { model: model.id, root: model.root, context_length, ranks })
 }
 
 /// Waits until the server answers, and connects to it.
@@ -155,7 +190,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (model, version, constants) = describe(&client, rank).await?;
+    let (model, version, metrics) = describe(&client, url).await?;
+    let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let context_length = model.max_model_len.unwrap_or(u32::MAX);
     let client = Arc::new(client.with_context_length(context_length));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
@@ -225,8 +261,8 @@ impl Connected {
     }
 }
 
-/// Waits until the server answers; returns its model, its version, and the constants of its KV cache.
-async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, String, EngineConstants), ConnectError> {
+/// Waits until the server answers; returns its model, its version and its metrics.
+async fn describe(client: &Client, url: &str) -> Result<(Model, String, String), ConnectError> {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
         let described =
@@ -234,16 +270,16 @@ async fn describe(client: &Client, rank: u32) -> Result<(super::client::Model, S
         let error = match described.await {
             Ok((models, version, metrics)) => {
                 let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
-                let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-                return Ok((model, version, constants));
+                return Ok((model, version, metrics));
             }
             Err(EngineFailure::Denied { status: 401 | 403, message }) => {
-                return Err(ConnectError::Denied(format!("the engine refuses the adapter ({message}); check --engine-key-file")));
+                let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
+                return Err(ConnectError::Denied(reason));
             }
             Err(error) => error_chain(&error),
         };
         if backoff.is_new_error(&error) {
-            tracing::info!(%error, "waiting for the engine");
+            tracing::info!(engine = %url, %error, "the engine does not answer yet; retrying");
         }
         sleep(backoff.next_delay()).await;
     }
@@ -284,7 +320,7 @@ async fn follow_events(shared: &Shared, subscription: Option<Subscription>) -> E
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
                     ignored = kinds.len();
-                    tracing::warn!(?kinds, "the engine has layers without full attention; their blocks are not routable");
+                    tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
                 }
             }),
             Update::Lost(reason) => {
@@ -322,12 +358,12 @@ async fn check_health(client: &Client, started: f64, hung: &watch::Sender<bool>)
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
                 if !hung.send_replace(true) {
-                    tracing::warn!("the engine does not answer; its requests are given up");
+                    tracing::warn!("the engine does not answer its health check in time; its requests are aborted");
                 }
             }
             Err(error) => {
                 failed += 1;
-                tracing::debug!(%error, failed, "the engine's health check failed");
+                tracing::debug!(error = %error_chain(&error), failed, "the engine's health check failed");
                 if failed >= FAILED_CHECKS_MAX {
                     return EngineEnded::Gone;
                 }

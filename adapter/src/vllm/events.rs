@@ -11,7 +11,7 @@ use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
 pub struct Batch {
     /// The changes, in their order.
     pub events: Vec<EngineEvent>,
-    /// The engine's data-parallel rank, if the batch names it.
+    /// The engine's data-parallel rank; `None` if the batch does not name it.
     pub data_parallel_rank: Option<u32>,
 }
 
@@ -19,7 +19,7 @@ pub struct Batch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MalformedBatch {
     /// The payload is longer than any batch.
-    #[error("a batch of {0} bytes is too long")]
+    #[error("a batch has {0} bytes, more than the limit of {PAYLOAD_MAX}")]
     TooLong(usize),
     /// The payload is not msgpack.
     #[error("a batch is not msgpack")]
@@ -72,7 +72,7 @@ impl<'a> Fields<'a> {
         value.filter(|value| !matches!(value, ValueRef::Nil))
     }
 
-    /// Returns the converted field; `None` if it is absent.
+    /// Returns the converted field; `None` if the field is absent. A field that cannot be converted is an error.
     fn optional<T>(
         self,
         name: &'static str,
@@ -150,8 +150,8 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
-/// vLLM sends 64 bits of a hash as a number or, if so configured, the whole hash as bytes. Versions with Python's own hash send signed
-/// numbers.
+/// Returns the hash in a field; `None` if the field has another type. vLLM sends 64 bits of a hash as a number or, if so configured, the
+/// whole hash as bytes. Versions that use Python's own hash function send signed numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),
@@ -172,7 +172,7 @@ fn extra_keys(value: &ValueRef<'_>) -> Option<ExtraKeys> {
     }
 }
 
-/// Returns the medium of an event's blocks. Versions of vLLM that know only one medium do not name it.
+/// Returns the medium of an event's blocks. Versions of vLLM that know only the device's memory send no medium.
 fn medium(medium: Option<&ValueRef<'_>>, locality: Option<&ValueRef<'_>>) -> Medium {
     if locality.is_some_and(|locality| text(locality) != Some("LOCAL")) {
         return Medium::Elsewhere;

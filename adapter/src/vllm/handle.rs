@@ -27,7 +27,7 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
     match FIELDS.iter().find(|(field, holds)| !params.get(field).is_some_and(holds)) {
         None => Ok(()),
         Some((field, _)) => Err(EngineFailure::Protocol(format!(
-            "its kv_transfer_params have no valid {field}; it needs --kv-transfer-config with NixlConnector"
+            "kv_transfer_params has no valid {field}; start the engine with --kv-transfer-config and NixlConnector"
         ))),
     }
 }
@@ -47,8 +47,9 @@ pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> 
 /// # Errors
 /// The bytes are not JSON, or a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
-    let params =
-        serde_json::from_slice(bytes).map_err(|error| EngineFailure::Protocol(format!("a KV handle is not JSON: {error}")))?;
+    let invalid =
+        |error: serde_json::Error| EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"));
+    let params = serde_json::from_slice(bytes).map_err(invalid)?;
     check(&params)?;
     Ok(params)
 }
@@ -70,13 +71,13 @@ mod tests {
     }
 
     #[test]
-    fn complete_kv_transfer_params_round_trip_and_incomplete_ones_are_refused() {
-        let bytes = to_bytes(Some(recorded())).expect("they are complete");
-        assert_eq!(from_bytes(&bytes).expect("they are complete"), recorded());
+    fn complete_kv_transfer_params_round_trip_and_incomplete_params_are_refused() {
+        let bytes = to_bytes(Some(recorded())).expect("the recorded parameters are complete");
+        assert_eq!(from_bytes(&bytes).expect("the recorded parameters are complete"), recorded());
         for (field, _) in FIELDS {
             let mut params = recorded();
-            params.as_object_mut().expect("an object").remove(field);
-            let error = to_bytes(Some(params.clone())).expect_err("a field is missing").to_string();
+            params.as_object_mut().expect("the recorded parameters are an object").remove(field);
+            let error = to_bytes(Some(params.clone())).expect_err("parameters without a required field are refused").to_string();
             assert!(error.contains(field), "{error}");
             assert!(from_bytes(params.to_string().as_bytes()).is_err());
         }

@@ -15,7 +15,7 @@ pub(super) struct EngineConstants {
 }
 
 impl EngineConstants {
-    /// Reads the constants of one data-parallel rank.
+    /// Reads the constants of one data-parallel rank; `None` if the metrics lack them.
     pub fn parse(metrics: &str, rank: u32) -> Option<Self> {
         let labels = samples(metrics, "vllm:cache_config_info")
             .map(|(labels, _)| labels)
@@ -28,9 +28,24 @@ impl EngineConstants {
             started: started(metrics).unwrap_or(0.0),
         })
     }
+
+    /// Returns the number of blocks, not counting the first block, which the engine never uses.
+    pub fn usable_blocks(&self) -> u64 {
+        u64::from(self.blocks.saturating_sub(1))
+    }
 }
 
-/// Returns when the server started, in seconds since 1970.
+/// Returns the data-parallel ranks of the server, in order, each with the number of tokens that fit into its KV memory.
+pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
+    let named = samples(metrics, "vllm:cache_config_info");
+    let mut ranks: Vec<u32> = named.filter_map(|(labels, _)| label(labels, "engine").unwrap_or("0").parse().ok()).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    let constants = ranks.into_iter().filter_map(|rank| Some((rank, EngineConstants::parse(metrics, rank)?)));
+    constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
+}
+
+/// Returns when the server started, in seconds since 1970; `None` if the metrics do not report it.
 pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
@@ -46,7 +61,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// Returns the value of a label, which must have no escaped characters.
+/// Returns the value of a label; `None` if there is no such label. The value must have no escaped characters.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)
@@ -68,7 +83,7 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
 
     #[test]
     fn engine_constants_are_parsed_for_each_rank() {
-        let first = EngineConstants::parse(METRICS, 0).expect("rank 0");
+        let first = EngineConstants::parse(METRICS, 0).expect("the page has the metrics of rank 0");
         let expected = EngineConstants {
             block_size: 32,
             blocks: 256,
@@ -77,9 +92,11 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",enable_prefix_caching=
             started: 1_795_385_119.19,
         };
         assert_eq!(first, expected);
-        let second = EngineConstants::parse(METRICS, 1).expect("rank 1");
+        let second = EngineConstants::parse(METRICS, 1).expect("the page has the metrics of rank 1");
         assert_eq!((second.blocks, second.prefix_caching), (200, false));
         assert_eq!(EngineConstants::parse(METRICS, 2), None);
+        assert_eq!(ranks(METRICS), [(0, 255 * 32), (1, 199 * 32)]);
+        assert_eq!(ranks(""), []);
         assert_eq!(EngineConstants::parse("", 0), None);
     }
 }

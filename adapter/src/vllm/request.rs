@@ -78,7 +78,8 @@ impl<'a> SamplingParams<'a> {
             stop_token_ids: &sampling.stop_token_ids,
             ignore_eos: true,
             detokenize: false,
-            // If the sampled token is none of the alternatives, it takes the place of the last one, so one more is requested.
+            // If the sampled token is none of the alternatives, vLLM returns it in place of the last alternative, so one alternative more
+            // is requested.
             logprobs: sampling.logprobs.map(|top| (top + 1).min(LOGPROBS_MAX)),
             prompt_logprobs: None,
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },
@@ -122,7 +123,7 @@ mod tests {
             kv_transfer_params: None,
         };
         assert_eq!(
-            serde_json::to_value(body).expect("plain data"),
+            serde_json::to_value(body).expect("the request body can be serialized"),
             json!({
                 "token_ids": [1, 2], "cache_salt": "s", "stream": true, "stream_options": { "include_usage": true },
                 "sampling_params": {

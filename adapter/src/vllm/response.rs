@@ -17,7 +17,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// The error, which is in an answer without any other field.
+    /// The error; an answer with an error has no other field. `None`: the request did not fail.
     error: Option<ErrorBody>,
 }
 
@@ -34,7 +34,7 @@ struct Logprobs {
     content: Vec<Sampled>,
 }
 
-/// A sampled token. The alternatives include it.
+/// The logprob of a sampled token, and its alternatives, which include the token itself.
 #[derive(Deserialize)]
 struct Sampled {
     logprob: f32,
@@ -134,7 +134,7 @@ pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailur
                 logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top))).collect()
             }
             (Some(_), _) if !token_ids.is_empty() => {
-                return Err(EngineFailure::Protocol("tokens came without their logprobs".to_owned()));
+                return Err(EngineFailure::Protocol("tokens lack the requested logprobs".to_owned()));
             }
             _ => vec![None; token_ids.len()],
         };
@@ -149,7 +149,7 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
         "stop" => Ok(Finish::Stop),
         "length" => Ok(Finish::Length),
         "abort" => Ok(Finish::Aborted),
-        other => Err(EngineFailure::Protocol(format!("finish_reason {other:?}"))),
+        other => Err(EngineFailure::Protocol(format!("unknown finish_reason {other:?}"))),
     }
 }
 
@@ -196,13 +196,13 @@ mod tests {
 
     #[test]
     fn streamed_answer_is_decoded() {
-        let first = chunk(FIRST.as_bytes(), Some(1)).expect("a recorded event");
+        let first = chunk(FIRST.as_bytes(), Some(1)).expect("the recorded event is valid");
         let top = vec![TokenLogprob { token: 344, logprob: -3.25 }];
         assert_eq!(first.tokens, [(324, Some(TokenLogprobs { logprob: -3.5, top }))]);
         assert_eq!((first.finish, first.usage), (None, None));
-        let last = chunk(LAST.as_bytes(), None).expect("a recorded event");
+        let last = chunk(LAST.as_bytes(), None).expect("the recorded event is valid");
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
-        let usage = chunk(USAGE.as_bytes(), None).expect("a recorded event").usage;
+        let usage = chunk(USAGE.as_bytes(), None).expect("the recorded event is valid").usage;
         assert_eq!(usage, Some(Usage { cached_tokens: Some(64) }));
         assert!(
             matches!(chunk(ERROR.as_bytes(), None), Err(EngineFailure::Failed(message)) if message == "Internal server error")
@@ -212,7 +212,9 @@ mod tests {
 
     #[test]
     fn missing_cached_token_count_differs_from_zero() {
-        let of = |usage: &str| chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("an event").usage;
+        let of = |usage: &str| {
+            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("the event is valid").usage
+        };
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(Usage { cached_tokens: Some(0) }));
@@ -231,9 +233,12 @@ mod tests {
     #[test]
     fn prompt_logprobs_are_in_the_order_of_the_prompt() {
         let json = r#"{"choices":[],"usage":null,"prompt_logprobs":[null,{"20":{"logprob":-9.5,"rank":598,"decoded_token":"$"},"29":{"logprob":-0.5,"rank":1,"decoded_token":"-"}}]}"#;
-        let of = |prompt: &[TokenId]| prompt_logprobs(answer(json.as_bytes()).expect("an answer"), prompt, 1);
+        let of = |prompt: &[TokenId]| prompt_logprobs(answer(json.as_bytes()).expect("the answer is valid"), prompt, 1);
         let top = vec![TokenLogprob { token: 29, logprob: -0.5 }];
-        assert_eq!(of(&[1, 20]).expect("both tokens"), [None, Some(TokenLogprobs { logprob: -9.5, top })]);
+        assert_eq!(
+            of(&[1, 20]).expect("the answer has logprobs for both tokens"),
+            [None, Some(TokenLogprobs { logprob: -9.5, top })]
+        );
         assert!(of(&[1]).is_err() && of(&[1, 21]).is_err());
     }
 }

@@ -6,8 +6,8 @@
 //!
 //! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`Lost`].
 //! - If a batch's number shows a gap, it requests a replay. A batch that is not in the replay either is [`Lost`].
-//! - After a loss, it delivers all batches that the engine still has. A mirror built from these alone has some of the cached blocks, and no
-//!   others.
+//! - After a loss, it delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
+//!   blocks, and no block that is not cached.
 //! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on, which also
 //!   finds lost batches at the end. If the replay does not have that batch or has another one with its number, the engine is another
 //!   process: [`Update::Restarted`].
@@ -34,13 +34,13 @@ use tokio::{sync::mpsc, task::JoinSet, time::sleep};
 pub struct SubscriptionSettings {
     /// Where batches are published: `tcp://HOST:PORT` or `ipc://PATH`.
     pub endpoint: String,
-    /// Where batches are replayed, if the engine offers replays.
+    /// Where batches are replayed; `None`: the engine offers no replays.
     pub replay_endpoint: Option<String>,
     /// The topic of the batches.
     pub topic: String,
-    /// The rank whose batches are published there.
+    /// The rank whose batches are published at these endpoints.
     pub data_parallel_rank: u32,
-    /// How long the connection may take, and each batch of a replay.
+    /// Time limit for connecting, and for the arrival of each batch of a replay.
     pub timeout: Duration,
     /// The longest time without a batch before the task requests a replay to find lost batches.
     pub check_interval: Duration,
@@ -51,8 +51,9 @@ pub struct SubscriptionSettings {
 pub enum Update {
     /// The next events.
     Batch(Vec<EngineEvent>),
-    /// Changes were lost, so everything that was reported before is void. Later updates have all events from some moment on. A mirror that
-    /// is emptied now and applies them has only cached blocks, and after the next clear all of them.
+    /// Changes were lost, so everything that was reported before is void. The updates that follow have all events from some moment on. A
+    /// mirror that is emptied now and applies these updates contains only blocks that the engine has cached; after the next clear it
+    /// contains all of them.
     Lost(Lost),
     /// Another process publishes now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
@@ -62,10 +63,10 @@ pub enum Update {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
     /// The engine no longer has its first batches.
-    #[error("the engine's first {0} batches of KV events are not available")]
+    #[error("the engine no longer has its first {0} batches of KV events")]
     History(u64),
     /// Batches from `next` up to before `got` were neither received nor replayed.
-    #[error("batches {next} to {got} (excluded) of KV events were lost")]
+    #[error("the batches of KV events from {next} up to, but not including, {got} were lost")]
     Gap {
         /// The first batch that was lost.
         next: u64,
@@ -73,13 +74,13 @@ pub enum Lost {
         got: u64,
     },
     /// The connection was lost, and no replay is available for the batches that were published meanwhile.
-    #[error("the connection to the KV events was lost, and a replay is not available")]
+    #[error("the connection for KV events was lost, and the engine does not replay what it sent meanwhile")]
     Disconnected,
     /// A batch cannot be decoded.
     #[error("a batch of KV events cannot be decoded")]
     Malformed(#[source] MalformedBatch),
     /// A batch is from another data-parallel rank.
-    #[error("a batch of KV events is from data-parallel rank {0}")]
+    #[error("a batch of KV events is from data-parallel rank {0}, which is not this worker's")]
     OtherRank(u32),
 }
 
@@ -89,7 +90,7 @@ pub struct Subscription {
     _task: JoinSet<()>,
 }
 
-/// The most updates that wait for the caller. At this number, the socket is not read, and batches wait at the engine.
+/// The most updates that wait for the caller. While this many updates wait, the socket is not read, and batches wait at the engine.
 const UPDATES_MAX: usize = 64;
 /// The shortest and the longest pause between connection attempts. An engine needs about a minute to restart, and an attempt costs very
 /// little.
@@ -100,10 +101,10 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 const FIRST_CHECK: Duration = Duration::from_millis(250);
 
 impl Subscription {
-    /// Starts the task that receives the events. It reconnects as often as needed.
+    /// Starts the task that receives the events. The task reconnects as often as needed.
     ///
     /// # Errors
-    /// An endpoint is not one to which a client can connect.
+    /// A client cannot connect to one of the endpoints.
     pub fn start(settings: SubscriptionSettings) -> Result<Self, InvalidEndpoint> {
         for endpoint in [Some(&settings.endpoint), settings.replay_endpoint.as_ref()].into_iter().flatten() {
             socket::check(endpoint)?;
@@ -126,7 +127,7 @@ impl Subscription {
 
     /// Returns the next update. Cancel-safe.
     pub async fn next(&mut self) -> Update {
-        self.updates.recv().await.expect("the task runs as long as its subscription exists")
+        self.updates.recv().await.expect("the task runs while its subscription exists")
     }
 }
 
@@ -136,9 +137,10 @@ struct Follower {
     updates: mpsc::Sender<Update>,
     backoff: Backoff,
     position: Position,
-    /// The last batch that was received on the current connection.
+    /// The number of the last batch that was received on the current connection; `None` before its first batch.
     live: Option<u64>,
-    /// The loss that the current replay has shown; reset when the replay has a batch that clears the cache.
+    /// The loss that the current replay has revealed and that is not reported yet; `None` if there is none, and again when a replayed batch
+    /// clears the cache.
     missing: Option<Lost>,
     /// Whether the last replay succeeded.
     replays: bool,
@@ -147,11 +149,11 @@ struct Follower {
 /// The last batch that was delivered.
 #[derive(Clone, Copy)]
 enum Position {
-    /// No batch yet, so batch 0 is the next one.
+    /// No batch was delivered yet, so the next batch has the number 0.
     Start,
-    /// This batch, and all before it.
+    /// This batch and all batches before it were delivered.
     After(Seen),
-    /// No batch since the last loss, so the next batch may have any number.
+    /// No batch was delivered since the last loss, so the next batch may have any number.
     Unknown,
 }
 
@@ -171,7 +173,7 @@ impl Seen {
 }
 
 impl Position {
-    /// Returns the number of the next batch.
+    /// Returns the number of the next batch; `None` if it may have any number.
     fn next(self) -> Option<u64> {
         match self {
             Self::Start => Some(0),
@@ -180,7 +182,7 @@ impl Position {
         }
     }
 
-    /// Returns the loss if batch `got` is the next one.
+    /// Returns the loss that has occurred if the next batch has the number `got`.
     fn loss(self, got: u64) -> Lost {
         match self {
             Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
@@ -189,7 +191,7 @@ impl Position {
     }
 }
 
-/// Returns the last event that clears the cache, and all events after it.
+/// Returns the last event that clears the cache, and all events after it; `None` if no event clears the cache.
 fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
     let cleared = events.iter().rposition(|event| *event == EngineEvent::Cleared)?;
     Some(events[cleared..].to_vec())
@@ -228,7 +230,7 @@ impl Follower {
                 Err(Stop::Unsubscribed) => return,
                 Err(Stop::Failed(error)) => {
                     if self.backoff.is_new_error(&error.to_string()) {
-                        tracing::warn!(endpoint = self.settings.endpoint, %error, "no KV events from the engine; retrying");
+                        tracing::warn!(endpoint = self.settings.endpoint, %error, "cannot receive KV events from the engine; retrying");
                     }
                     sleep(self.backoff.next_delay()).await;
                 }
@@ -267,7 +269,7 @@ impl Follower {
             }
         }
         if matches!(self.position, Position::Start) {
-            // The number of the first batch will show whether batches were missed.
+            // The number of the first batch that is received will show whether earlier batches were missed.
             return Ok(());
         }
         self.position = Position::Unknown;
@@ -311,7 +313,7 @@ impl Follower {
         }
     }
 
-    /// Replays all batches that were published after the position.
+    /// Replays all batches that were published after the last delivered batch.
     async fn catch_up(&mut self) -> Result<(), Stop> {
         let mut may_be_interrupted = true;
         loop {

@@ -18,11 +18,11 @@ fn request() -> GenerateRequest {
 fn refused(change: impl FnOnce(&mut GenerateRequest)) -> Invalid {
     let mut request = request();
     change(&mut request);
-    Request::check(request, VOCAB_SIZE).expect_err("it is not valid")
+    Request::check(request, VOCAB_SIZE).expect_err("the request is invalid")
 }
 
 fn refused_sampling(change: impl FnOnce(&mut v1::Sampling)) -> &'static str {
-    match refused(|request| change(request.sampling.as_mut().expect("set above"))) {
+    match refused(|request| change(request.sampling.as_mut().expect("the request has sampling settings"))) {
         Invalid::OutOfRange { field, .. } => field,
         other => panic!("{other:?}"),
     }
@@ -44,7 +44,7 @@ fn invalid_request_is_refused_with_its_reason() {
     ] {
         let change = |request: &mut GenerateRequest| {
             (request.samples, request.generated) = (2, resumed);
-            request.sampling.as_mut().expect("set above").max_tokens = Some(2);
+            request.sampling.as_mut().expect("the request has sampling settings").max_tokens = Some(2);
         };
         assert_eq!(refused(change), Invalid::Generated);
     }
@@ -127,7 +127,7 @@ proptest! {
             }),
             ..request()
         };
-        let Request { generate, output, .. } = Request::check(wire, VOCAB_SIZE).expect("it is valid");
+        let Request { generate, output, .. } = Request::check(wire, VOCAB_SIZE).expect("the request is valid");
         prop_assert_eq!((generate.prompt, generate.samples), (prompt, samples));
         prop_assert_eq!(generate.kv == KvSource::Remote, remote);
         prop_assert_eq!(generate.namespace.as_bytes(), b"namespace");

@@ -1,8 +1,8 @@
 //! Causal attention that reads a sequence's KV directly from its blocks (paged attention).
 //!
 //! The order in which a query's numbers are summed depends only on its position: scores are summed over the dimensions of a head,
-//! exponentials over 16 interleaved lanes of positions, values over the positions, each from the first to the last. Queries that are
-//! computed together share only loads.
+//! exponentials in 16 interleaved lanes of positions, and values over the positions, each from the first to the last. Queries that are
+//! computed together share the loaded keys and values, but no sums.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{isa::kernel, math::exp, simd::Simd};
@@ -10,7 +10,7 @@ use half::f16;
 use std::ops::Range;
 use tandem_kv::BlockId;
 
-/// Positions whose exponentials are summed in separate lanes.
+/// Number of lanes in which exponentials are summed: position `p` belongs to lane `p % STRIP`.
 const STRIP: usize = 16;
 
 /// The layout of the KV memory: keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring
@@ -25,7 +25,7 @@ pub(super) struct KvLayout {
 }
 
 impl KvLayout {
-    /// The count of unused numbers after the last block, so that whole vectors can be loaded at the end of a head or block.
+    /// The number of unused elements after the last block. They allow whole vectors to be loaded at the end of a head or block.
     pub const PADDING: usize = STRIP;
 
     /// Returns how many numbers the keys (or values) of one token have in one layer.
@@ -54,7 +54,7 @@ impl KvLayout {
     }
 }
 
-/// Consecutive tokens of a sequence in one layer.
+/// The location of consecutive tokens of a sequence (the rows) in one layer of the KV memory.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
     /// Position of the first row.
@@ -85,7 +85,8 @@ kernel! {
     }
 }
 
-/// Rounds to half precision. Numbers beyond its range are clamped, as infinities would make attention NaN.
+/// Rounds to half precision. Numbers beyond the range of half precision are clamped, because infinities would make the results of attention
+/// NaN.
 #[inline(always)]
 fn narrow(number: f32) -> u16 {
     f16::from_f32_const(number.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const())).to_bits()
@@ -119,7 +120,7 @@ kernel! {
             let column = (kv_head - first_head) * layout.group() * layout.head_dim;
             let mut queries = Queries { layout, kv, place, kv_head, token_len, column, first: 0 };
             while queries.first < end {
-                // Computes as many queries together as the registers hold, so that keys and values are converted once for them.
+                // Computes as many queries together as the registers hold, so that keys and values are converted once for all of them.
                 queries.first += match end - queries.first {
                     8.. => queries.attend::<S, 8, 1>(simd, rows, scratch),
                     4.. => queries.attend::<S, 4, 2>(simd, rows, scratch),
@@ -132,7 +133,7 @@ kernel! {
     }
 }
 
-/// Queries that share a key head, token by token.
+/// The queries that share a key head, in the order of their tokens.
 struct Queries<'a> {
     layout: &'a KvLayout,
     kv: &'a [u16],
@@ -142,7 +143,7 @@ struct Queries<'a> {
     token_len: usize,
     /// The offset of the group's queries in a token's numbers.
     column: usize,
-    /// The next query to compute.
+    /// The index of the next query to compute.
     first: usize,
 }
 
@@ -151,7 +152,8 @@ impl Queries<'_> {
     #[inline(always)]
     fn attend<S: Simd, const R: usize, const V: usize>(&self, simd: S, rows: &mut [f32], scratch: &mut Scratch) -> usize {
         let (dim, group) = (self.layout.head_dim, self.layout.group());
-        // The offset of each query, and the number of positions that it attends to, its own included. Queries are sorted by position.
+        // `at` is the offset of each query, `seen` the number of positions to which the query attends, its own included. Queries are sorted
+        // by position.
         let (mut at, mut seen) = ([0; R], [0; R]);
         scratch.queries.resize(dim * R, 0.0);
         for r in 0..R {

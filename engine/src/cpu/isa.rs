@@ -49,9 +49,10 @@ impl fmt::Display for Isa {
     }
 }
 
-/// Compiles a function for the build target, for AVX2 and for AVX-512. The caller's [`Isa`] argument selects one of them, whose first
-/// argument is the instruction set's [`Simd`](super::simd::Simd). Kernels must not have closures: a closure that is not inlined is compiled
-/// for the build target only. Rust neither fuses nor reorders floating-point operations, so all versions give the same bits.
+/// Compiles a function for the build target, for AVX2 and for AVX-512. The caller's [`Isa`] argument selects one of these versions. The
+/// first argument of a version is the [`Simd`](super::simd::Simd) value of its instruction set. Kernels must not have closures: a closure
+/// that is not inlined is compiled for the build target only. Rust neither fuses nor reorders floating-point operations, so all versions
+/// give the same bits.
 macro_rules! kernel {
     (
         $(#[$meta:meta])*
@@ -76,7 +77,7 @@ macro_rules! kernel {
 
             match isa.0 {
                 $crate::cpu::isa::Level::Baseline(simd) => plain(simd, $($argument),*),
-                // SAFETY: the value proves that the processor has these features.
+                // SAFETY: the value `simd` proves that the processor has these features.
                 #[cfg(target_arch = "x86_64")]
                 #[expect(unsafe_code, reason = "functions compiled for instruction sets are called")]
                 $crate::cpu::isa::Level::Avx2(simd) => unsafe { avx2(simd, $($argument),*) },

@@ -1,9 +1,10 @@
 //! Matrix multiplication of activations with a weight matrix.
 //!
-//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, then the group's minimum in
-//! the same way. `dot` is an exact integer, because the row is quantised to 8 bits with one step per group (it includes Q6_K's two integer
-//! factors per group). For float weights the sum is `sum = fma(x, weight, sum)`, input by input. How many rows and outputs are computed
-//! together, and on which thread, affects only how often a tile is unpacked.
+//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, after which the group's
+//! minimum is added in the same way. `dot`, the dot product of a group's weights and the row, is an exact integer, because the row is
+//! quantised to 8 bits with one step per group. For Q6_K it includes the two integer factors per group. For float weights, the inputs are
+//! added one by one: `sum = fma(x, weight, sum)`. How many rows and outputs are computed together, and on which thread, affects only how
+//! often a tile is unpacked.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{
@@ -18,7 +19,7 @@ use std::ops::Range;
 /// With up to this many rows, the outputs of a matrix are split between threads, so that each thread reads only its share of the weights.
 /// With more rows, the rows are split.
 pub(super) const SHARED_ROWS: usize = 16;
-/// The least number of weights in a task if a thread gets several tasks of one matrix: a few microseconds of work.
+/// The minimum number of weights in a task if a thread gets several tasks of one matrix: a few microseconds of work.
 const TASK_WEIGHTS: usize = 1 << 17;
 
 /// A matrix of rows quantised to int8, in groups of 32 with one step each.
@@ -33,7 +34,7 @@ pub(super) struct Quantised {
 struct Group {
     /// Quantised values from −127 to 127, in words of four.
     quants: [[i8; 4]; GROUP / 4],
-    /// For each half of the group, the sum of its quants.
+    /// The sum of the quants in each half of the group.
     totals: [i32; 2],
     step: f32,
     /// `step` × the sum of the quants, for formats with a minimum.
@@ -75,7 +76,7 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
             largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
         }
     }
-    // The maximum is found pairwise, as it does not depend on the order.
+    // The maximum is found pairwise, because it does not depend on the order of comparison.
     let mut lanes = GROUP / 4;
     while lanes > 0 {
         for l in 0..lanes {
@@ -131,7 +132,7 @@ pub(super) fn linear<const N: usize>(
 }
 
 kernel! {
-    /// Computes the outputs of some panels. For each row, `out` has the slice of these outputs.
+    /// Computes the outputs of some panels. `out` has one slice per row, into which these outputs are written.
     fn multiply(simd, matrix: &Matrix, panels: Range<usize>, x: &[f32], quantised: &Quantised, out: &mut [&mut [f32]]) {
         match &matrix.tiles {
             Tiles::Q4_1(tiles) => integer(simd, tiles, panels, quantised, out),
@@ -145,7 +146,8 @@ kernel! {
     }
 }
 
-/// A tile whose dot products with quantised rows are integers. `column` is the first of the outputs that a vector holds.
+/// A tile whose dot products with quantised rows are integers. In each method, `column` is the first of the outputs that the returned
+/// vector holds.
 trait IntegerTile {
     const HAS_MINS: bool = false;
     /// Unpacked weights, reused for several rows.
@@ -155,7 +157,7 @@ trait IntegerTile {
     fn dot<S: Simd>(simd: S, weights: &Self::Weights<S>, x: &Group) -> S::Ints;
     fn scales<S: Simd>(&self, simd: S, column: usize) -> S::Floats;
 
-    /// Returns the minima, which are used only if `HAS_MINS`.
+    /// Returns the minima, which are used only if `HAS_MINS` is true.
     #[inline(always)]
     fn mins<S: Simd>(&self, simd: S, _column: usize) -> S::Floats {
         simd.splat(0.0)
@@ -174,7 +176,7 @@ impl Nibbles {
         words
     }
 
-    /// The sums of pairs stay below 8 × 2 × 15 × 127 = 30,480 < 2^15.
+    /// Returns the dot products. The 16-bit sums of pairs are at most 8 × 2 × 15 × 127 = 30,480 < 2^15.
     #[inline(always)]
     fn dot<S: Simd>(simd: S, words: &[S::Bytes; GROUP / 4], x: &Group) -> S::Ints {
         let mut sums = simd.no_sums();
@@ -238,7 +240,7 @@ impl IntegerTile for Q4_KTile {
         simd.mul(simd.load_halves(&self.scales[column..]), simd.load_u8(&self.factors[column..]))
     }
 
-    /// Returns negative mins, because they are subtracted: the sign changes no other bit of a product.
+    /// Returns the negated minima, because this format subtracts its minima. The sign changes no other bit of a product.
     #[inline(always)]
     fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
         let mins = simd.mul(simd.load_halves(&self.mins[column..]), simd.load_u8(&self.min_factors[column..]));
@@ -247,7 +249,7 @@ impl IntegerTile for Q4_KTile {
 }
 
 impl IntegerTile for Q6_KTile {
-    /// The words, and the factor of each half.
+    /// The words of a vector's outputs, and their factors for each half of the group.
     type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
     #[inline(always)]
@@ -256,12 +258,12 @@ impl IntegerTile for Q6_KTile {
         (loaded(simd, &self.quants, column), factors)
     }
 
-    /// The result stays below 2 × 16 × 32 × 127 × 128 < 2^24, so single precision holds it exactly.
+    /// Returns the dot products. Each is at most 2 × 16 × 32 × 127 × 128 < 2^24 in absolute value, so single precision holds it exactly.
     #[inline(always)]
     fn dot<S: Simd>(simd: S, (words, factors): &Self::Weights<S>, x: &Group) -> S::Ints {
         let mut dot = simd.splat_int(0);
         for half in 0..2 {
-            // The stored quants are 32 greater than those of the format's formula.
+            // The stored quants are greater by 32 than the quants in the format's formula.
             let mut sum = simd.splat_int(-32 * x.totals[half]);
             for pair in (half * 4..half * 4 + 4).step_by(2) {
                 // The sums of pairs are at most 2 × 2 × 63 × 127 = 32,004 < 2^15.
@@ -319,7 +321,7 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
         let at = (panel - first_panel) * PANEL;
         let mut row = 0;
         while row < out.len() {
-            // Computes as many rows together as the registers hold, so that weights are unpacked once for them.
+            // Computes as many rows together as the registers hold, so that weights are unpacked once for all of them.
             let left = out.len() - row;
             row += match left {
                 8.. if S::LANES == 16 => store(&integer_rows::<S, T, 8, 1>(simd, tiles, x, row), at, &mut out[row..]),
@@ -373,7 +375,7 @@ fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
 
 /// A tile of float weights.
 trait FloatTile {
-    /// Loads the weights of one input for a vector of outputs from `column`.
+    /// Loads one input's weights for as many outputs, from `column` on, as a vector holds.
     fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats;
 }
 

@@ -1,12 +1,13 @@
-//! Elementwise functions and norms. Every operation is one that IEEE 754 defines exactly, in a fixed order, so that no bit depends on the
-//! processor or its mathematics library.
+//! Elementwise functions and norms. They use only operations that IEEE 754 defines exactly, in a fixed order, so that no bit of a result
+//! depends on the processor or on a mathematics library.
 
 use super::isa::kernel;
 use tandem_model::{Pairs, Rope};
 
-/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added from first to last.
+/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added in order.
 const LANES: usize = 16;
-/// 1.5 × 2^23: adding it to a number below 2^22 rounds that to the nearest integer (ties to even), which is in the low bits of the sum.
+/// 1.5 × 2^23. If this is added to a number below 2^22 in absolute value, the low bits of the sum are the nearest integer to the number
+/// (ties to even).
 const ROUNDING: f32 = 12_582_912.0;
 
 /// Returns e^x within 2 ulp, after Cephes' `expf` (Moshier): x is split into n ln 2 + r, a polynomial computes e^r, and n is added to the
@@ -30,7 +31,7 @@ pub(super) fn exp(x: f32) -> f32 {
     (p.mul_add(r * r, r) + 1.0) * power
 }
 
-/// Rounds a number below 2^22 to the nearest integer (ties to even).
+/// Rounds a number below 2^22 in absolute value to the nearest integer (ties to even).
 #[inline(always)]
 pub(super) fn round(x: f32) -> i32 {
     (x + ROUNDING).to_bits().wrapping_sub(ROUNDING.to_bits()) as i32
@@ -111,8 +112,8 @@ kernel! {
 }
 
 kernel! {
-    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and multiplies all numbers by `factor`. `rotations`
-    /// has the cosines and sines of the angles, `[rows][head_dim / 2]`.
+    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and then multiplies all elements by `factor`.
+    /// `rotations` has the cosines and sines of the angles, `[rows][head_dim / 2]`.
     pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, rotations: &[[f32; 2]], rope: &Rope, factor: f32) {
         let pairs = rope.frequencies.len();
         for (row, rotations) in x.chunks_exact_mut(row_len).zip(rotations.chunks_exact(pairs)) {
@@ -140,8 +141,8 @@ fn rotated(x: f32, y: f32, [cos, sin]: [f32; 2], factor: f32) -> (f32, f32) {
     ((x * cos - y * sin) * factor, (x * sin + y * cos) * factor)
 }
 
-/// Appends the cosines and sines of the angles by which the pairs at one position are rotated. `libm` is Rust code: its results are the
-/// same everywhere.
+/// Appends, for each pair at one position, the cosine and sine of its rotation angle, multiplied by the embedding's magnitude. `libm` is
+/// Rust code, so its results are the same on every machine.
 pub(super) fn rotations_at(position: u32, rope: &Rope, into: &mut Vec<[f32; 2]>) {
     for frequency in &rope.frequencies {
         let angle = f64::from(position) * frequency;

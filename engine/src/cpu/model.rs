@@ -22,9 +22,10 @@ pub(super) struct Layer {
     pub query: Matrix,
     pub key: Matrix,
     pub value: Matrix,
-    /// Biases that are added to every row's queries, keys and values.
+    /// Biases that are added to every row's queries, keys and values; `None` if the model has none.
     pub qkv_biases: Option<[Vec<f32>; 3]>,
-    /// Weights of the RMSNorm of each query head and of each key head; all heads share them.
+    /// Weights of the RMSNorms of the query heads and of the key heads, each shared by all heads; `None` if the model does not normalise
+    /// heads.
     pub qk_norms: Option<[Vec<f32>; 2]>,
     pub attention_out: Matrix,
     pub ffn_norm: Vec<f32>,
@@ -78,7 +79,7 @@ impl CpuModel {
         &self.config
     }
 
-    /// Returns the bytes of the packed weights: about those of the file's tensors, except for shapes that are not multiples of 32.
+    /// Returns the size of the packed weights in bytes: about the size of the file's tensors, unless their shapes are not multiples of 32.
     pub fn weight_bytes(&self) -> usize {
         let layers = self.layers.iter().map(|layer| {
             let Layer { query, key, value, attention_out, gate, up, down, attention_norm, ffn_norm, qkv_biases, qk_norms } =
@@ -97,7 +98,7 @@ impl CpuModel {
     }
 }
 
-/// Fails if layers have tensors that models of this family do not have: ignoring them would falsify every result.
+/// Fails if a layer has a tensor that models of this family do not have. To ignore such a tensor would falsify every result.
 pub(crate) fn refuse_unread(file: &dyn ModelFile, config: &ModelConfig) -> Result<(), CpuError> {
     let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !config.qkv_biases);
     let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !config.qk_norms);

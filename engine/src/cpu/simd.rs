@@ -1,7 +1,7 @@
 //! Vector operations for the kernels' inner loops, for each instruction set.
 //!
-//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as that of [`Plain`]. All operations
-//! must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
+//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as [`Plain`]'s operation. All
+//! operations must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -13,17 +13,18 @@ pub(super) use x86::{Avx2, Avx512};
 pub(super) trait Simd: Copy {
     /// Lanes of a vector: 8 or 16.
     const LANES: usize;
-    /// Single-precision numbers.
+    /// A vector of single-precision numbers.
     type Floats: Copy;
-    /// 32-bit integers.
+    /// A vector of 32-bit integers.
     type Ints: Copy;
-    /// Four 8-bit integers in each lane.
+    /// A vector with four 8-bit integers in each lane.
     type Bytes: Copy;
-    /// Sums of a few products; may be narrower than [`Self::Ints`].
+    /// A vector of sums of a few products; the sums may have fewer bits than [`Self::Ints`].
     type Sums: Copy;
 
     fn splat(self, number: f32) -> Self::Floats;
-    /// Loads the first `LANES` numbers of a slice (`4 × LANES` for bytes). This and the other loads panic if the slice is shorter.
+    /// Loads the first `LANES` numbers of a slice. This and the other loads panic if the slice is too short; `load_bytes` needs four bytes
+    /// per lane.
     fn load(self, from: &[f32]) -> Self::Floats;
     fn load_halves(self, from: &[u16]) -> Self::Floats;
     fn load_bf16(self, from: &[u16]) -> Self::Floats;
@@ -33,7 +34,7 @@ pub(super) trait Simd: Copy {
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Returns `a × b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Converts integers of at most 2^24 exactly.
+    /// Converts integers exactly, if they are at most 2^24 in absolute value.
     fn floats(self, ints: Self::Ints) -> Self::Floats;
 
     fn splat_int(self, number: i32) -> Self::Ints;
@@ -50,20 +51,21 @@ pub(super) trait Simd: Copy {
     fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
 
     fn no_sums(self) -> Self::Sums;
-    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative. A lane may add the products in two
-    /// 16-bit sums, two products per call in each: in either sum, the total of `weight × 127` since [`Self::no_sums`] must stay below 2^15.
+    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative. An implementation may split a lane into
+    /// two 16-bit sums, each of which adds two products per call. So in either half, the total of `weight × 127` since [`Self::no_sums`]
+    /// must stay below 2^15.
     fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums;
     fn ints(self, sums: Self::Sums) -> Self::Ints;
 
     /// Converts signed weights for [`Self::add_signed_products`].
     fn signed(self, bytes: Self::Bytes) -> Self::Bytes;
-    /// Returns the initial sums of signed products, given the total of all `x` whose products will be added.
+    /// Returns the initial sums of signed products. `x_total` must be the sum of all `x` whose products will be added.
     fn no_signed_sums(self, x_total: i32) -> Self::Ints;
     /// Adds each lane's dot product of four weights from −128 to 127 and four `x` from −127 to 127.
     fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
 }
 
-/// Converts half-precision bits exactly. The number must be finite: infinities and NaN would become finite numbers.
+/// Converts half-precision bits exactly. The number must be finite, because infinities and NaNs would become finite numbers.
 #[inline(always)]
 pub(super) fn widen(half: u16) -> f32 {
     /// 2^112: the difference of the two formats' exponent biases.
@@ -84,7 +86,7 @@ pub(super) struct Plain;
 
 const LANES: usize = 8;
 
-/// Builds an array lane by lane. A closure would not be compiled for the instruction set.
+/// Builds an array lane by lane. This is a macro because a closure would not be compiled for the instruction set.
 macro_rules! lanes {
     ($lane:ident => $value:expr) => {{
         let mut lanes = [Default::default(); LANES];

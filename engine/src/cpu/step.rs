@@ -1,7 +1,8 @@
 //! Computes a step: all chunks through all layers.
 //!
-//! The rows of all chunks form one matrix. Between two attentions rows are independent, so they are split into *slabs*: each slab is
-//! computed on one thread, or a single slab on all threads if there are few rows.
+//! The rows of all chunks form one matrix. Between the attention of one layer and that of the next, rows do not depend on each other, so
+//! they are split into *slabs*. Each slab is computed on one thread. If there are few rows, they form a single slab, which all threads
+//! compute together.
 
 use super::{
     attention::{KvLayout, Place, Scratch, attend, store_kv},
@@ -14,9 +15,9 @@ use super::{
 use crate::{Chunk, Logits};
 use tandem_kv::BlockId;
 
-/// Rows of a slab: few enough that their activations fit into the second-level cache.
+/// Number of rows in a slab: few enough that their activations fit into the second-level cache.
 const SLAB_ROWS: usize = 32;
-/// Tokens of one attention task.
+/// Number of tokens in one attention task.
 const ATTENTION_TOKENS: usize = 16;
 
 /// Activations, allocated once and reused in every step.
@@ -24,7 +25,7 @@ const ATTENTION_TOKENS: usize = 16;
 pub(super) struct Buffers {
     /// The residual stream, `[rows][width]`.
     stream: Vec<f32>,
-    /// `[rows][heads × head_dim]`: the queries, which attention replaces with its outputs.
+    /// The queries, which attention replaces with its outputs, `[rows][heads × head_dim]`.
     queries: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
@@ -53,7 +54,7 @@ pub(super) struct Step<'a> {
     pub buffers: &'a mut Buffers,
 }
 
-/// Consecutive rows that are consecutive tokens of one sequence.
+/// Consecutive rows that belong to consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     start: usize,
@@ -74,7 +75,7 @@ impl Step<'_> {
             self.store_kv(&runs, index);
             let next = self.model.layers.get(index + 1);
             if next.is_none() {
-                // Once the last layer's KV is written, only the rows whose logits are requested are computed further.
+                // The last layer's KV is written, so from here on only the rows whose logits are requested are computed.
                 self.keep_logit_rows(chunks, &mut runs);
             }
             self.attend(&runs, index);
@@ -104,8 +105,8 @@ impl Step<'_> {
         }
     }
 
-    /// Computes all rows from the attention of layer `finished` to that of layer `next`: the attention's output projection, the
-    /// feed-forward network, and the next queries, keys and values.
+    /// Computes the operations between the attention of layer `finished` and that of layer `next` for all rows: the output projection and
+    /// the feed-forward layers of `finished`, then the queries, keys and values of `next`.
     fn slabs(&mut self, finished: Option<&Layer>, next: Option<&Layer>) {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, query_len, kv_len) = (model.config.width, self.layout.heads * self.layout.head_dim, self.layout.row_len());
@@ -199,7 +200,7 @@ impl Step<'_> {
             }
             buffer.truncate(kept.len() * width);
         }
-        // No later layer reads keys, values or rotations, so their rows are not moved.
+        // No later layer reads keys, values or rotations, so the rows of these are not moved.
         let row_len = self.layout.row_len();
         keys.truncate(kept.len() * row_len);
         values.truncate(kept.len() * row_len);

@@ -54,7 +54,7 @@ impl Random {
     /// Returns a weight tensor of random numbers, as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
-        // These scales are smaller, for formats whose quants, or quants times factors, are larger.
+        // Smaller scales, for the formats whose quants, or products of quants and factors, are larger.
         let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
         let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
@@ -219,14 +219,14 @@ const BLOCKS: Sizes = Sizes {
     tied: false,
 };
 
-/// A model with biases, and with rotary embedding by halves.
+/// A model with biases, whose rotary embedding pairs the two halves of a head.
 const QWEN2: Sizes = Sizes { family: "qwen2", ..ODD };
-/// A model with normalised heads that are longer than width ÷ heads.
+/// A model with normalised heads, whose length is greater than width ÷ heads.
 const QWEN3: Sizes = Sizes { family: "qwen3", head_dim: 20, kind: kind::F16, tied: true, ..ODD };
 
 const CONTEXT: u32 = 96;
 
-/// Returns a complete model with random weights. If its layers have 4-bit weights, a tied head has 8-bit weights.
+/// Returns a complete model with random weights. If its layers have 4-bit weights, its embedding, and so a tied head, has 8-bit weights.
 pub(crate) fn file(sizes: Sizes, seed: u64) -> Writer {
     let Sizes { family, layers, width, heads, kv_heads, head_dim, ffn, vocab, kind, tied } = sizes;
     let mut random = Random::new(seed);

@@ -15,8 +15,8 @@ use std::{
 /// Iterations of busy-waiting before a thread sleeps: a few microseconds.
 const SPINS: usize = 300;
 
-/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job:
-/// on a busy machine it does the work of helpers that are not scheduled. ADR 003 compares the pool with rayon.
+/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job.
+/// On a busy machine it does the work of helpers that the system has not scheduled. ADR 003 compares the pool with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
@@ -27,7 +27,7 @@ struct Shared {
     state: Mutex<State>,
     /// Signals that there is a new job, or that `stop` is set.
     job_added: Condvar,
-    /// Signals that the last helper has left the job.
+    /// Signals that the last helper has stopped working on the job.
     helpers_left: Condvar,
     /// `jobs` and `inside` are copies of the fields in `state`, to be read without its lock.
     jobs: AtomicUsize,
@@ -39,7 +39,7 @@ struct State {
     job: Option<&'static (dyn Fn() + Sync)>,
     /// The number of jobs so far.
     jobs: usize,
-    /// The number of helpers that work on the job.
+    /// The number of helpers that work on the current job.
     inside: usize,
     asleep: usize,
     panicked: bool,
@@ -110,8 +110,8 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Offers a job to the helpers. Returns `None` if there is a job already, or a helper still works on the last one: then the caller
-    /// works alone.
+    /// Offers a job to the helpers. Returns `None` if there is a job already or a helper still works on the last job; the caller must then
+    /// work alone.
     fn post(&self, job: &'static (dyn Fn() + Sync)) -> Option<PostedJob<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.inside > 0 {
@@ -183,7 +183,7 @@ fn spin(until: impl Fn() -> bool) {
     }
 }
 
-/// Reusable values that tasks borrow. The pool has as many values as tasks ever ran at the same time.
+/// Reusable values that tasks borrow. The pool grows to as many values as tasks have ever run at the same time.
 #[derive(Default)]
 pub(super) struct BufferPool<T>(Mutex<Vec<T>>);
 

@@ -25,7 +25,7 @@ pub(crate) struct Matrix {
 /// The tiles of a matrix, panel by panel, group by group. The padding of the last panel and group is 0.
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
-    /// Also holds Q4_0, whose minimum is −8 × scale, which half precision holds exactly.
+    /// Also holds Q4_0, whose minimum is −8 × scale, a number that half precision represents exactly.
     Q4_1(Vec<Q4_1Tile>),
     Q8_0(Vec<Q8_0Tile>),
     Q4_K(Vec<Q4_KTile>),
@@ -50,10 +50,11 @@ macro_rules! each_type {
     };
 }
 
-/// The words of a panel's outputs for the same four inputs.
+/// The words of all outputs of a panel for the same four inputs.
 pub(super) type Words = [u8; PANEL * 4];
 
-/// Quants from 0 to 15: row `i` has the inputs from `4i` in the lower halves of its bytes, and those from `4i + 16` in the upper halves.
+/// Quants from 0 to 15. Row `i` has the four inputs from `4i` on in the lower halves of its bytes, and the four inputs from `4i + 16` on in
+/// the upper halves.
 #[derive(Clone)]
 pub(super) struct Nibbles(pub [Words; GROUP / 8]);
 
@@ -73,7 +74,7 @@ pub(super) struct Q4_1Tile {
 #[repr(align(64))]
 pub(super) struct Q4_KTile {
     pub quants: Nibbles,
-    /// Each output's scale for 256 inputs, and so the same in eight tiles.
+    /// The scale of each output. It applies to 256 inputs, so it is repeated in eight tiles.
     pub scales: [u16; PANEL],
     pub mins: [u16; PANEL],
     pub factors: [u8; PANEL],
@@ -86,7 +87,7 @@ pub(super) struct Q4_KTile {
 #[repr(align(64))]
 pub(super) struct Q6_KTile {
     pub quants: [Words; GROUP / 4],
-    /// Each output's scale for 256 inputs, and so the same in eight tiles.
+    /// The scale of each output. It applies to 256 inputs, so it is repeated in eight tiles.
     pub scales: [u16; PANEL],
     pub factors: [[i8; PANEL]; 2],
 }
@@ -104,7 +105,7 @@ pub(super) struct Q8_0Tile {
 #[repr(align(64))]
 pub(super) struct F16Tile(pub [[u16; PANEL]; GROUP]);
 
-/// Weights as the upper 16 of their single-precision bits.
+/// Weights as the upper 16 bits of single-precision numbers.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
@@ -113,14 +114,15 @@ pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
-/// A tile, which is packed and unpacked one group of one output at a time.
+/// A tile. It is packed one group of one output at a time.
 trait Tile: Clone {
-    /// Bytes of a block in the file, which has `BLOCK_GROUPS` groups.
+    /// Size in bytes of a block in the file. A block has `BLOCK_GROUPS` groups.
     const BLOCK_BYTES: usize;
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
 
-    /// Packs a group of a block (or of the shorter end of a row) into a column. Returns false if a number in it is not finite.
+    /// Packs a group of a block into a column. The last block of a row may be shorter. Returns false if a number in the group is not
+    /// finite.
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool;
 
     fn get(&self, column: usize, input: usize) -> f32;
@@ -201,7 +203,7 @@ impl Q4_1Tile {
     /// Packs a Q4_0 block: `weight = scale × (quant − 8)`.
     fn put_q4_0(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
-        // The minimum is infinite only if weights exceed the range of half precision.
+        // The minimum becomes infinite only if weights exceed the range of half precision.
         let min = f16::from_f32(scale.to_f32() * -8.0);
         (self.scales[column], self.mins[column]) = (scale.to_bits(), min.to_bits());
         self.quants.put(column, &block[2..18]);
@@ -219,7 +221,8 @@ impl Tile for Q4_KTile {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
         // Twelve bytes hold eight factors and eight min factors of six bits. The first four of each are in the low six bits of the first
-        // eight bytes. Of the others, the low four bits are in the last four bytes, and the high two in the high bits of the first eight.
+        // eight bytes. Of the other factors, the low four bits are in the last four bytes, and the high two bits are in the high bits of
+        // the first eight bytes.
         let packed = &block[4..16];
         (self.factors[column], self.min_factors[column]) = if group < 4 {
             (packed[group] & 63, packed[group + 4] & 63)
@@ -227,7 +230,7 @@ impl Tile for Q4_KTile {
             let low = packed[group + 4];
             (low & 15 | packed[group - 4] >> 6 << 4, low >> 4 | packed[group] >> 6 << 4)
         };
-        // 32 bytes hold two groups, one in their low halves and one in their high halves.
+        // 32 bytes hold two groups, the first in the low halves of the bytes and the second in the high halves.
         let (bytes, shift) = (&block[16 + group / 2 * 32..][..32], group % 2 * 4);
         let pairs: [u8; 16] = std::array::from_fn(|i| bytes[i] >> shift & 15 | (bytes[i + 16] >> shift & 15) << 4);
         self.quants.put(column, &pairs);
@@ -247,8 +250,8 @@ impl Tile for Q6_KTile {
     const ZERO: Self = Self { quants: NO_WORDS, scales: [0; PANEL], factors: [[0; PANEL]; 2] };
 
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
-        // Each 128 inputs have 64 bytes of low four bits (two groups in the low halves, then two in the high ones) and 32 bytes
-        // of high two bits, two for each of the four groups.
+        // Each 128 inputs (four groups) have 64 bytes with the quants' low four bits: two groups in the low halves of the bytes, two in the
+        // high halves. 32 more bytes have the quants' high two bits: each byte has two bits for each of the four groups.
         let (part, quarter) = (group / 4, group % 4);
         let low = &block[part * 64 + quarter % 2 * 32..][..32];
         let high = &block[128 + part * 32..][..32];
@@ -385,7 +388,8 @@ fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     pack_with(data, outputs, T::BLOCK_BYTES, T::put)
 }
 
-/// Packs all rows, whose blocks have `block_bytes` bytes. `put` packs one group of a block. Returns `None` if a number is not finite.
+/// Packs all rows. A block of a row has `block_bytes` bytes, and `put` packs one group of a block. Returns `None` if a number is not
+/// finite.
 fn pack_with<T: Tile>(
     data: &[u8],
     outputs: usize,

@@ -62,8 +62,8 @@ impl<D: Device> Buffers<D> {
         let gemm = |weights, (inputs, from), (outputs, to), epilogue| {
             (Gemm { half, rows, inputs, outputs, epilogue }, operands(weights, from, to))
         };
-        // The first rank adds its result to the residual stream; the other ranks overwrite the stream with theirs. The all-reduce then
-        // gives every rank the updated stream.
+        // The first rank adds its result to the residual stream. The other ranks overwrite their copies of the stream with their results.
+        // The all-reduce then gives every rank the updated stream.
         let to_residual = if model.shard.rank == 0 { Epilogue::AddSingle } else { Epilogue::StoreSingle };
         let (normed, residual) = ((width, &self.normed), (width, &self.residual));
         Gemms {

@@ -38,7 +38,8 @@ fn key(shape: &Shape, architecture: &str, driver_version: i32) -> String {
     format!("{:032x}", xxh3_128(text.as_bytes()))
 }
 
-/// Reads the code from a cached file, whose first 16 bytes are the hash of the rest. Ignores an incomplete or damaged file.
+/// Reads the code from a cached file, whose first 16 bytes are the hash of the rest. Returns `None` if the file is absent, incomplete or
+/// damaged.
 fn kept(file: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(file).ok()?;
     let hash = u128::from_le_bytes(*bytes.first_chunk::<16>()?);
@@ -62,7 +63,7 @@ fn options(shape: &Shape, architecture: &str) -> Vec<String> {
 
 /// Compiles the kernels with NVRTC, which needs no GPU.
 pub(super) fn compile(shape: &Shape, architecture: &str) -> Result<Vec<u8>, CudaError> {
-    // SAFETY: this only tries to open the library, which runs nothing but its own initialisers.
+    // SAFETY: the call only tries to open the library, which runs nothing but the library's own initialisers.
     let present = unsafe { sys::is_culib_present() };
     if !present {
         return Err(CudaError::NoLibrary { library: "libnvrtc.so.13", package: "nvidia-cuda-nvrtc" });
@@ -118,7 +119,7 @@ mod tests {
         small_shared_memory: false,
     };
 
-    /// Checks ELF's magic number, and that the symbol table names every kernel.
+    /// Checks that the code begins with ELF's magic number, and that the symbol table names every kernel.
     fn check(code: &[u8]) {
         assert_eq!(&code[..4], b"\x7fELF");
         for kernel in crate::cuda::device::Kernel::ALL {
@@ -142,7 +143,7 @@ mod tests {
         let llama = Shape { half: Half::Float16, heads: 9, kv_heads: 3, head_dim: 64, pairs: Pairs::Adjacent, ..QWEN3_8B };
         check(&compile(&llama, "sm_90").unwrap());
         check(&compile(&Shape { small_shared_memory: true, ..QWEN3_8B }, "sm_89").unwrap());
-        let error = compile(&QWEN3_8B, "sm_1").expect_err("there is no such device").to_string();
+        let error = compile(&QWEN3_8B, "sm_1").expect_err("the device architecture is unknown").to_string();
         assert!(error.contains("cannot compile the kernels"), "{error}");
     }
 

@@ -30,7 +30,7 @@ impl Kernel {
         Self::Sample,
     ];
 
-    /// Returns the kernel's name and its threads per thread block, as declared in the sources.
+    /// Returns the kernel's name and its number of threads per thread block, as in the sources.
     fn declaration(self) -> (&'static str, u32) {
         match self {
             Self::Embed => ("embed", 256),
@@ -54,7 +54,7 @@ impl Kernel {
     }
 }
 
-/// A kernel launch, without its arguments.
+/// The parameters of a kernel launch, except the kernel's arguments.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Launch {
     pub kernel: Kernel,
@@ -95,7 +95,7 @@ pub(super) struct Operands {
 }
 
 /// A CUDA stream and its device. Work is executed in the order of the calls. Most calls only enqueue work; `download` and `wait` return
-/// when it is done. Every method that returns a `Result` fails if the driver, or a library that the method calls, fails.
+/// when all enqueued work is done. Every method that returns a `Result` fails if the driver, or a library that the method calls, fails.
 pub(super) trait Device: Send + Sync + Sized + 'static {
     /// The communicators of an engine's ranks, one per device. Dropping them ends all-reduces that wait for a lost rank.
     type Communicators: Send;
@@ -106,8 +106,8 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Connects devices, each of which is one rank, for `all_reduce_sum`.
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError>;
 
-    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks, in order with the other work of each
-    /// rank's stream.
+    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks. On each rank's stream, this is ordered
+    /// with the stream's other work.
     fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
 
     /// Recorded work (a CUDA graph).
@@ -122,13 +122,13 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns the bytes of free device memory.
     fn free_bytes(&self) -> Result<usize, CudaError>;
 
-    /// Allocates uninitialised memory and returns its address, a multiple of 256, which the caller passes to `free` once.
+    /// Allocates uninitialised memory and returns its address, a multiple of 256. The caller must pass the address to `free` once.
     fn allocate(&self, bytes: usize) -> Result<u64, CudaError>;
 
     /// Frees memory when all work of this stream is done.
     fn free(&self, address: u64);
 
-    /// Copies bytes from the host to a device address. The caller may change them once this has returned.
+    /// Copies bytes from the host to a device address. The caller may change the bytes once this call has returned.
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError>;
 
     /// Copies bytes from a device address to the host, after all earlier work is done.
@@ -150,18 +150,18 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Does not access the output matrices.
     fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
 
-    /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must do nothing else, and must have
-    /// been executed once before. After a failure the device can be used as before.
+    /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must contain nothing else, and must
+    /// have been executed once before. If recording fails, the device can still be used.
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Self::Graph, CudaError>;
 
-    /// Executes a recording with its arguments, on the current content of memory.
+    /// Executes recorded work with the recorded arguments, on the current content of memory.
     fn replay(&self, graph: &Self::Graph) -> Result<(), CudaError>;
 
     /// Returns a handle by which other processes of this host can map the memory that was allocated at this address.
     fn export(&self, address: u64) -> Result<IpcHandle, CudaError>;
 
-    /// Maps memory of another process, which may be on any GPU that this GPU can read. Returns its address and its size in bytes; the
-    /// caller passes the address to `close` once.
+    /// Maps memory of another process, which may be on any GPU that this GPU can read. Returns its address and its size in bytes. The
+    /// caller must pass the address to `close` once.
     fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError>;
 
     /// Unmaps memory of another process after all work of this stream is done.
@@ -170,13 +170,13 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// A communicator with a device of another process.
     type PeerCommunicator: PeerCommunicator;
 
-    /// Returns whether NCCL is installed, without which no peer communicator can be created.
+    /// Returns whether NCCL is installed. Without NCCL, no peer communicator can be created.
     fn nccl_available() -> bool;
 
     /// Returns an id for a new communicator, which its two ranks then join.
     fn new_communicator_id() -> Result<CommunicatorId, CudaError>;
 
-    /// Joins the communicator with this id as rank 0 or 1. Returns when the other rank has joined; fails if that takes longer than `limit`.
+    /// Joins the communicator with this id as rank 0 or 1. Returns when the other rank has joined; fails if this takes longer than `limit`.
     fn connect_peer(&self, id: &CommunicatorId, rank: u32, limit: Duration) -> Result<Self::PeerCommunicator, CudaError>;
 }
 
@@ -190,11 +190,11 @@ pub(super) type Region = (u64, usize);
 /// One end of a communicator of two ranks. The lengths of the regions must be the same at both ends. After an error the communicator must
 /// not be used again.
 pub(super) trait PeerCommunicator: Send + Sync + 'static {
-    /// Sends the regions. Returns when the peer has received them; fails if that takes longer than `limit`.
+    /// Sends the regions. Returns when the peer has received them; fails if this takes longer than `limit`.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 
-    /// Fills the regions with what the peer sends. Returns when all are received; fails if that takes longer than `limit`. The former
-    /// contents of the regions are lost even if it fails.
+    /// Fills the regions with the data that the peer sends. Returns when all regions are received; fails if this takes longer than `limit`.
+    /// The former contents of the regions are lost even after a failure.
     fn receive(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError>;
 }
 

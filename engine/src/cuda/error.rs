@@ -14,7 +14,8 @@ pub enum CudaError {
     NoDriver,
     /// The driver has no GPU with this ordinal.
     #[error(
-        "there is no GPU number {device}: the driver has {count}; choose another --device, a smaller --tp, or other CUDA_VISIBLE_DEVICES"
+        "there is no GPU number {device}: the driver has {count} GPUs, numbered from 0; \
+         choose another --device, a smaller --tp, or other CUDA_VISIBLE_DEVICES"
     )]
     NoDevice { device: u32, count: i32 },
     /// A CUDA library is not found. `package` is the Python wheel that contains it.
@@ -27,12 +28,12 @@ pub enum CudaError {
     #[error("this version of NVRTC cannot compile the kernels for this GPU ({log}); install NVRTC 13.0")]
     Compile { log: String },
     /// A driver call failed. The device cannot be used any more.
-    #[error("the GPU driver failed while {doing} ({source}); read the system log, and restart")]
+    #[error("the GPU driver failed while {doing} ({source}); read the system log, and restart the process")]
     Driver { doing: &'static str, source: Source },
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
-    #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart")]
+    #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart the process")]
     Gemm { source: Source },
-    /// NCCL or its peer failed. The communicator cannot be used any more; the GPU can.
+    /// NCCL failed, or the other rank did. The communicator cannot be used any more, but the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
     Nccl { doing: &'static str, source: Source },
     /// The model has a shape that the kernels do not support.
@@ -43,13 +44,15 @@ pub enum CudaError {
         "--tp {ranks} does not fit the model, which has {heads} query heads, {kv_heads} key heads and {ffn} feed-forward columns; it must divide the heads, and the columns into multiples of 8: use one of {possible:?}"
     )]
     TensorParallel { ranks: usize, heads: usize, kv_heads: usize, ffn: usize, possible: Vec<usize> },
-    /// The GPUs differ, but the kernels are compiled for one kind.
+    /// The GPUs differ, but the kernels are compiled for one kind of GPU.
     #[error(
-        "--tp needs GPUs of one kind, and number {device} is {found} while the first is {first}; choose others with --device or CUDA_VISIBLE_DEVICES"
+        "--tp needs equal GPUs, but GPU {device} is {found} and the first GPU is {first}; choose other GPUs with --device or CUDA_VISIBLE_DEVICES"
     )]
     Unlike { device: u32, found: String, first: String },
     /// An all-reduce among the GPUs of a tensor-parallel engine failed. The engine cannot be used any more.
-    #[error("the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart")]
+    #[error(
+        "the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart the process"
+    )]
     AllReduce { source: Source },
     /// The buffers of a step and the KV blocks (at least one) do not fit in this engine's share of the free memory.
     #[error(
@@ -68,7 +71,7 @@ pub enum CudaError {
     /// A chunk of a step cannot be computed.
     #[error(transparent)]
     Chunk(#[from] ChunkError),
-    /// A step is larger than the engine's limits. `sequences` are those that advance by one token.
+    /// A step is larger than the engine's limits. `sequences` counts the sequences that advance by one token.
     #[error(
         "a step has {tokens} tokens and {sequences} sequences that advance by one token; this engine's limits are {tokens_max} and {sequences_max}"
     )]

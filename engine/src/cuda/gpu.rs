@@ -31,10 +31,10 @@ use tokio::time::Instant;
 /// Bytes of pinned host memory per stream, through which copies between host and device are staged.
 const STAGING_BYTES: usize = 8 << 20;
 
-/// Held while an all-reduce is launched on all its GPUs, and during driver calls that allocate or free memory or load kernels. Such a call
-/// may wait for all work of a GPU, and blocks the calls of other threads meanwhile. Without the lock, it could wait for an all-reduce that
-/// has started on one GPU but whose launch on the next GPU it blocks. A thread that holds the lock may take only a communicator's own lock,
-/// which is held for a bounded time.
+/// Held while an all-reduce is launched on all its GPUs, and during driver calls that allocate or free memory or load kernels. Such a
+/// driver call may wait for all work of a GPU, and blocks the calls of other threads meanwhile. Without the lock there could be a deadlock:
+/// the driver call waits for an all-reduce that has started on one GPU, and blocks the launch of that all-reduce on the next GPU. A thread
+/// that holds this lock may take no other lock than a communicator's, which is held for a bounded time.
 ///
 /// The lock is process-wide because a process has one primary context per GPU, which all engines share.
 static DRIVER_LOCK: Mutex<()> = Mutex::new(());
@@ -91,7 +91,7 @@ impl Context {
         }
     }
 
-    /// Makes the context current for this thread, as every driver call requires.
+    /// Makes the context current for this thread. Every driver call needs this first.
     fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as this value.
         unsafe { result::ctx::set_current(self.context) }.map_err(failed("setting the current context"))
@@ -166,7 +166,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // This fails only if the device has failed; then no work is left to wait for.
+            // The call fails only if the device has failed, and then no work is left to wait for.
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
@@ -188,7 +188,7 @@ impl Gpu {
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // The memory is sent as two regions, as KV blocks are sent as several.
+        // The memory is sent as two regions, because KV blocks are sent as several regions.
         let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
         ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
@@ -220,7 +220,7 @@ impl Drop for Graph {
 impl Device for Gpu {
     type Communicators = Vec<Communicator>;
 
-    /// Covers NCCL's channel buffers and the stack of its kernels; up to 1.6 GB were reported with eight GPUs.
+    /// The bytes cover NCCL's channel buffers and the stack of its kernels. Up to 1.6 GB were reported with eight GPUs.
     const COMMUNICATOR_BYTES: usize = 2 << 30;
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
@@ -264,7 +264,7 @@ impl Device for Gpu {
 
     fn free(&self, address: u64) {
         if self.context.enter().is_ok() {
-            // This fails only if the device has failed; then its memory is lost anyway.
+            // The call fails only if the device has failed, and then its memory is lost anyway.
             let _ = self.idle();
             let _locked = driver_lock();
             // SAFETY: the caller frees each allocation once, and no running work uses it.
@@ -322,7 +322,7 @@ impl Device for Gpu {
             if !busy {
                 return Ok(());
             }
-            // A sleep would lengthen every step.
+            // The thread yields instead of sleeping, because a sleep would lengthen every step.
             std::thread::yield_now();
         }
     }
@@ -365,7 +365,7 @@ impl Device for Gpu {
             if began.elapsed() > limit {
                 tracing::info!(
                     left = gemms.len() - i,
-                    "time limit reached; the remaining GEMMs will be timed at their first use"
+                    "the time limit for timing GEMMs is reached; the remaining GEMMs will be timed at their first use"
                 );
                 break;
             }
@@ -376,7 +376,7 @@ impl Device for Gpu {
 
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         self.context.enter()?;
-        // In relaxed mode, other threads may allocate or wait meanwhile, which the other modes forbid.
+        // Only relaxed mode allows other threads to allocate memory or to wait during the capture.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is destroyed in `drop` only.
         unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(failed("beginning a stream capture"))?;

@@ -6,11 +6,11 @@
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
 
-/// The most graphs that are cached: more than a mixed load has buckets. A graph has a few hundred launches, each of which takes some
+/// The most graphs that are cached: more than the buckets of a mixed load. A graph has a few hundred launches, each of which takes some
 /// kilobytes in the driver.
 const GRAPHS_MAX: usize = 256;
 
-/// The numbers of rows and partitions that a step is padded to, and its number of alternatives. They are the key of its graph.
+/// The key of a graph: the numbers of rows and partitions to which a step is padded, and its number of alternatives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
     pub rows: usize,
@@ -26,14 +26,15 @@ pub(super) struct Graphs<D: Device> {
     /// The addresses of the lists and of the results that the cached graphs use.
     addresses: [u64; 2],
     entries: HashMap<Bucket, Entry<D>>,
-    /// Number of steps so far, the clock of `Entry::used`.
+    /// The number of steps so far: the clock for `Entry::used`.
     steps: u64,
     /// Whether a capture has failed. From then on, all steps are launched kernel by kernel.
     disabled: bool,
 }
 
 struct Entry<D: Device> {
-    /// `None` after the bucket's first step, which is launched directly for all first-use initialisation. The next step is captured.
+    /// `None` after the bucket's first step. That step is launched directly, so that initialisation at the first use is done before the
+    /// next step is captured.
     graph: Option<D::Graph>,
     /// The step in which this entry was last used.
     used: u64,
@@ -56,9 +57,9 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Executes the step `work`. The caller has padded it to the size `bucket`; the step reads its lists and writes its results at
-    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may be
-    /// called a second time after a partial execution, and must then still give the right result.
+    /// Executes the step `work`, which the caller must have padded to the size `bucket`. The step reads its lists and writes its results at
+    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may
+    /// be called a second time after a partial execution, and must give the right result in this case, too.
     pub fn run(
         &mut self,
         device: &D,

@@ -38,8 +38,8 @@ impl<D: Device> Inputs<D> {
         Ok(Self { memory: Memory::new(device, bytes)?, bytes: Vec::new() })
     }
 
-    /// Copies a step's lists to the device, each aligned to 16 bytes. Lists whose lengths depend only on the numbers of rows and partitions
-    /// come first, so that they have the same addresses in all steps that are padded to the same numbers.
+    /// Copies a step's lists to the device, each aligned to 16 bytes. The lists whose lengths depend only on the numbers of rows and
+    /// partitions come first. So they have the same addresses in all steps that are padded to the same numbers of rows and partitions.
     pub fn upload(&mut self, device: &Arc<D>, batch: &Batch, sampling: &SampleInputs) -> Result<Lists, CudaError> {
         self.bytes.clear();
         let mut lists = Lists {

@@ -51,8 +51,8 @@ pub(super) struct DeviceBudget {
 }
 
 impl Sizes {
-    /// Returns the sizes for these limits. If they set no number of KV blocks, it is the largest that fits. Fails if the buffers do not
-    /// fit.
+    /// Returns the sizes for these limits. If the limits set no number of KV blocks, as many blocks as fit are used. Fails if the buffers
+    /// do not fit.
     pub fn new(shape: &Shape, limits: &CudaLimits, budget: DeviceBudget) -> Result<Self, CudaError> {
         let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;
@@ -76,7 +76,7 @@ impl Sizes {
         };
         let share = (free_bytes / 100 * SHARE_PERCENT / (limits.engines.max(1) as usize)).saturating_sub(communicator_bytes);
         let fit = share.saturating_sub(sizes.step_bytes()) / shape.block_bytes();
-        // Slot numbers have 32 bits.
+        // The number of blocks is limited, because slot numbers have 32 bits.
         let countable = u32::MAX as usize / shape.block_size;
         let wanted = limits.capacity_blocks.map_or(fit.min(countable), |blocks| blocks as usize);
         if wanted == 0 || wanted > fit || wanted > countable {

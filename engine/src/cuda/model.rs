@@ -33,14 +33,14 @@ pub(super) struct Model<D: Device> {
 /// The weights of one layer: matrices are row-major 16-bit floats, vectors 32-bit floats.
 pub(super) struct Layer<D: Device> {
     pub attention_norm: Memory<D>,
-    /// Queries, keys and values, concatenated for one GEMM.
+    /// The projections to queries, keys and values, concatenated for one GEMM.
     pub qkv: Memory<D>,
     pub qkv_biases: Option<Memory<D>>,
     pub query_norm: Option<Memory<D>>,
     pub key_norm: Option<Memory<D>>,
     pub attention_out: Memory<D>,
     pub ffn_norm: Memory<D>,
-    /// Gate and up, concatenated for one GEMM.
+    /// The gate and up projections, concatenated for one GEMM.
     pub gates: Memory<D>,
     pub down: Memory<D>,
 }

@@ -7,11 +7,11 @@ use crate::{Chunk, Logits};
 const PARTITION_POSITIONS_MIN: usize = 256;
 /// The slot of padding rows, whose KV is not stored. kernels/model.cu has the same constant.
 const NO_SLOT: u32 = u32::MAX;
-/// Target number of `attend_token` thread blocks per multiprocessor. Two run at a time; with more than two, few multiprocessors are idle at
-/// the end of a launch.
+/// Target number of `attend_token` thread blocks per multiprocessor. Two of them run at a time. With more than two, few multiprocessors are
+/// idle at the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
-/// A step as lists: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
+/// The lists that describe a step: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     pub tokens: Vec<u32>,
@@ -79,7 +79,8 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Pads a batch of single tokens with empty partitions, and with rows that attend to nothing, store no KV and are sampled as usual.
+    /// Pads a batch of single tokens to these numbers of rows and partitions. Added partitions are empty; added rows attend to nothing,
+    /// store no KV and are sampled as usual.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
@@ -98,7 +99,8 @@ impl Batch {
     }
 }
 
-/// Returns the length of a partition in positions: just short enough that the single tokens' partitions occupy all multiprocessors.
+/// Returns the length of a partition in positions. Unless the minimum is reached, it is short enough that the single tokens' partitions
+/// occupy all multiprocessors.
 fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> usize {
     let ends = chunks.iter().filter(|chunk| chunk.tokens.len() == 1).map(|chunk| chunk.start as usize + 1);
     let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);

@@ -17,8 +17,8 @@ use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, K
 /// Time limit for the other end to join a communicator; its process may still be loading NCCL.
 const JOIN_MAX: Duration = Duration::from_secs(30);
 
-/// Returns the time limit for sending blocks: ten seconds, as the other end may still be in a step, plus the time on a slow network. A peer
-/// that takes longer is considered lost.
+/// Returns the time limit for sending blocks: ten seconds, because the other end may still be in a step, plus the time on a slow network. A
+/// peer that takes longer is considered lost.
 fn transfer_max(blocks: usize, block_bytes: usize) -> Duration {
     const BYTES_PER_SECOND_MIN: f64 = 50e6;
     Duration::from_secs(10) + Duration::from_secs_f64((blocks * block_bytes) as f64 / BYTES_PER_SECOND_MIN)
@@ -31,7 +31,7 @@ pub(super) struct KvShard<D: Device> {
     pub kv: Arc<Memory<D>>,
 }
 
-/// The KV memory of an engine. It outlives the engine while transfers use it.
+/// The KV memory of an engine. Transfers that use the memory keep it allocated, even after the engine has ended.
 pub(super) struct Pool<D: Device>(Arc<Shards<D>>);
 
 struct Shards<D: Device> {
@@ -49,7 +49,7 @@ struct Handle {
     process: [u8; 16],
     block_bytes: u64,
     blocks: u32,
-    /// The pool's key in `POOLS` of that process.
+    /// The pool's key in `POOLS` of the process `process`.
     number: u64,
     shards: Vec<IpcHandle>,
 }
@@ -134,18 +134,19 @@ impl<D: Device> KvMemory for Pool<D> {
 
     fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
         let ours = &self.0;
-        let handle = Handle::from_bytes(handle).ok_or_else(|| unreachable("invalid handle (from another version?)"))?;
+        let handle =
+            Handle::from_bytes(handle).ok_or_else(|| unreachable("the IPC handle is invalid or from another version"))?;
         if handle.host != host() || handle.host == [0; 16] {
-            return Err(unreachable("on another host"));
+            return Err(unreachable("the worker is on another host"));
         }
         if (handle.block_bytes, handle.shards.len()) != (ours.block_bytes as u64, ours.shards.len()) {
-            return Err(unreachable("incompatible KV layout or tensor-parallel degree"));
+            return Err(unreachable("the worker's KV layout or tensor-parallel degree differs"));
         }
         let mut peer = Peer { pool: Arc::clone(ours), addresses: Vec::new(), blocks: handle.blocks, owner: None };
         if handle.process == process() {
             let pools = POOLS.lock();
             let owner = pools.get(&handle.number).and_then(Weak::upgrade).and_then(|pool| pool.downcast::<Shards<D>>().ok());
-            let owner = owner.ok_or_else(|| unreachable("its engine has ended"))?;
+            let owner = owner.ok_or_else(|| unreachable("the worker's engine has ended"))?;
             (peer.addresses, peer.blocks) = (owner.shards.iter().map(|shard| shard.kv.address()).collect(), owner.blocks);
             peer.owner = Some(owner);
             return Ok(Arc::new(peer));
@@ -155,7 +156,7 @@ impl<D: Device> KvMemory for Pool<D> {
             let (address, bytes) = shard.device.import(exported).map_err(failed)?;
             peer.addresses.push(address);
             if (bytes as u64) < wanted {
-                return Err(unreachable("its memory is smaller than its handle says"));
+                return Err(unreachable("the worker's memory is smaller than the IPC handle says"));
             }
         }
         Ok(Arc::new(peer))
@@ -209,7 +210,7 @@ impl<D: Device> Drop for Peer<D> {
 impl<D: Device> PeerMemory for Peer<D> {
     fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
         if blocks.iter().any(|(from, _)| from.0 >= self.blocks) {
-            return Err(unreachable("no such block"));
+            return Err(unreachable("the worker does not have one of the blocks"));
         }
         let (pool, block_bytes) = (&self.pool, self.pool.block_bytes);
         // Runs of consecutive blocks are copied together.

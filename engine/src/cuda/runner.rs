@@ -17,24 +17,24 @@ use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, Sampl
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockId, KvMemory};
 
-/// Number of layers that are enqueued on several ranks before the host waits for them. While some thousand launches are pending, the driver
-/// blocks further ones. If an all-reduce then waited for a lost rank, the host would be blocked without an error.
+/// Number of layers that are enqueued on several ranks before the host waits for them. While about a thousand launches are pending, the
+/// driver blocks further launches. If an all-reduce then waited for a lost rank, the host would be blocked without an error.
 const LAYERS_IN_FLIGHT: usize = 32;
 /// Time limit for planning the GEMMs of decode steps on one device, which usually takes a second or two.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and after a rank was lost: dropping the communicators ends all-reduces that wait for that rank, before memory
-    /// is freed.
+    /// `None` on one device, and after a rank was lost. Then the communicators are dropped, which ends all-reduces that wait for the lost
+    /// rank, before memory is freed.
     communicators: Option<D::Communicators>,
     /// `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
-    /// The last field, so that weights are freed last: an aborted step may read them until it ends, and freeing the buffers above waits for
-    /// its end.
+    /// The last field, so that weights are freed last. An aborted step may still read them, but freeing the buffers above waits until that
+    /// step has ended.
     models: Arc<[Model<D>]>,
 }
 
@@ -58,7 +58,7 @@ impl<D: Device> Runner<D> {
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
-            // The first all-reduce allocates memory and may fail, so one is done before any step. Its result is not used.
+            // The first all-reduce allocates memory and may fail, so one is done here, before any step. Its result is not used.
             let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
             D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
@@ -76,12 +76,12 @@ impl<D: Device> Runner<D> {
         self
     }
 
-    /// Replaces the buffers that can grow with empty ones, so that steps reallocate them at other addresses.
+    /// Replaces the buffers that can grow with empty buffers, so that steps reallocate them at other addresses.
     #[cfg(test)]
     pub fn with_empty_buffers(mut self) -> Self {
         for Rank { device, buffers, inputs, .. } in &mut self.ranks {
-            *inputs = Inputs::new(device, 0).expect("an empty buffer fits");
-            buffers.sampled = Memory::new(device, 0).expect("an empty buffer fits");
+            *inputs = Inputs::new(device, 0).expect("the device has memory for an empty buffer");
+            buffers.sampled = Memory::new(device, 0).expect("the device has memory for an empty buffer");
         }
         self
     }
@@ -150,7 +150,7 @@ impl<D: Device> Runner<D> {
             }
         };
         tokens.truncate(requests.len());
-        // Wait for all ranks, so that the step's measured duration includes all of its work and asynchronous errors are reported here.
+        // Waits for all ranks, so that the step's measured duration includes all of its work and asynchronous errors are reported here.
         self.ranks.iter().try_for_each(|rank| rank.device.wait())?;
         Ok(StepOutput::Sampled { tokens, logits })
     }

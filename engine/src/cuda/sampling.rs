@@ -6,7 +6,8 @@ use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 const SETTINGS_BYTES: usize = 56;
 /// Bytes of the kernel's `TokenLogprob`.
 pub(super) const LOGPROB_BYTES: usize = 8;
-/// Possible numbers of slots for alternatives per row: few, because the number is part of a CUDA graph's key. The API allows at most 20.
+/// Possible numbers of slots for alternatives per row. There are few, because the number is part of a CUDA graph's key. The API allows at
+/// most 20.
 const TOPS: [usize; 3] = [0, 5, 20];
 /// Bytes of a row's results, unless a request asks for more alternatives than the API allows.
 pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;
@@ -16,9 +17,9 @@ const NONE: u32 = u32::MAX;
 /// The sampling inputs of a step's rows.
 #[derive(Debug, Default)]
 pub(super) struct SampleInputs {
-    /// `SampleSettings` of each row.
+    /// The kernel's `SampleSettings` of each row.
     pub settings: Vec<u8>,
-    /// `Adjustment` of every token that has one, row after row.
+    /// The kernel's `Adjustment` of each token whose logit is changed, row after row.
     pub adjustments: Vec<u8>,
     /// The number of alternatives that each row requests; `None` if the row does not even request the sampled token's logprob.
     pub tops: Vec<Option<u32>>,
@@ -26,7 +27,7 @@ pub(super) struct SampleInputs {
 
 impl SampleInputs {
     /// Encodes requests in the order of the rows. `masks` has the offset of each row's mask in 32-bit words; rows beyond the end of `masks`
-    /// have no mask. `first` is the offset of the first adjustment, counted in adjustments.
+    /// have no mask. `first` is the offset of the first adjustment, as a number of adjustments.
     pub fn new(requests: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
         for (row, request) in requests.iter().enumerate() {
@@ -85,7 +86,7 @@ impl SampleInputs {
         let (tokens, tops) = bytes.split_at(rows * LOGPROB_BYTES);
         let mut tops = tops.chunks(self.top_max().max(1) * LOGPROB_BYTES);
         let read = |bytes: &[u8]| {
-            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("a result has eight bytes"));
+            let [token, logprob] = [0, 4].map(|at| *bytes[at..].first_chunk::<4>().expect("each result has eight bytes"));
             TokenLogprob { token: u32::from_le_bytes(token), logprob: f32::from_le_bytes(logprob) }
         };
         let row = |(token, wanted): (&[u8], &Option<u32>)| {

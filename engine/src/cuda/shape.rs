@@ -43,8 +43,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Returns the shape of one rank. Fails if the kernels do not support the model (they copy 16 bytes at a time) or the shards are
-    /// uneven. `shared_max` is the shared memory of a thread block in bytes.
+    /// Returns the shape of one rank. Fails if the kernels do not support the model, for example because its rows are no multiples of the
+    /// 16 bytes that they copy at a time, or if the shards are uneven. `shared_max` is the shared memory of a thread block in bytes.
     pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, shard: Shard) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         for (fits, what, found) in [
@@ -81,7 +81,7 @@ impl Shape {
         ]
     }
 
-    /// Returns the query heads per key head.
+    /// Returns the number of query heads per key head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }

@@ -1,4 +1,5 @@
-//! Tests of the engine on an emulated GPU: the same host code and kernel sources. `emulation/shim.h` says what the emulation detects.
+//! Tests of the engine on an emulated GPU: the same host code and kernel sources. `emulation/shim.h` describes which faults the emulation
+//! detects.
 
 mod attention;
 mod emulated;

@@ -13,8 +13,8 @@ pub(super) struct EndedWrite {
     pub complete: bool,
 }
 
-/// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at
-/// least one block of its own.
+/// The ended writes that the engine's thread has not handled yet. There are at most as many writes as blocks in use, because each write has
+/// at least one block that no other write has.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 
@@ -24,7 +24,7 @@ impl EndedWrites {
     }
 }
 
-/// A running write. On drop it is reported to the engine's thread as ended.
+/// A running write. Dropping this value reports to the engine's thread that the write has ended.
 pub(super) struct ReservedWrite {
     pub ticket: Ticket,
     pub indices: Vec<u32>,

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 /// The most events that a job can have once each: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
 const SINGLE_EVENTS: usize = 5;
-/// The most batches by which a slow subscriber may lag before it has to start again from a snapshot.
+/// The most batches by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 /// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
@@ -38,7 +38,8 @@ pub(super) type Accepted = (JobId, mpsc::Receiver<Event>);
 /// The sending end of a job's events.
 struct Subscriber {
     events: mpsc::Sender<Event>,
-    /// The number of buffered events at which the job pauses. Prefills never pause: they hold their blocks, sent or not.
+    /// The number of buffered events at which the job pauses. A prefill never pauses, because it holds its blocks whether they were sent or
+    /// not.
     max_buffered_events: usize,
     paused: bool,
 }
@@ -105,7 +106,7 @@ impl Driver {
             }
             self.end_writes();
             self.update_backpressure();
-            // The clock is read once: a deadline that the plan does not see as passed must still be in the future below.
+            // The clock is read only once, so that the plan and the wait below agree about which deadlines have passed.
             let now = self.now();
             let plan = self.machine.plan(now);
             let succeeded = self.run_actions();
@@ -113,7 +114,7 @@ impl Driver {
                 return;
             }
             if !succeeded {
-                // The sequences of this plan have ended.
+                // The sequences of this plan have ended, so it is not executed.
                 continue;
             }
             let Some(plan) = plan else {
@@ -151,7 +152,7 @@ impl Driver {
             if self.is_lost {
                 return;
             }
-            // Other tasks of a simulation's runtime run between steps.
+            // Yields, so that the other tasks of a simulation's runtime can run between two steps.
             tokio::task::yield_now().await;
         }
     }
@@ -168,7 +169,7 @@ impl Driver {
                 self.accept(reply, blocks, usize::MAX, |machine, job| machine.prefill(job, prefill, now));
             }
             Command::Generate(generate, reply) => {
-                // In the step that fills the buffer each sample may add one more token, and each sample has a last event.
+                // Each sample needs capacity for two more events: one more token in the step that fills the buffer, and its last event.
                 let samples = (generate.samples as usize).max(generate.generated.len());
                 let (max, capacity) = (self.max_buffered_events, self.max_buffered_events + 2 * samples);
                 self.accept(reply, capacity, max, |machine, job| machine.generate(job, generate, now));
@@ -178,7 +179,7 @@ impl Driver {
                 let begun = self.machine.begin_write(ticket, &indices, now);
                 let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
                 let write = |blocks| ReservedWrite { ticket, indices, blocks, complete: false, ended, wake };
-                // If the caller no longer waits, the write is dropped here, which ends it.
+                // If the caller no longer waits, the write is dropped here, which ends the write.
                 let _ = reply.send(begun.map(|blocks| Box::new(write(blocks)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
@@ -254,12 +255,12 @@ impl Driver {
 
     /// Ends all jobs, because the content of the device's memory is unknown after a failure.
     fn fail(&mut self, error: &EngineError) {
-        tracing::error!(%error, "engine failed; failing all requests on this worker");
+        tracing::error!(%error, "the engine failed; all requests on this worker are aborted");
         self.is_lost |= matches!(error, EngineError::Lost(_));
         self.machine.fail();
     }
 
-    /// Returns false if the device failed at an action; then all jobs have ended.
+    /// Carries out the machine's actions. Returns false if the device failed at one of them; then all jobs have ended.
     fn run_actions(&mut self) -> bool {
         let mut failure = None;
         for action in self.machine.take_actions() {
@@ -311,7 +312,7 @@ impl Driver {
             self.load.send_replace(batch.load.clone());
         }
         if load_changed || step.is_some() || !batch.events.is_empty() || !batch.included_request_ids.is_empty() {
-            // There may be no subscriber.
+            // The send fails only if there is no subscriber.
             let _ = self.batches.send(Arc::new(batch));
         }
     }

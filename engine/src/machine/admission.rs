@@ -17,19 +17,20 @@ use tandem_kv::Wanted;
 /// if other sequences delay it.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// How long a sequence waits for KV that another worker sends to its prefix owner, or to itself: half of the time for which the prefill
-/// worker of a remote prompt waits for a ticket.
+/// How long a sequence waits for its prefix owner if the KV of one of the two comes from another worker: half of the time for which the
+/// prefill worker of a remote prompt waits for a ticket.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// How many earlier prompts a new one is compared with, the latest first: enough to find a burst, and bounded for a long queue.
+/// The number of earlier prompts with which a new prompt is compared, the latest first: enough to find a burst, and bounded for a long
+/// queue.
 const COMPARED_PROMPTS_MAX: usize = 64;
 
-/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps: enough for the
-/// ticket of a transfer to arrive in the meantime. Later prompts leave the blocks to those before them.
+/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps. So later prompts
+/// leave the blocks to earlier ones. The number is large enough that the ticket of a transfer arrives before its prompt is computed.
 const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
-    /// Queues a prefill. `job` must be greater than all earlier ones.
+    /// Queues a prefill. `job` must be greater than all earlier jobs.
     ///
     /// # Errors
     ///
@@ -44,7 +45,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Queues a generation. `job` must be greater than all earlier ones.
+    /// Queues a generation. `job` must be greater than all earlier jobs.
     ///
     /// # Errors
     ///
@@ -62,7 +63,7 @@ impl Machine {
         let remote = match generate.kv {
             KvSource::Local => None,
             KvSource::Remote => Some(Remote::default()),
-            KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine takes no KV handles".into())),
+            KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine cannot pull KV with a KV handle".into())),
         };
         let prompt = Prompt {
             sampler: Sampler::new(generate.sampling, &generate.prompt),
@@ -82,7 +83,8 @@ impl Machine {
     }
 
     fn check_queue(&self) -> Result<(), Refusal> {
-        // Preempted sequences were accepted once, and clients that do not read may keep many of them in the queue.
+        // Only new sequences count. Preempted sequences were accepted before, and clients that do not read may keep many of them in the
+        // queue.
         if self.waiting.len_new() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
 
@@ -94,8 +96,8 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // Of equally long prefixes, the latest job's is expected: if one job of a burst is cancelled, only the next one loses its
-            // expected prefix.
+            // If several jobs have equally long prefixes, the latest job is expected to compute the prefix. So if one job of a burst is
+            // cancelled, only the next job loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
@@ -123,7 +125,7 @@ impl Machine {
         queued.sequence.remaining().saturating_sub(reused * self.info.block_size as usize)
     }
 
-    /// Returns when the next sequence stops waiting for KV that another worker sends, if nothing happens until then.
+    /// Returns the next time at which a sequence has waited too long for KV that another worker sends; `None` if no such time lies ahead.
     pub fn next_deadline(&self, now: Duration) -> Option<Duration> {
         let owners = self.waiting.iter().filter_map(|queued| queued.prefix_owner);
         owners.map(|owner| owner.waiting_since + REMOTE_PREFIX_WAIT_MAX).filter(|deadline| *deadline > now).min()
@@ -131,14 +133,15 @@ impl Machine {
 
     /// Admits waiting sequences in the fair order while there are free blocks and places in the steps.
     ///
-    /// The first sequence that lacks blocks may preempt a sequence of an account or request with more than its share. If it cannot, all
-    /// others wait until it is admitted, so none starves. A sequence whose next block is being computed or received for another one is
-    /// deferred, and finds the block in the cache later: equal prompts that arrive together are computed once and sent once.
+    /// The first sequence that lacks blocks may preempt a sequence of an account or request with more than its share. If it preempts none,
+    /// all sequences after it wait until it is admitted, so no sequence starves. A sequence whose next block is being computed or received
+    /// for another sequence is deferred, and finds the block in the cache later. So equal prompts that arrive together are computed once
+    /// and sent once.
     pub(super) fn admit(&mut self, now: Duration) {
         while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
-    /// Admits candidates. Returns true if it has preempted a sequence: that one waits again, so the order has changed.
+    /// Admits candidates. Returns true if a sequence was preempted: that sequence waits again, so the order has changed.
     fn admit_in_order(&mut self, now: Duration) -> bool {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
@@ -157,7 +160,7 @@ impl Machine {
             let Some(candidate) = account.next.take() else { continue };
             let job = candidate.job();
             if shares.before(&account.account, job) >= self.settings.batch_max as usize {
-                // The account's other candidates come later in the fair order.
+                // The account's other candidates come even later in the fair order, so none of them is tried.
                 continue;
             }
             match self.admit_one(candidate, &shares, now) {
@@ -190,7 +193,7 @@ impl Machine {
         let size = self.info.block_size as usize;
         let len_blocks = sequence.target().div_ceil(size);
         // Spare blocks: one for each growing sequence before the candidate, and one if the candidate's last prompt token begins a block.
-        // Without them the candidate would preempt one of those sequences in the next step, or be preempted itself.
+        // Without spare blocks the candidate would preempt one of those sequences in the next step, or would be preempted itself.
         let grows_next = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
         let wanted = Wanted {
             reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
@@ -230,7 +233,7 @@ impl Machine {
         Admission::OutOfBlocks { preempted: true }
     }
 
-    /// Returns how many of the `before` sequences that precede a candidate in the fair order will need another block, at most.
+    /// Returns the most sequences that will need another block, of the `before` sequences that precede a candidate in the fair order.
     fn growing(&self, before: usize) -> usize {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
@@ -247,8 +250,8 @@ impl Machine {
         before.map(|(_, other)| other.remaining()).sum()
     }
 
-    /// Returns whether an in-flight sequence is about to compute or receive the next block that a waiting one needs, and records that
-    /// sequence as the prefix owner. Once the owner has produced the common blocks or has ended, another owner is searched for.
+    /// Returns whether an in-flight sequence is about to compute or receive the next block that a waiting sequence needs. Records that
+    /// in-flight sequence as the prefix owner. Once the owner has produced the common blocks or has ended, another owner is searched for.
     fn waits_for_prefix(&mut self, order: Order, now: Duration) -> bool {
         let Self { cache, waiting, running, reserved, settings, info, .. } = self;
         let (Some(queued), size) = (waiting.get_mut(order), info.block_size as usize) else { return false };
@@ -272,7 +275,8 @@ impl Machine {
         let owners = running.iter().chain(reserved.iter()).filter(in_progress).filter_map(|other| {
             let blocks = sequence.in_common(other, size);
             let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
-            // Received blocks can be matched only when all of them have been received: the wait pays if at least half are shared.
+            // Received blocks can be matched only when all of them have been received, so the wait pays only if at least half of the
+            // awaited blocks are shared.
             let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
             pays.then_some(PrefixOwner { order: other.order, blocks, waiting_since })
         });
@@ -307,13 +311,13 @@ impl Machine {
 enum Admission {
     /// The candidate takes part in the next steps.
     Runs,
-    /// The candidate's KV is complete: its samples take the place, or no place is needed.
+    /// The candidate's KV is complete. Its samples take the place in the steps, or no place is needed.
     Complete,
     /// Backpressure pauses the candidate, or it waits for blocks that another sequence produces.
     Deferred,
     /// The account's prompts that precede the candidate need [`LOOKAHEAD_STEPS`] full steps or more.
     LookaheadReached,
-    /// There are too few free blocks for the candidate. `preempted`: another sequence has just released its blocks.
+    /// There are too few free blocks for the candidate. `preempted` says whether another sequence has just released its blocks.
     OutOfBlocks { preempted: bool },
 }
 
@@ -340,7 +344,7 @@ struct AccountCandidates {
     next: Option<Candidate>,
     /// Samples and preempted sequences that were deferred.
     skipped: BTreeSet<Order>,
-    /// The new prompt that was tried last.
+    /// The new prompt that was tried last; `None` if no new prompt was tried in this round.
     new_after: Option<Due>,
     no_more_new: bool,
 }
@@ -377,7 +381,7 @@ impl AccountCandidates {
         };
     }
 
-    /// Returns how many sequences of the account precede the next candidate, and the candidate's job.
+    /// Returns how many sequences of the account precede the next candidate, and the candidate's job; `None` if there is no candidate.
     fn head(&self, shares: &Shares) -> Option<(usize, JobId)> {
         let job = self.next?.job();
         Some((shares.before_in_account(&self.account, job), job))

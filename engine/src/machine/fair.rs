@@ -13,16 +13,18 @@ use std::{
     sync::Arc,
 };
 
-/// Prompt tokens that an account may have computed before the next account's round. About the length of a short prompt, so that a short
-/// prompt is computed in the first step after its arrival; with a larger quantum, long prompts of other accounts would delay it.
+/// The number of an account's prompt tokens that are computed before the next account's round. It is about the length of a short prompt, so
+/// that a short prompt is computed in the first step after its arrival. With a larger quantum, long prompts of other accounts would delay
+/// short prompts.
 pub(super) const QUANTUM_TOKENS: usize = 256;
 
 /// Returns when a prompt of `cost` tokens is due, in prompt tokens computed by this worker since its start. Prompts of one account are
 /// computed one after another in this order.
 ///
-/// The prompt is due when it would be done if all prompts of its account were computed at the same speed: at `computed`, plus what each of
-/// the `others` would have computed by then, plus its own cost. So equal prompts are computed in the order of their arrival, and a short
-/// prompt goes before a long one, but not forever: `computed` grows beyond the due value of the long one.
+/// The prompt is due when it would be done if all prompts of its account were computed at the same speed: at `computed`, plus its own cost,
+/// plus the tokens of each other prompt that would be computed by then. `others` has the remaining tokens of the account's other prompts.
+/// So equal prompts are computed in the order of their arrival. A short prompt precedes a long one, but short prompts that arrive later do
+/// not do so forever, because `computed` grows beyond the due value of the long prompt.
 pub(super) fn due(computed: u64, cost: usize, others: impl Iterator<Item = usize>) -> u64 {
     computed + (others.map(|other| other.min(cost)).sum::<usize>() + cost) as u64
 }
@@ -37,7 +39,7 @@ pub(super) struct Shares(BTreeMap<Arc<str>, Share>);
 #[derive(Debug, Default)]
 struct Share {
     total: usize,
-    /// The number of sequences of each job, at least 1.
+    /// The number of sequences of each job that has at least one.
     jobs: BTreeMap<JobId, usize>,
 }
 
@@ -52,21 +54,22 @@ impl Shares {
         self.0.get(account).and_then(|share| share.jobs.get(&job)).copied().unwrap_or(0)
     }
 
-    /// Returns how many sequences of its own account precede one more sequence of this job.
+    /// Returns how many sequences of its own account would precede one more sequence of this job in the fair order.
     pub fn before_in_account(&self, account: &str, job: JobId) -> usize {
         let Some(share) = self.0.get(account) else { return 0 };
         let own = share.jobs.get(&job).copied().unwrap_or(0);
         share.jobs.iter().map(|(other, count)| (*count).min(own + usize::from(*other < job))).sum()
     }
 
-    /// Returns how many sequences precede one more sequence of this job. Another account with equally many sequences goes first.
+    /// Returns how many sequences would precede one more sequence of this job in the fair order. If another account has equally many
+    /// sequences, its sequences are assumed to precede.
     pub fn before(&self, account: &str, job: JobId) -> usize {
         let own = self.before_in_account(account, job);
         let others = self.0.iter().filter(|(other, _)| ***other != *account);
         own + others.map(|(_, share)| share.total.min(own + 1)).sum::<usize>()
     }
 
-    /// Returns the job of the last sequence in the fair order.
+    /// Returns the job of the last sequence in the fair order; `None` if there are no sequences.
     pub fn last(&self) -> Option<JobId> {
         let last_of = |share: &Share| share.jobs.iter().map(|(job, count)| (*count, *job)).max();
         let accounts = self.0.values().filter_map(|share| Some((share.total, last_of(share)?.1)));
@@ -74,7 +77,8 @@ impl Shares {
     }
 }
 
-/// Returns the indices of `sequences` in the fair order. `sequences` has the account and job of each; a job's sequences are in their order.
+/// Returns the indices of `sequences` in the fair order. `sequences` has the account and the job of each sequence. The sequences of one job
+/// must be in their own order.
 pub(super) fn fair_order(sequences: &[(&str, JobId)]) -> Vec<usize> {
     let mut of_job: BTreeMap<JobId, usize> = BTreeMap::new();
     let mut order: Vec<(&str, usize, JobId, usize)> = Vec::with_capacity(sequences.len());
@@ -102,7 +106,7 @@ pub(super) struct RoundRobin(VecDeque<Round>);
 #[derive(Debug)]
 struct Round {
     account: Arc<str>,
-    /// The unused tokens of the account's quantum. Only the first account in the queue can have any.
+    /// The unused tokens of the account's quantum. Only the first account in the queue can have unused tokens.
     credit: usize,
 }
 

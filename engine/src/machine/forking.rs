@@ -54,7 +54,7 @@ impl Machine {
         let prompt = prompt_of(parent);
         let last = prompt.samples.len() == 1;
         let known = prompt.boundary + prompt.samples[0].tokens.len();
-        // A sample that begins with the last prompt token gets the block for it when it grows.
+        // A sample that begins with the last prompt token gets the block for this token when it grows.
         let known_blocks = if known == prompt_len { 0 } else { known.div_ceil(size) };
         let fresh = held.max(known_blocks) - if last { held } else { full };
         let counts = self.cache.counts();

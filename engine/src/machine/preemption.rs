@@ -10,7 +10,8 @@ use super::{
 
 impl Machine {
     /// Allocates the block that the next token of each running sequence needs. While no block is free, blocks are taken from the first of
-    /// these that exists: paused sequences, reservations that have not started, forking prompts, the last sequence in the fair order.
+    /// the following that exists: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair
+    /// order.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -23,7 +24,7 @@ impl Machine {
             } else if self.preempt_paused() {
                 index = 0;
             } else if !self.revoke_youngest() && !self.preempt_youngest_forking() {
-                let last = self.last_in_fair_order(None).expect("the sequence that grows runs");
+                let last = self.last_in_fair_order(None).expect("a growing sequence is a running sequence");
                 self.preempt(last);
                 index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
             }
@@ -32,9 +33,10 @@ impl Machine {
 
     /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them; returns whether it did.
     ///
-    /// The victim is a paused sequence, or else the last one in the fair order if its owner has more than its share: the owner keeps at
-    /// least as many sequences as the owner of `job` will have, and holds more blocks than that one will. An owner is an account, or a
-    /// request if both belong to one account. So each owner keeps its first sequence, and two owners never preempt each other alternately.
+    /// The victim is a paused sequence, or otherwise the last sequence in the fair order if the victim's owner has more than its share: it
+    /// keeps at least as many sequences as the owner of `job` will have, and now holds more blocks than the owner of `job` will hold. An
+    /// owner is an account, or a request if both belong to one account. So each owner keeps its first sequence, and two owners never
+    /// preempt each other alternately.
     pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
@@ -53,7 +55,8 @@ impl Machine {
         preempts
     }
 
-    /// Returns the index of the last running sequence in the fair order, except those of `excluded`.
+    /// Returns the index of the running sequence that is last in the fair order; `None` if there is none. Sequences of the job `excluded`
+    /// do not count.
     fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {
@@ -77,7 +80,7 @@ impl Machine {
         holdings
     }
 
-    /// Preempts the youngest paused sequence, if there is one: other sequences must not wait until its client reads again.
+    /// Preempts the youngest paused sequence; returns whether there was one. Other sequences must not wait until its client reads again.
     pub(super) fn preempt_paused(&mut self) -> bool {
         if let Some(youngest) = self.forking.iter().rposition(|parent| parent.paused) {
             self.preempt_forking(youngest);
@@ -104,7 +107,7 @@ impl Machine {
         if let Role::Prompt(prompt) = &mut sequence.role
             && let Some(logprobs) = &mut prompt.logprobs
         {
-            // The prompt's logprobs are computed again. The first row stays: the first token has no logprob.
+            // The prompt's logprobs are computed again. The first row stays, because the first token has no logprob.
             logprobs.rows.truncate(1);
         }
         let cached_blocks = self.cached_prefix(&sequence);
@@ -119,8 +122,9 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Returns whether the owner of `self` may lose a sequence to the owner of `other`, which would gain one with this many blocks. Then it
-    /// must still have at least as many sequences as the other, and must now have more blocks than the other would.
+    /// Returns whether the owner of `self` may lose a sequence to the owner of `other`, which would gain one with this many blocks. After
+    /// that, the owner of `self` must still have at least as many sequences as the owner of `other`. And it must now have more blocks than
+    /// the owner of `other` would have after that.
     fn exceed(self, other: Self, blocks: usize) -> bool {
         self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
     }

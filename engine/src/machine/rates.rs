@@ -1,8 +1,9 @@
 //! The speed of the device: a fixed time for each step and a time for each token, fitted to the latest steps.
 //!
-//! Prompt tokens and decoding sequences each have a line of their own, fitted by weighted least squares. A step that computes both counts
-//! for each line with its time minus what the other line predicts. Without evidence there is no rate: steps of a few tokens take the fixed
-//! time of a step, and dividing their time by their tokens says nothing about a longer prompt.
+//! The time for prompt tokens and the time for decoding sequences are two linear functions (*lines*), each fitted by weighted least
+//! squares. A step that computes both counts for each line with its own time minus the time that the other line predicts. Without enough
+//! steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per token says nothing about a longer
+//! prompt.
 
 use tandem_kv::StepStats;
 
@@ -18,14 +19,15 @@ pub(super) struct Rates {
 const DECAY: f64 = 0.9;
 
 /// The length of a long step in tokens. Shorter steps have about equal weights. The times of longer steps vary more, so their weights fall
-/// with the square of their length. Steps of at least this mean length give a rate even if all are equally long: their fixed time is small.
+/// with the square of their length. Steps whose mean length is at least this number give a rate even if all are equally long, because their
+/// fixed time is comparatively small.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// The least weighted sum of squared deviations from the mean length that determines a slope: a quarter of what one long step adds to many
-/// short ones.
+/// A slope is determined only if the weighted sum of squared deviations from the mean length is at least this number: a quarter of the
+/// amount that one long step adds to many short ones.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
-/// A slope of fewer standard errors is not significant.
+/// A slope that is smaller than this many of its standard errors is not significant.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
 /// Classes of steps of similar length: each class begins at twice the length of the one before.
@@ -36,20 +38,21 @@ impl Rates {
     pub fn record(&mut self, stats: &StepStats, chunk_budget: u32) {
         let seconds = stats.duration.as_secs_f64();
         let (tokens, sequences) = (f64::from(stats.prefill_tokens), f64::from(stats.decode_tokens));
-        // A step with prompt tokens and decoding sequences counts for one kind only if the time of the other is known. The mean suffices
-        // for decoding sequences, but not for prompt tokens: their time per token depends on the length of the step.
+        // A step with prompt tokens and decoding sequences counts for one of the two kinds only if the time of the other kind is known. For
+        // decoding sequences the mean time suffices; for prompt tokens it does not, because their time per token depends on the length of
+        // the step.
         let decode_part = || self.decode.line().map(|line| line.seconds(sequences)).or(self.decode.mean());
         let prefill_seconds = if sequences > 0.0 { decode_part().map(|part| seconds - part) } else { Some(seconds) };
         let prefill_part = || self.prefill.line().map(|line| line.seconds(tokens));
         let decode_seconds = if tokens > 0.0 { prefill_part().map(|part| seconds - part) } else { Some(seconds) };
         if let Some(prefill_seconds) = prefill_seconds.filter(|seconds| tokens > 0.0 && *seconds > 0.0) {
-            // The evidence decays with tokens, not with steps: many steps of a few tokens do not displace a long one.
+            // The evidence decays with tokens, not with steps, so that many steps of a few tokens do not displace a long step.
             let is_added = self.prefill.record(tokens, prefill_seconds, DECAY.powf(tokens / f64::from(chunk_budget)));
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             self.prefill_measurements += u64::from(is_added && is_long);
         }
-        // The decode time of a step with a long chunk is a small difference and may be negative by chance. Negative values count as well:
-        // without them the mean would be too high.
+        // The decode time of a step with a long chunk is a small difference and may be negative by chance. Negative values count as well,
+        // because the mean would be too high without them.
         if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0) {
             self.decode.record(sequences, decode_seconds, DECAY);
         }
@@ -60,8 +63,9 @@ impl Rates {
         self.prefill.rate().map_or(0.0, |line| line.each.recip())
     }
 
-    /// Returns how many long steps the rate was fitted to: steps of at least 64 prompt tokens, or of a full chunk if that is less. Shorter
-    /// steps hardly displace their evidence: while only short ones run, the rate is as old as the last long one.
+    /// Returns the number of long steps from which the rate was computed: steps of at least 64 prompt tokens, or of a full chunk if that is
+    /// less. Shorter steps hardly displace the evidence of long steps, so while only short steps run, the rate is as old as the last long
+    /// step.
     pub fn prefill_measurements(&self) -> u64 {
         self.prefill_measurements
     }
@@ -83,7 +87,7 @@ type Observation = (f64, f64);
 /// Weighted least squares over steps, with decaying weights: `y` seconds as a linear function of `x` tokens or sequences.
 #[derive(Debug, Default)]
 struct Regression {
-    /// Up to two steps of each length class, the older first, that wait for a third.
+    /// For each length class, up to two steps (the older first) that wait for a third step.
     latest: [Vec<Observation>; LENGTH_CLASSES],
     samples: f64,
     weight: f64,
@@ -103,7 +107,7 @@ struct Line {
 
 impl Regression {
     /// Adds the median, by time per token, of the latest three steps of similar length; returns whether there were three. A single outlier,
-    /// such as a stalled step or a device's first one, is never the median.
+    /// such as a stalled step or a device's first step, is never the median.
     fn record(&mut self, x: f64, y: f64, decay: f64) -> bool {
         let latest = &mut self.latest[(x.log2() as usize).min(LENGTH_CLASSES - 1)];
         latest.push((x, y));
@@ -124,12 +128,13 @@ impl Regression {
         }
     }
 
-    /// Returns the seconds of a step of the mean length.
+    /// Returns the seconds of a step of the mean length; `None` before the first step was added.
     fn mean(&self) -> Option<f64> {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps, or one through zero if their lengths are too similar but long; `None` without enough evidence.
+    /// Returns the line through the steps. If the steps are long but their lengths too similar, returns the line through the origin;
+    /// without enough evidence, `None`.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
         self.line().or_else(|| is_long().then(|| self.through_zero()))
@@ -170,7 +175,8 @@ mod tests {
 
     const BUDGET: u32 = 512;
 
-    /// The simulator's default device: 20,000 tokens/s and 4 ms; 6 ms and 0.1 ms a sequence.
+    /// Returns the duration of a step on the simulator's default device: 4 ms and 1 s per 20,000 prompt tokens; 6 ms and 0.1 ms per
+    /// decoding sequence.
     fn seconds(tokens: u32, sequences: u32) -> f64 {
         let prefill = if tokens > 0 { 0.004 + f64::from(tokens) / 20_000.0 } else { 0.0 };
         prefill + if sequences > 0 { 0.006 + 0.000_1 * f64::from(sequences) } else { 0.0 }
@@ -236,7 +242,7 @@ mod tests {
         assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.02), "{rates:?}");
         assert!(is_near(rates.prefill_fixed_ms(), 4.0, 0.02), "{rates:?}");
         assert!(is_near(rates.decode_step_ms(), 8.0, 0.02), "{rates:?}");
-        // Steps that all have prompt tokens and decoding sequences do not determine the time of either.
+        // If all steps have both prompt tokens and decoding sequences, the time of neither kind can be determined.
         let rates = after(&steps[3..]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
     }
@@ -251,7 +257,7 @@ mod tests {
         assert!(is_near(rates.decode_step_ms(), 3.0 * 6.8, 0.05), "{rates:?}");
     }
 
-    /// Fixed and per-token seconds by the textbook formula over all samples, each with its decayed weight.
+    /// Returns the fixed and the per-token seconds by the textbook formula over all samples, each with its decayed weight.
     fn naive(samples: &[Observation], decays: &[f64]) -> (f64, f64) {
         let weights: Vec<f64> = (0..samples.len())
             .map(|at| (1.0 + samples[at].0 / LONG_STEP_TOKENS).powi(-2) * decays[at + 1..].iter().product::<f64>())
@@ -283,7 +289,7 @@ mod tests {
             }
         }
 
-        /// Prompts of any lengths with one stalled step among them: the rate is right, or there is none.
+        /// If one step among prompts of any lengths is stalled, the rate is right, or there is no rate.
         #[test]
         fn one_stalled_step_does_not_change_the_rate(
             lengths in vec(prop_oneof![1..8_u32, 1..=BUDGET, Just(BUDGET)], 1..60),
@@ -295,7 +301,8 @@ mod tests {
             for (at, length) in lengths.iter().enumerate() {
                 step(&mut rates, *length, 0, if at == stalled { stall } else { 1.0 });
                 let rate = rates.prefill_tokens_per_second();
-                // The rate of steps of one length includes their fixed time: at 64 tokens that is more than half.
+                // If all steps have the same length, the rate includes the fixed time, which is more than half of the time of a step with
+                // 64 tokens.
                 prop_assert!(rate == 0.0 || (8_500.0..20_500.0).contains(&rate), "{} after {:?}", rate, &lengths[..=at]);
                 prop_assert!(rates.prefill_fixed_ms() < 4.2, "{:?}", rates);
             }

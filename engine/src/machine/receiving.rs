@@ -1,8 +1,8 @@
 //! Receives another worker's KV into reserved blocks, which are written between steps, or by another thread or device while steps run.
 //!
 //! The KV is not used or cached until the worker that computed it has confirmed, on the stream that this worker opened to it, that all of
-//! it was written ([`Machine::confirm`]). Until then the blocks could be forged by an attacker with the ticket. Each block is written only
-//! once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
+//! it was written ([`Machine::confirm`]). Before this confirmation the blocks could be forged by an attacker that has the ticket. Each
+//! block is written only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
 //!
 //! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation
 //! ends earlier.
@@ -18,8 +18,8 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// How many tickets of ended reservations are remembered, so that a late write is not counted as one with a guessed ticket: more than the
-/// transfers that can be in flight. They take 16 KiB.
+/// The number of tickets of ended reservations that are remembered, so that a late write is not counted as a write with a guessed ticket.
+/// It is more than the number of transfers that can be in flight. The tickets take 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
 /// Reservations that have ended: their tickets, and those of their blocks that are still being written.
@@ -83,8 +83,8 @@ impl Machine {
         Ok(sequence.blocks[index as usize])
     }
 
-    /// Returns the blocks that another thread or device is to write while steps run. If one of them is not missing, all are refused. Must
-    /// be followed by [`Machine::end_write`].
+    /// Returns the blocks that another thread or device is to write while steps run. If one of the blocks is not missing, the whole write
+    /// is refused. Every write that was begun must be ended with [`Machine::end_write`].
     ///
     /// # Errors
     ///
@@ -103,7 +103,7 @@ impl Machine {
         Ok(indices.iter().map(|index| sequence.blocks[*index as usize]).collect())
     }
 
-    /// Ends a write that [`Machine::begin_write`] has begun. Unless it is `complete`, its blocks are missing again.
+    /// Ends a write that [`Machine::begin_write`] has begun. If `complete` is false, the blocks count as missing again.
     pub fn end_write(&mut self, ticket: Ticket, indices: &[u32], complete: bool) {
         for index in indices {
             if let Some(block) = self.ended_reservations.writing.remove(&(ticket, *index)) {
@@ -122,8 +122,8 @@ impl Machine {
         }
     }
 
-    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report: `why`, or that the ticket is
-    /// spent or unknown if it has no reservation.
+    /// Ends a reservation because of a write that its ticket does not allow. Returns the reason to report: `why` or, if the ticket has no
+    /// reservation, that the ticket is spent or unknown.
     pub fn refuse(&mut self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         let Some(place) = self.place(ticket) else { return self.not_live(ticket) };
         let sequence = self.reserved.remove(place);
@@ -145,8 +145,8 @@ impl Machine {
         self.actions.push(Action::End(sequence.job));
     }
 
-    /// Called when the worker that computed the KV has confirmed that all of it was written. Offers the full blocks to the cache and starts
-    /// the prompt. Does nothing while blocks are missing or being written.
+    /// To be called when the worker that computed the KV has confirmed that all of it was written. Offers the full blocks to the cache and
+    /// starts the prompt. Does nothing while blocks are missing or being written.
     pub fn confirm(&mut self, ticket: Ticket, now: Duration) {
         let Some(place) = self.place(ticket) else { return };
         let Remote { missing, writing, .. } = remote(&mut self.reserved[place]);

@@ -8,7 +8,8 @@ use crate::Event;
 use tandem_kv::{BlockAccess, ReadyBlock};
 
 impl Machine {
-    /// Sets which blocks of a prefill to report, and how; computed ones are reported now. Only the first call for a job counts.
+    /// Sets which blocks of a prefill to report, and how; blocks that are already computed are reported now. Only the first call for a job
+    /// counts.
     pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>, access: BlockAccess) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();
@@ -23,8 +24,8 @@ impl Machine {
         self.report_sent_prefills();
     }
 
-    /// Reports the prefills that are computed and whose requested blocks have all been reported. They keep their blocks until their job is
-    /// dropped, so the copies of blocks that are being sent never exceed the cache.
+    /// Reports the prefills that are computed and whose requested blocks have all been reported. A prefill keeps its blocks until its job
+    /// is dropped, so the copies of blocks that are being sent never take more memory than the cache.
     pub(super) fn report_sent_prefills(&mut self) {
         for sequence in &mut self.held {
             if let Role::Prefill(sending) = &mut sequence.role

@@ -20,13 +20,14 @@ pub(super) struct Sequence {
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
-    /// Tokens that all samples of the job share: the prompt, and the common beginning of what resumed samples had generated.
+    /// The number of tokens that all samples of the job share: the prompt, and the common beginning of the tokens that resumed samples had
+    /// generated.
     pub prompt_len: usize,
-    /// Each block is pinned once for this sequence. Empty while it waits.
+    /// The sequence's blocks, each pinned once for this sequence. Empty while the sequence waits.
     pub blocks: Vec<BlockId>,
-    /// Leading tokens whose KV is in the blocks.
+    /// The number of leading tokens whose KV is in the blocks.
     pub computed: usize,
-    /// Leading blocks that were offered to the cache.
+    /// The number of leading blocks that were offered to the cache.
     pub committed: usize,
     /// Whether backpressure pauses the sequence because its job's event buffer is full. Nothing is computed for a paused sequence, and its
     /// blocks are the first to be taken for others.
@@ -41,7 +42,7 @@ pub(super) struct Sequence {
     pub role: Role,
 }
 
-/// The most chunks recorded for a prompt. All later ones are added to the last.
+/// The most chunks that are recorded for a prompt. All later chunks are added to the last one.
 const CHUNKS_MAX: usize = 64;
 
 /// The work of a sequence.
@@ -58,7 +59,8 @@ pub(super) enum Role {
 /// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Indices of the blocks not reported yet, in descending order, and how to report them; `None` until they are known.
+    /// Indices of the requested blocks that are not reported yet, in descending order, and how to report them; `None` until blocks were
+    /// requested.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
     /// Whether `Computed` was reported: the whole prefill is computed, and every requested block was reported.
     pub all_reported: bool,
@@ -69,12 +71,12 @@ pub(super) struct Prompt {
     pub sampler: Sampler,
     /// The samples to start; at least one.
     pub samples: Vec<Generated>,
-    /// The number of tokens before the first one that a sample generates.
+    /// The number of tokens before the first generated token of a sample: the length of the request's prompt.
     pub boundary: usize,
     /// The most tokens that a sample may have, the prompt included.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
-    /// Set while another worker's KV is being received.
+    /// The reservation for another worker's KV; `None` if the KV is computed here, and after all of it was received.
     pub remote: Option<Remote>,
 }
 
@@ -164,7 +166,7 @@ impl Sequence {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
-    /// Returns whether steps compute known tokens of this sequence.
+    /// Returns whether steps of this engine still have to compute tokens of this sequence that are known.
     pub fn computes_prompt(&self) -> bool {
         !self.is_remote() && !self.is_decoding()
     }

@@ -1,4 +1,5 @@
-//! The scheduler on the simulated engine, whose text depends on every byte of KV. Texts are compared with those of each job running alone.
+//! Tests of the scheduler on the simulated engine, whose text depends on every byte of KV. The text of each job is compared with its text
+//! when it runs alone.
 
 mod burst;
 mod chunks;
@@ -169,7 +170,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
 /// Returns the blocks of a prompt's KV, computed by another scheduler.
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
-    source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits");
+    source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits in the cache");
     source.machine.send_blocks(0, (0..prompt.len() as u32).collect(), BlockAccess::Copied);
     source.run();
     source.blocks(0)
@@ -180,7 +181,7 @@ fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
     job.kv = KvSource::Local;
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 100_000, ..SETTINGS });
     let samples = job.samples;
-    world.machine.generate(0, job, world.now).expect("the job fits");
+    world.machine.generate(0, job, world.now).expect("the job fits in the cache");
     world.run();
     (0..samples).map(|sample| world.tokens(0, sample)).collect()
 }
@@ -191,7 +192,7 @@ fn repeated_prompt_has_all_full_blocks_before_its_last_token_cached() {
         let mut world = World::new(64, SETTINGS);
         let job = generate(prompt("the cache never changes the answer", len), 5);
         for id in 0..2 {
-            world.machine.generate(id, job.clone(), world.now).expect("the job fits");
+            world.machine.generate(id, job.clone(), world.now).expect("the job fits in the cache");
             world.run();
         }
         assert_eq!((world.cached(0), world.cached(1)), (Some(0), Some(expected)), "a prompt of {len} tokens");
@@ -206,7 +207,7 @@ fn events_of_a_job_come_in_order_and_end_with_finished() {
     let mut world = World::new(64, SETTINGS);
     let mut job = generate(prompt("order", 40), 3);
     job.sampling.stop_token_ids.clear();
-    world.machine.generate(7, job, world.now).expect("the job fits");
+    world.machine.generate(7, job, world.now).expect("the job fits in the cache");
     world.run();
     let names: Vec<String> = world.events[&7].iter().map(|event| format!("{event:?}")).collect();
     let starts = ["Scheduled", "Started", "Token", "Token", "Token", "Finished { sample: 0, reason: Length }"];
@@ -221,7 +222,7 @@ fn samples_share_the_prompt_and_equal_single_requests_with_their_seeds() {
         let mut job = generate(prompt("three samples", len), 20);
         job.samples = 3;
         let mut world = World::new(64, SETTINGS);
-        world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+        world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
         world.run();
         let scheduled = world.events[&0].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
         assert_eq!(scheduled, 1, "the prompt is counted once");
@@ -240,7 +241,7 @@ fn samples_beyond_the_batch_run_when_other_samples_have_finished() {
     let mut job = generate(prompt("seven samples", 40), 20);
     job.samples = 7;
     let mut world = World::new(64, EngineSettings { batch_max: 3, ..SETTINGS });
-    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
     world.run();
     for (sample, expected) in (0..).zip(alone(job)) {
         assert_eq!(world.tokens(0, sample), expected, "sample {sample}");
@@ -249,19 +250,22 @@ fn samples_beyond_the_batch_run_when_other_samples_have_finished() {
 }
 
 #[test]
-fn remote_prompt_generates_the_same_text_as_a_local_one() {
+fn remote_prompt_generates_the_same_text_as_a_local_prompt() {
     for (len, samples, already) in [(100, 1, 0), (100, 3, 0), (33, 1, 0), (1, 1, 0), (100, 1, 64)] {
         let mut job = generate(prompt("from another worker", len), 12);
         job.samples = samples;
         let (mut source, mut destination) = (World::new(64, SETTINGS), World::new(64, SETTINGS));
         if already > 0 {
-            destination.machine.generate(9, generate(job.prompt[..already].to_vec(), 1), Duration::ZERO).expect("fits");
+            destination
+                .machine
+                .generate(9, generate(job.prompt[..already].to_vec(), 1), Duration::ZERO)
+                .expect("the job fits in the cache");
             destination.run();
         }
-        source.machine.prefill(0, prefill(job.prompt.clone()), source.now).expect("the job fits");
+        source.machine.prefill(0, prefill(job.prompt.clone()), source.now).expect("the job fits in the cache");
         source.step();
         let remote = Generate { kv: KvSource::Remote, ..job.clone() };
-        destination.machine.generate(0, remote, destination.now).expect("the job fits");
+        destination.machine.generate(0, remote, destination.now).expect("the job fits in the cache");
         destination.run();
         let (ticket, missing) = destination.reserved(0).expect("blocks are available");
         let held = already / 16;
@@ -273,10 +277,10 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
         source.run();
         assert_eq!(source.blocks(0).len(), missing.len(), "only requested blocks are sent");
         assert!(matches!(source.events[&0].last(), Some(Event::Computed(_))));
-        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "held until the blocks are received");
+        assert!(len == 1 || source.machine.load().in_use_blocks > 0, "the source keeps its blocks until they are received");
         source.machine.cancel(0);
         for (index, payload) in source.blocks(0).into_iter().rev() {
-            destination.write(ticket, index, &payload).expect("the ticket allows it");
+            destination.write(ticket, index, &payload).expect("the ticket allows the write");
         }
         destination.confirm(ticket);
         destination.run();
@@ -284,22 +288,22 @@ fn remote_prompt_generates_the_same_text_as_a_local_one() {
         for sample in 0..samples {
             assert_eq!(destination.tokens(0, sample), expected[sample as usize]);
         }
-        assert_eq!(destination.cached(0), None, "the prefill worker reports the count, not this one");
+        assert_eq!(destination.cached(0), None, "only the prefill worker reports cached tokens");
         source.assert_idle();
         destination.assert_idle();
     }
 }
 
 #[test]
-fn write_with_a_spent_ticket_is_refused_and_changes_nothing() {
+fn write_with_a_spent_ticket_is_refused_and_changes_no_block() {
     let mut world = World::new(64, SETTINGS);
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("late", 50), 4) };
-    world.machine.generate(0, remote, world.now).expect("the job fits");
+    world.machine.generate(0, remote, world.now).expect("the job fits in the cache");
     world.run();
     let (ticket, _) = world.reserved(0).expect("blocks are available");
     world.machine.cancel(0);
     let job = generate(prompt("another client", 60), 20);
-    world.machine.generate(1, job.clone(), world.now).expect("the job fits");
+    world.machine.generate(1, job.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let block = vec![7; world.engine.describe().block_bytes];
     assert_eq!(world.write(ticket, 0, &block), Err(WriteRefused::SpentTicket));
@@ -312,10 +316,10 @@ fn write_with_a_spent_ticket_is_refused_and_changes_nothing() {
 fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
     let mut world = World::new(7, SETTINGS);
     let job = generate(prompt("runs", 47), 40);
-    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let remote = Generate { kv: KvSource::Remote, ..generate(prompt("reserved", 40), 4) };
-    world.machine.generate(1, remote, world.now).expect("the job fits");
+    world.machine.generate(1, remote, world.now).expect("the job fits in the cache");
     world.run();
     assert!(matches!(world.events[&1].last(), Some(Event::Revoked)), "{:?}", world.events[&1]);
     assert_eq!(world.machine.preemptions, 0);
@@ -328,7 +332,10 @@ fn sequence_that_would_be_preempted_immediately_is_not_admitted() {
     let mut world = World::new(4, SETTINGS);
     for id in 0..2 {
         // 17 tokens: the last one begins a block.
-        world.machine.generate(id, generate(prompt(["first", "second"][id as usize], 17), 30), world.now).expect("the job fits");
+        world
+            .machine
+            .generate(id, generate(prompt(["first", "second"][id as usize], 17), 30), world.now)
+            .expect("the job fits in the cache");
         world.step();
         world.step();
     }
@@ -344,7 +351,7 @@ fn preempted_sequence_generates_the_same_text() {
     for (id, job) in (0..).zip(&jobs) {
         let mut job = job.clone();
         job.sampling.seed = id;
-        world.machine.generate(id, job, world.now).expect("the job fits");
+        world.machine.generate(id, job, world.now).expect("the job fits in the cache");
     }
     world.run();
     assert!(world.machine.preemptions > 0, "four growing sequences do not fit into eight blocks");
@@ -353,7 +360,7 @@ fn preempted_sequence_generates_the_same_text() {
         job.sampling.seed = id;
         assert_eq!(world.tokens(id, 0), alone(job)[0], "job {id}");
         let scheduled = world.events[&id].iter().filter(|event| matches!(event, Event::Scheduled { .. })).count();
-        assert_eq!(scheduled, 1, "the count is sent once");
+        assert_eq!(scheduled, 1, "the count of cached tokens is sent once");
         assert_eq!(world.cached(id), Some(0));
     }
     world.assert_idle();
@@ -363,18 +370,18 @@ fn preempted_sequence_generates_the_same_text() {
 fn request_for_prompt_logprobs_reads_no_cache_and_covers_every_token() {
     let mut world = World::new(64, SETTINGS);
     let mut job = generate(prompt("echo", 100), 2);
-    world.machine.generate(0, job.clone(), world.now).expect("the job fits");
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
     world.run();
     job.prompt_logprobs = Some(2);
     job.sampling.max_tokens = Some(0);
-    world.machine.generate(1, job, world.now).expect("the job fits");
+    world.machine.generate(1, job, world.now).expect("the job fits in the cache");
     world.run();
     assert_eq!(world.cached(1), Some(0));
     let rows = world.events[&1].iter().find_map(|event| match event {
         Event::PromptLogprobs(rows) => Some(rows),
         _ => None,
     });
-    let rows = rows.expect("they were requested");
+    let rows = rows.expect("the job requested prompt logprobs");
     assert_eq!(rows.len(), 100);
     assert!(rows[0].is_none() && rows[1..].iter().all(|row| row.as_ref().is_some_and(|row| row.top.len() == 2)));
     assert!(world.tokens(1, 0).is_empty());
@@ -386,7 +393,7 @@ fn request_for_prompt_logprobs_reads_no_cache_and_covers_every_token() {
 fn zero_cached_tokens_are_reported_without_prefix_caching() {
     let mut world = World::new(64, EngineSettings { prefix_caching: false, ..SETTINGS });
     for id in 0..2 {
-        world.machine.generate(id, generate(prompt("off", 100), 2), world.now).expect("the job fits");
+        world.machine.generate(id, generate(prompt("off", 100), 2), world.now).expect("the job fits in the cache");
         world.run();
         assert_eq!(world.cached(id), Some(0));
     }
@@ -397,14 +404,15 @@ fn zero_cached_tokens_are_reported_without_prefix_caching() {
 #[test]
 fn request_that_can_never_run_is_refused_immediately() {
     let mut world = World::new(8, EngineSettings { queue_max: 1, ..SETTINGS });
-    let refusal = |world: &mut World, job: Generate| world.machine.generate(0, job, world.now).expect_err("it cannot run");
+    let refusal =
+        |world: &mut World, job: Generate| world.machine.generate(0, job, world.now).expect_err("the cache cannot hold the job");
     assert_eq!(refusal(&mut world, generate(vec![], 1)), Refusal::Empty);
     let too_long = refusal(&mut world, generate(prompt("x", 100), 100));
     assert_eq!(too_long, Refusal::BeyondCapacity { needed_blocks: 13, capacity_blocks: 8 });
     let context_length = tandem_model::sim::CONTEXT_LENGTH;
     let too_long = refusal(&mut world, generate(prompt("x", 100), context_length));
     assert_eq!(too_long, Refusal::BeyondContext { needed: context_length + 100, context_length });
-    world.machine.generate(1, generate(prompt("x", 10), 1), world.now).expect("the job fits");
+    world.machine.generate(1, generate(prompt("x", 10), 1), world.now).expect("the job fits in the cache");
     assert_eq!(refusal(&mut world, generate(prompt("x", 10), 1)), Refusal::Full);
     world.run();
     world.assert_idle();
@@ -416,7 +424,7 @@ fn sample_without_max_tokens_ends_at_the_cache_capacity() {
     let mut job = generate(prompt("endless", 40), 0);
     job.sampling.max_tokens = None;
     job.samples = 2;
-    world.machine.generate(0, job, world.now).expect("the job fits");
+    world.machine.generate(0, job, world.now).expect("the job fits in the cache");
     world.run();
     // Two full blocks are shared, and each sample has three of its own.
     assert_eq!([world.tokens(0, 0).len(), world.tokens(0, 1).len()], [40, 40]);
@@ -426,10 +434,10 @@ fn sample_without_max_tokens_ends_at_the_cache_capacity() {
 #[test]
 fn engine_failure_ends_every_job_and_clears_the_cache() {
     let mut world = World::new(16, SETTINGS);
-    world.machine.generate(0, generate(prompt("first", 40), 2), world.now).expect("the job fits");
+    world.machine.generate(0, generate(prompt("first", 40), 2), world.now).expect("the job fits in the cache");
     world.run();
     for id in 1..4 {
-        world.machine.generate(id, generate(prompt("fails", 100), 9), world.now).expect("the job fits");
+        world.machine.generate(id, generate(prompt("fails", 100), 9), world.now).expect("the job fits in the cache");
     }
     world.step();
     world.machine.fail();
@@ -442,7 +450,7 @@ fn engine_failure_ends_every_job_and_clears_the_cache() {
 #[test]
 fn audit_counts_violations_of_the_invariants() {
     let mut world = World::new(64, SETTINGS);
-    world.machine.generate(0, generate(prompt("runs", 40), 9), world.now).expect("the job fits");
+    world.machine.generate(0, generate(prompt("runs", 40), 9), world.now).expect("the job fits in the cache");
     world.step();
     world.machine.audit();
     assert_eq!(world.machine.load().invariant_violations, 0);

@@ -17,15 +17,17 @@ pub(super) struct Waiting {
     new: usize,
 }
 
-/// A waiting sequence, and what is known of the blocks that it will need.
+/// A waiting sequence, and estimates of the blocks that it will find in the cache.
 #[derive(Debug)]
 pub(super) struct Queued {
     pub sequence: Sequence,
-    /// Leading blocks that were cached when the cache was last searched for them.
+    /// The number of leading blocks that were in the cache when it was last searched for them.
     pub cached_blocks: usize,
-    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks.
+    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks; `None` if no such
+    /// job was found when the sequence was queued.
     pub expected_prefix: Option<(JobId, usize)>,
-    /// Set while the sequence is deferred until another one has produced its next blocks.
+    /// The sequence that will produce this sequence's next blocks. This sequence is deferred until then. `None` if it is not deferred for
+    /// this reason.
     pub prefix_owner: Option<PrefixOwner>,
 }
 
@@ -33,7 +35,7 @@ pub(super) struct Queued {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PrefixOwner {
     pub order: Order,
-    /// Leading blocks that both sequences have in common and need.
+    /// The number of leading blocks that both sequences have in common and need.
     pub blocks: usize,
     pub waiting_since: Duration,
 }
@@ -41,7 +43,7 @@ pub(super) struct PrefixOwner {
 /// The waiting sequences of one account.
 #[derive(Debug, Default)]
 struct AccountQueue {
-    /// Sequences that had blocks before. They precede those in `new`.
+    /// Sequences that had blocks before. They precede the sequences in `new`.
     preempted: BTreeSet<Order>,
     /// Sequences that have not had blocks yet, in the order in which they are due.
     new: BTreeSet<Due>,
@@ -113,7 +115,8 @@ impl Waiting {
         self.accounts.get(account).into_iter().flat_map(|queue| queue.preempted.iter().copied())
     }
 
-    /// Returns the account's next prompt due after `after`, of those that have not had blocks yet.
+    /// Of the account's prompts that have not had blocks yet, returns the first that is due after `after`, or the first of all if `after`
+    /// is `None`.
     pub fn next_new(&self, account: &str, after: Option<Due>) -> Option<Due> {
         let queue = self.accounts.get(account)?;
         queue.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()

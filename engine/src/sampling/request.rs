@@ -1,4 +1,4 @@
-//! Sampling requests for devices that sample on their own, and what they return.
+//! Sampling requests for devices that sample on their own, and the tokens that these devices return.
 
 use super::{Sampler, TokenLogprobs, changes::Adjustment, uniform};
 use tandem_kv::TokenId;
@@ -15,7 +15,7 @@ pub struct SampleRequest<'a> {
 pub struct SampledToken {
     /// The token's id.
     pub token: TokenId,
-    /// Logprobs of the token and the likeliest alternatives, if [`Sampling::logprobs`](super::Sampling::logprobs) is set.
+    /// Logprobs of the token and the likeliest alternatives; `None` unless [`Sampling::logprobs`](super::Sampling::logprobs) is set.
     pub logprobs: Option<TokenLogprobs>,
 }
 

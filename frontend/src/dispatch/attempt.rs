@@ -3,19 +3,21 @@
 use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
 use tandem_proto::{
-    channel::{Channels, MESSAGE_BYTES_MAX},
+    channel::{Channel, Channels, MESSAGE_BYTES_MAX},
     v1::{
-        AttemptFailed, DecodeStarted, FailureReason, GenerateReply, GenerateRequest, ResumedSample, Scheduled, WorkerRef,
-        decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
+        AttemptFailed, DecodeStarted, FailureReason, FinishRequest, GenerateReply, GenerateRequest, ResumedSample, Scheduled,
+        WorkerRef, decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
     },
 };
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// How long after the limit the frontend waits for the worker's own report that the prefill has not begun in time.
+/// How long the frontend waits after an attempt's `start_timeout` for the decode worker's own report that the prefill has not begun in
+/// time.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// The facts about the attempt that generated the first token. A resume on another worker does not change them.
+/// The facts about the attempt that generated the first token. A resume on another worker does not change them. Only the count of cached
+/// tokens may be reported later, by the same attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
@@ -25,9 +27,9 @@ pub(crate) struct Facts {
     pub(crate) requested_at: Instant,
     /// Time at which the placement of this attempt arrived.
     pub(crate) placed_at: Instant,
-    /// Time at which the prefill began.
+    /// Time at which the prefill began; `None`: the decode worker did not report it.
     pub(crate) scheduled_at: Option<Instant>,
-    /// Time at which all of the prompt's KV was on the decode worker.
+    /// Time at which all of the prompt's KV was on the decode worker; `None`: the decode worker did not report it.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
     /// Earlier, failed attempts, each with the time and the reason of its failure.
@@ -49,6 +51,8 @@ pub(super) struct Attempt {
     pub(super) number: u32,
     /// The instance id of the decode worker.
     pub(super) instance_id: String,
+    /// The client of the decode worker.
+    client: DecodeClient<Channel>,
     /// Received messages, up to the one with the first token, that [`Attempt::next`] has not returned yet.
     pending: VecDeque<Message>,
     replies: Streaming<GenerateReply>,
@@ -81,7 +85,11 @@ impl Work<'_> {
         let WorkerRef { instance_id, address, .. } = &placement.decode.worker;
         let error = |reason| AttemptError::new(instance_id, reason);
         if !placement.decode.worker.has_signed_address(Role::Decode, decoders.network().key()) {
-            tracing::warn!(instance = %instance_id, "placement ignored: its address lacks the cluster's signature");
+            tracing::warn!(
+                instance = %instance_id,
+                "placement ignored, because its address is not signed with the cluster key; \
+                 give all processes the same --cluster-key-file"
+            );
             return Err(error(FailureReason::Unspecified));
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
@@ -96,14 +104,19 @@ impl Work<'_> {
         loop {
             let deadline = deadline.filter(|_| scheduled.is_none());
             match in_time(deadline, next_message(&mut replies, instance_id)).await.ok_or_else(late)?? {
-                Message::Scheduled(message) => scheduled = Some((message, Instant::now())),
+                Message::Scheduled(message) => match &mut scheduled {
+                    None => scheduled = Some((message, Instant::now())),
+                    Some((first, _)) => {
+                        report_later(first, message);
+                    }
+                },
                 Message::DecodeStarted(message) => started = Some((message, Instant::now())),
                 message @ Message::PrefillTimeline(_) => prefilled = Some(message),
                 first => {
                     let (scheduled, scheduled_at) = scheduled.unzip();
                     let (started, started_at) = started.unzip();
                     let pending = prefilled.into_iter().chain([first]).collect();
-                    let attempt = Attempt { number, instance_id: instance_id.clone(), pending, replies };
+                    let attempt = Attempt { number, instance_id: instance_id.clone(), client, pending, replies };
                     let facts = Facts {
                         placement,
                         scheduled,
@@ -133,7 +146,7 @@ impl Work<'_> {
             sampling: Some(prompt.sampling.clone()),
             samples: prompt.samples,
             prefill: placement.prefill.as_ref().map(|prefill| prefill.worker.clone()),
-            // The first attempt has already sent the logprobs of a resumed prompt.
+            // A resume requests no logprobs of the prompt, because an earlier attempt has already sent them.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
             generated: resumed.to_vec(),
             account: prompt.account.clone(),
@@ -148,11 +161,55 @@ impl Work<'_> {
     }
 }
 
+impl Facts {
+    /// Whether the attempt is still to report its cached tokens.
+    pub(crate) fn awaits_cached_tokens(&self) -> bool {
+        self.scheduled.as_ref().is_some_and(|scheduled| scheduled.reported_later)
+    }
+
+    /// Accepts the cached tokens that the attempt reports after its first token. Returns whether they are the announced report.
+    pub(super) fn report_later(&mut self, later: &Scheduled) -> bool {
+        self.scheduled.as_mut().is_some_and(|first| report_later(first, later.clone()))
+    }
+
+    /// Accepts no later report: the attempt was lost.
+    pub(super) fn lose_cached_tokens(&mut self) {
+        if let Some(scheduled) = &mut self.scheduled {
+            scheduled.reported_later = false;
+        }
+    }
+}
+
+/// Replaces an attempt's first `Scheduled` by the later one that it has announced. Returns whether it had announced one.
+///
+/// Any other `Scheduled` is ignored, whether the attempt had reported its count at once or a second time: the first count is valid, as if the worker had
+/// been silent afterwards. To end the attempt would cost the client a correct answer because of a redundant message.
+fn report_later(first: &mut Scheduled, later: Scheduled) -> bool {
+    let announced = first.reported_later;
+    if announced {
+        *first = Scheduled { reported_later: false, ..later };
+    }
+    announced
+}
+
 impl Attempt {
-    /// Returns the next message. Must not be called after every sample has ended. Cancel-safe.
+    /// Requests that the worker end the generation and report the cached tokens on the attempt's stream, as far as it has announced them. A call that
+    /// fails is no error here: the stream then ends, or has the report when the generation ends by itself.
+    pub(super) fn finish(&self, prompt: &Prompt) -> impl Future<Output = ()> + use<> {
+        let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id.clone());
+        let request = FinishRequest { instance_id, request_id, attempt: self.number };
+        let mut client = self.client.clone();
+        async move {
+            if let Err(status) = client.finish(request).await {
+                tracing::debug!(%status, "the worker does not end a generation early");
+            }
+        }
+    }
+
+    /// Returns the next message. After every sample has ended, only a later `Scheduled` can follow. Cancel-safe.
     ///
     /// # Errors
-    /// The worker reports a failure or is lost.
+    /// The worker reports a failure or is lost, or no message follows.
     pub(super) async fn next(&mut self) -> Result<Message, AttemptError> {
         match self.pending.pop_front() {
             Some(message) => Ok(message),

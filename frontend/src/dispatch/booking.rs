@@ -19,7 +19,7 @@ pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Books the request with another router and resolves to that stream; set when the current router was lost or drains.
+    /// Books the request with another router and resolves to that stream; `None` unless the current router was lost or drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
     /// The placement that another router has to book if the current router is lost.
     existing: ExistingPlacement,
@@ -47,7 +47,8 @@ impl Booking {
             let mut stream = match self.stream.take() {
                 Some(stream) if !stream.draining => stream,
                 draining => {
-                    // The other router books the previous placement first, so that it excludes the failed instance from the next placement.
+                    // The router was lost or drains. Another router first books the previous placement, so that it excludes the failed
+                    // instance from the next placement.
                     let rebooked = self.routers.book(&self.existing_prompt(prompt)).await;
                     rebooked.or_else(|error| draining.ok_or(error))?
                 }
@@ -73,8 +74,18 @@ impl Booking {
     /// Reports the attempt's first token to the router, which then releases the prompt's prefill load.
     pub(super) async fn prefill_finished(&mut self, cached_tokens: Option<u32>) {
         self.existing.prefilling = false;
-        // A rebooking that has already begun would book the finished prefill, too.
+        // A rebooking that has already begun would count the prefill's load, although the prefill has ended.
         self.rebooking = None;
+        self.send_prefill_finished(cached_tokens).await;
+    }
+
+    /// Reports cached tokens that the worker has reported after the first token. A router that was lost meanwhile is not replaced for that: only the
+    /// router that placed the request compares the number with its prediction.
+    pub(super) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
+        self.send_prefill_finished(Some(cached_tokens)).await;
+    }
+
+    async fn send_prefill_finished(&mut self, cached_tokens: Option<u32>) {
         if let Some(stream) = &self.stream {
             stream.send(Message::PrefillFinished(PrefillFinished { cached_tokens })).await;
         }
@@ -115,7 +126,7 @@ impl Booking {
     }
 }
 
-/// Converts a placement for booking by another router, with the prompt's prefill still to be done.
+/// Converts a placement to the message with which another router books it. The prompt counts as not yet prefilled.
 fn before_first_token(placement: &Placement) -> ExistingPlacement {
     ExistingPlacement {
         decode_instance_id: placement.decode.worker.instance_id.clone(),

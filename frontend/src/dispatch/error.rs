@@ -13,9 +13,11 @@ pub(crate) enum DispatchError {
     NoWorker { reason: FailureReason },
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
-    #[error("Frontend and cluster configuration differ (model, block size, version or cluster key); contact the operator.")]
+    #[error(
+        "The configurations of frontend and router differ (model, block size, version or cluster key); contact the operator."
+    )]
     ClusterMismatch,
-    #[error("The router closed the connection before it placed the request; try again shortly.")]
+    #[error("The router closed the connection, or did not answer in time, before it placed the request; try again shortly.")]
     RouterClosed,
     #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
     Attempts { attempts: u32, reason: FailureReason },

@@ -17,13 +17,18 @@ pub(crate) use routers::{MemberList, Routers};
 use crate::metrics::FrontendMetrics;
 use attempt::{Attempt, Work};
 use booking::Booking;
+use futures::FutureExt;
 use placement::Placement;
-use std::{sync::Arc, time::Duration};
+use std::{convert::Infallible, future::pending, sync::Arc, time::Duration};
 use tandem_proto::{
     channel::{Channels, Network},
-    v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, generate_reply::Message},
+    v1::{ExplainReply, ExplainRequest, FailureReason, ResumedSample, Scheduled, generate_reply::Message},
 };
 use tokio::time::{Instant, timeout};
+
+/// The maximum time for which a complete answer's usage waits for cached tokens that are reported late. An engine reports them in the step after
+/// the generation was ended.
+const REPORT_WAIT_MAX: Duration = Duration::from_secs(2);
 
 /// Connections to the routers and the decode workers.
 pub(crate) struct Dispatcher {
@@ -33,7 +38,7 @@ pub(crate) struct Dispatcher {
     metrics: Arc<FrontendMetrics>,
 }
 
-/// Limits of attempts and resumes. The fields are those of [`FrontendSettings`](crate::FrontendSettings).
+/// Limits of attempts and resumes. Each field means the same as the field of this name in [`FrontendSettings`](crate::FrontendSettings).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) attempts: u32,
@@ -51,7 +56,7 @@ pub(crate) struct Generation {
 }
 
 impl Dispatcher {
-    /// Opens no connection to a worker before its first use.
+    /// Creates a dispatcher, which connects to a worker only when the first prompt is placed on that worker.
     pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
         let limits = Limits { attempts: limits.attempts.max(1), ..limits };
         Self { routers: Arc::new(routers), decoders: Channels::on(network), limits, metrics }
@@ -87,7 +92,8 @@ impl Dispatcher {
     }
 
     /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
-    /// the attempt that generated the first token. Cancel-safe like [`Dispatcher::start`].
+    /// the attempt that generated the first token; if that attempt had not reported its cached tokens, they stay unreported, because other attempts
+    /// also find what it has stored. Cancel-safe like [`Dispatcher::start`].
     ///
     /// # Errors
     /// The generation may not be resumed again, or no attempt generated a token.
@@ -98,12 +104,20 @@ impl Dispatcher {
         prompt: &Prompt,
         resumed: &[ResumedSample],
     ) -> Result<Generation, DispatchError> {
-        let Generation { facts, attempt, resumes, mut booking } = lost;
+        let Generation { mut facts, attempt, resumes, mut booking } = lost;
+        facts.lose_cached_tokens();
         let number = attempt.number;
-        // A worker that is slow but not lost must not generate at the same time as the next worker.
+        // End the old attempt first: its worker may be slow but not lost, and two workers must not generate the same answer at the same
+        // time.
         drop(attempt);
         let reason = error.reason;
-        tracing::debug!(request_id = %prompt.request_id, number, reason = reason.label(), instance = %error.instance_id, "stream lost");
+        tracing::debug!(
+            request_id = %prompt.request_id,
+            number,
+            reason = reason.label(),
+            instance = %error.instance_id,
+            "the stream from the decode worker was lost"
+        );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
@@ -120,7 +134,7 @@ impl Dispatcher {
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
             Err(error) => {
-                tracing::debug!(request_id = %prompt.request_id, %error, "not resumed");
+                tracing::debug!(request_id = %prompt.request_id, %error, "the request could not be resumed");
                 Err(DispatchError::Lost { reason })
             }
         }
@@ -146,7 +160,8 @@ impl Dispatcher {
             let error = match attempt {
                 Ok((attempt, mut facts)) => {
                     facts.failed = failed;
-                    // The router compares the report with its prediction, which does not include a resume's generated tokens.
+                    // A resume reports no cached tokens: it also prefills generated tokens, which the router's prediction of cached tokens
+                    // does not include.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     booking.prefill_finished(reported.filter(|_| work.resumed.is_empty())).await;
                     return Ok(Generation { facts, attempt, resumes: 0, booking });
@@ -172,16 +187,57 @@ impl Dispatcher {
 }
 
 impl Generation {
-    /// Returns the worker's next message, and keeps the request booked while it waits. Cancel-safe.
+    /// Returns the worker's next message, and keeps the request booked while it waits. `Scheduled` is returned only if it has the cached tokens that
+    /// are reported late; the router receives them, too. Cancel-safe, unless the router's stream is full when that report arrives.
     ///
     /// # Errors
     /// The attempt failed. The generation can be resumed.
     pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<Message, AttemptError> {
-        tokio::select! {
-            biased;
-            reply = self.attempt.next() => reply,
-            never = self.booking.maintain(prompt) => match never {},
+        loop {
+            let message = tokio::select! {
+                biased;
+                reply = self.attempt.next() => reply?,
+                never = self.booking.maintain(prompt) => match never {},
+            };
+            if let Message::Scheduled(scheduled) = &message {
+                if !self.facts.report_later(scheduled) {
+                    continue;
+                }
+                if let Some(cached_tokens) = scheduled.cached_tokens {
+                    self.booking.cached_tokens_reported(cached_tokens).await;
+                }
+            }
+            return Ok(message);
         }
+    }
+
+    /// Called when all samples have ended. If their cached tokens are still to be reported, ends the generation on the worker, and waits for the
+    /// report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is no report.
+    pub(crate) async fn late_report(&mut self, prompt: &Prompt) -> Option<Scheduled> {
+        if !self.facts.awaits_cached_tokens() {
+            return None;
+        }
+        let finish = self.attempt.finish(prompt);
+        let report = async {
+            loop {
+                match self.next(prompt).await {
+                    Ok(Message::Scheduled(scheduled)) => return Some(scheduled),
+                    Ok(_) => {}
+                    Err(_) => return None,
+                }
+            }
+        };
+        let report = tokio::select! {
+            biased;
+            report = timeout(REPORT_WAIT_MAX, report) => report.ok().flatten(),
+            never = finish.then(|()| pending::<Infallible>()) => match never {},
+        };
+        if report.is_none() {
+            tracing::debug!(request_id = %prompt.request_id, "the worker has not reported the cached tokens");
+        }
+        // An answer has one report.
+        self.facts.lose_cached_tokens();
+        report
     }
 
     /// Returns the error for the current attempt if a reply of its decode worker is invalid or reports a failure.

@@ -58,7 +58,8 @@ impl RouterStream {
         loop {
             return match self.replies.message().await?.ok_or(DispatchError::RouterClosed)?.message {
                 Some(route_reply::Message::Placement(placement)) => {
-                    Placement::from_wire(placement).ok_or_else(|| Status::internal("a placement without a decode worker").into())
+                    let incomplete = || Status::internal("the router sent a placement without a decode worker").into();
+                    Placement::from_wire(placement).ok_or_else(incomplete)
                 }
                 Some(route_reply::Message::Failure(failure)) => match failure.reason() {
                     FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),
@@ -89,8 +90,8 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking after the router has read all messages. Only dropping the stream could lose the last message, which reports the
-    /// cached tokens.
+    /// Ends the booking after the router has read all messages. If the stream were dropped at once, its last message could be lost, which
+    /// reports the cached tokens.
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

@@ -65,7 +65,7 @@ pub(crate) enum Health {
     Unhealthy,
 }
 
-/// The source of a list of routers. It decides what happens to known routers that the list lacks.
+/// The source of a list of routers. The source decides whether known routers that the list lacks are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemberList {
     /// A list from the operator. Other routers are not used.
@@ -89,7 +89,7 @@ impl Routers {
         let stays = |router: &KnownRouter| list == MemberList::Advisory && router.health == Health::Healthy;
         known.routers.retain(|_, router| router.is_member || stays(router));
         for address in members {
-            let endpoint = endpoint(address).expect("lists are checked when they are read");
+            let endpoint = endpoint(address).expect("member lists are checked when they are read");
             let new = || KnownRouter {
                 client: RouterClient::new(self.network.connect_lazy(&endpoint)),
                 health: Health::Healthy,
@@ -183,7 +183,7 @@ impl Routers {
     pub(super) async fn book_when_possible(self: Arc<Self>, prompt: RoutePrompt) -> RouterStream {
         loop {
             let mut healthy = self.healthy.subscribe();
-            healthy.wait_for(|count| *count > 0).await.expect("this value holds the sender");
+            healthy.wait_for(|count| *count > 0).await.expect("`self` keeps the sender");
             match self.book(&prompt).await {
                 Ok(stream) => return stream,
                 Err(_) => sleep(REBOOK_INTERVAL).await,
@@ -215,7 +215,7 @@ impl Routers {
             _ => false,
         };
         if !router_is_fine {
-            tracing::debug!(router = address, %error, "router marked unhealthy, deprioritized");
+            tracing::debug!(router = address, %error, "router marked unhealthy; requests try it after all others");
             self.set_health(address, Health::Unhealthy);
         }
         error
@@ -230,7 +230,7 @@ impl Routers {
         self.round_robin()
     }
 
-    /// Returns the healthy routers, then the unhealthy ones. Both groups are rotated by one router from call to call.
+    /// Returns the healthy routers, then the unhealthy routers. Both groups are rotated by one router from call to call.
     fn round_robin(&self) -> Vec<Router> {
         let round = {
             let mut known = self.known.lock();
@@ -244,7 +244,7 @@ impl Routers {
         routers
     }
 
-    /// Returns the healthy routers followed by the unhealthy ones, and the number of healthy routers.
+    /// Returns the healthy routers followed by the unhealthy routers, and the number of healthy routers.
     fn by_health(&self) -> (Vec<Router>, usize) {
         let known = self.known.lock();
         let all = known.routers.iter().map(|(address, KnownRouter { client, health, .. })| {
@@ -294,14 +294,18 @@ mod tests {
     async fn request_waits_until_the_first_router_is_known() {
         let (routers, started) = (routers(&[]), tokio::time::Instant::now());
         assert!(routers.candidates().await.is_empty());
-        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no member came");
+        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no router registered");
         let registers = async {
             sleep(MEMBERS_TIMEOUT / 2).await;
             routers.set_members(&set(&["a:1"]), MemberList::Advisory);
         };
         let (found, ()) = tokio::join!(routers.candidates(), registers);
         assert_eq!((found.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2));
-        assert_eq!((routers.candidates().await.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2), "known: no wait");
+        assert_eq!(
+            (routers.candidates().await.len(), started.elapsed()),
+            (1, MEMBERS_TIMEOUT * 3 / 2),
+            "requests do not wait for a known router"
+        );
     }
 
     #[tokio::test]
@@ -312,11 +316,11 @@ mod tests {
         routers.set_members(&set(&[]), MemberList::Advisory);
         assert_eq!(known(), set(&["a:1", "b:1"]));
         routers.set_health("a:1", Health::Unhealthy);
-        assert_eq!(known(), set(&["b:1"]), "an unhealthy router that is no member is removed");
+        assert_eq!(known(), set(&["b:1"]), "an unhealthy router that is not on the list is removed");
         routers.set_members(&set(&["a:1", "b:1"]), MemberList::Advisory);
         routers.set_health("a:1", Health::Unhealthy);
-        assert_eq!(known(), set(&["a:1", "b:1"]), "an unhealthy member is checked again");
+        assert_eq!(known(), set(&["a:1", "b:1"]), "an unhealthy router on the list is kept");
         routers.set_members(&set(&["a:1"]), MemberList::Static);
-        assert_eq!(known(), set(&["a:1"]), "a static list is binding");
+        assert_eq!(known(), set(&["a:1"]), "a router that is not on a static list is removed");
     }
 }

@@ -24,7 +24,8 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun. `first` is a stream's first event; `None`: a comment is sent first, because the event is late.
+/// The reply to a request whose answer has begun. `first` is a stream's first event; `None`: no event has occurred yet, so the stream
+/// begins with a comment.
 pub(super) enum Reply {
     Whole(Response),
     Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },
@@ -53,7 +54,7 @@ pub(super) struct Run {
 /// A prompt's text that is still to be echoed.
 struct Echo {
     text: String,
-    /// Whether the text is echoed with its logprobs, and so waits for them.
+    /// Whether the prompt's logprobs are echoed, too. If so, the text is sent only when the logprobs have arrived.
     with_logprobs: bool,
 }
 
@@ -135,10 +136,10 @@ impl Run {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
         let logprobs = match event {
             AnswerEvent::Started(_) if echo.with_logprobs => return Ok(None),
-            AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
+            AnswerEvent::Scheduled(_) | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
             AnswerEvent::Started(_) => Vec::new(),
             AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
-            // The logprobs precede the first delta.
+            // The worker must send the prompt's logprobs before the first delta.
             AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());

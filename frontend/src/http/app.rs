@@ -85,7 +85,8 @@ impl App {
         let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
-        // A client has half of the budget, so a larger body can never be read. It is refused with 413: a client would retry after 503.
+        // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
+        // after a 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
@@ -145,7 +146,7 @@ impl App {
             let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
             name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
         };
-        let rule = "must occur once, with at most 64 letters, digits, -, _, ., : and @, a letter or digit first";
+        let rule = "must occur once, start with a letter or digit, and have at most 64 letters, digits, -, _, ., : and @";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
         // A header that occurs twice is refused: one of the two may come from the client and not from the proxy.
         let value = values.next().is_none().then_some(value);

@@ -17,12 +17,13 @@ use tokio::{
     time::{Instant, timeout, timeout_at},
 };
 
-/// The minimum speed of a body. Any network connection is faster, but many slow requests cannot use up all connections.
+/// The minimum speed at which a body must arrive, so that many slow requests cannot use up all connections. Any real network is faster.
 const BYTES_PER_SECOND: u32 = 16 << 10;
-/// The maximum time without a byte of a body, and its maximum delay behind [`BYTES_PER_SECOND`]. A few lost packets cause less.
+/// The maximum time without a byte of a body, and the maximum delay of a body behind [`BYTES_PER_SECOND`]. A few lost packets cause a
+/// shorter delay.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// The first bytes of each body do not count towards the budget, so that ordinary requests are read while large ones fill it. With
-/// 8,192 connections, the uncounted bytes use 128 MiB at most.
+/// The first bytes of each body do not count towards the budget, so that ordinary requests are read while large requests use up the budget.
+/// With 8,192 connections, the uncounted bytes use 128 MiB at most.
 const UNCOUNTED_BYTES: usize = 16 << 10;
 /// A body that grows beyond this size is moved from the heap to a memory mapping.
 const MAPPED_FROM_BYTES: usize = 256 << 10;
@@ -42,7 +43,8 @@ pub(super) struct Bodies {
 pub(super) type Held = Vec<OwnedSemaphorePermit>;
 
 impl Bodies {
-    /// `max` is the maximum size of one body; `budget` is that of all bodies that are read or parsed at a time. Both are in bytes.
+    /// `max` is the maximum size of one body. `budget` is the maximum total size of all bodies that are read or parsed at a time. Both are
+    /// in bytes.
     pub(super) fn new(max: usize, budget: usize) -> Self {
         let shares = Shares::new(budget.div_ceil(2));
         Self { max, budget: Arc::new(Semaphore::new(budget.min(Semaphore::MAX_PERMITS))), shares }
@@ -146,7 +148,7 @@ impl Buffer {
     }
 }
 
-/// Takes this many more bytes from each semaphore in `held`: the client's share and the whole budget.
+/// Acquires permits for this many more bytes from each semaphore in `held`, which are the client's share and the whole budget.
 fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
     let bytes = u32::try_from(bytes).map_err(|_| ApiError::BodyBudget)?;
     for permit in held {
@@ -156,8 +158,9 @@ fn grow(held: &mut Held, bytes: usize) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that the content type is JSON. Browsers send JSON to another site only after a CORS preflight, which this server refuses; they
-/// send forms and plain text without one. A request without a content type needs an Authorization header, which also needs a preflight.
+/// Checks that the content type is JSON. Browsers send JSON to another site only after a CORS preflight, which this server refuses, but
+/// they send forms and plain text without a preflight. A request without a content type needs an Authorization header, which also needs a
+/// preflight.
 fn is_json(headers: &HeaderMap) -> Result<(), ApiError> {
     let plain = |value: &[u8]| value.eq_ignore_ascii_case(b"identity");
     if headers.get_all(header::CONTENT_ENCODING).iter().any(|value| !plain(value.as_bytes())) {
@@ -221,14 +224,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_share_a_budget_except_small_ones() {
+    async fn large_bodies_share_a_budget_that_small_bodies_do_not_need() {
         let bodies = Bodies::new(1 << 20, 100_000);
         let read = async |bytes: usize| bodies.read(None, &json(), Body::from(vec![b' '; bytes])).await;
-        let large = read(UNCOUNTED_BYTES + 80_000).await.expect("it fits");
+        let large = read(UNCOUNTED_BYTES + 80_000).await.expect("the body fits in the budget");
         assert!(matches!(read(UNCOUNTED_BYTES + 20_001).await, Err(ApiError::BodyBudget)));
-        let _small = read(UNCOUNTED_BYTES).await.expect("it needs no budget");
+        let _small = read(UNCOUNTED_BYTES).await.expect("a small body needs no budget");
         drop(large);
-        assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "what was held and what was refused is back");
+        assert!(read(UNCOUNTED_BYTES + 100_000).await.is_ok(), "the whole budget is available again");
     }
 
     #[tokio::test]
@@ -247,11 +250,13 @@ mod tests {
             let sent: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
             for chunk in [1_000, MAPPED_FROM_BYTES, length] {
                 let chunks: Vec<_> = sent.chunks(chunk).map(|chunk| Ok::<_, Infallible>(Bytes::copy_from_slice(chunk))).collect();
-                let (unannounced, _) =
-                    bodies.read(None, &json(), Body::from_stream(stream::iter(chunks))).await.expect("it fits");
+                let (unannounced, _) = bodies
+                    .read(None, &json(), Body::from_stream(stream::iter(chunks)))
+                    .await
+                    .expect("the body fits in the budget");
                 assert!(unannounced == sent, "{length} bytes, {chunk} at a time");
             }
-            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("it fits");
+            let (announced, _) = bodies.read(None, &json(), Body::from(sent.clone())).await.expect("the body fits in the budget");
             assert!(announced == sent, "{length} bytes, announced");
         }
         let chunks = (0..3).map(|_| Ok::<_, Infallible>(Bytes::from(vec![b' '; 400_000])));

@@ -31,7 +31,7 @@ pub(super) fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Checks by their length that texts can fit into the context. Encoding the longest accepted body to find out would take minutes.
+/// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes.
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.

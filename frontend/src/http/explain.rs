@@ -50,6 +50,9 @@ fn worker(worker: &ExplainedWorker) -> Value {
         "as_prefill": worker.as_prefill.as_ref().map(cost),
         "as_decode": worker.as_decode.as_ref().map(cost),
         "alone": worker.alone.as_ref().map(cost),
+        "transfer_family": worker.transfer_family,
+        "unpaired_reason": worker.unpaired_reason,
+        "approximate_index": worker.approximate_index,
     })
 }
 

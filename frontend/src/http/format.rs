@@ -218,7 +218,7 @@ mod tests {
         ];
         let logprobs = Logprobs { model: &model, tokens: &tokens };
         assert_eq!(
-            serde_json::to_value(logprobs.text()).expect("plain data"),
+            serde_json::to_value(logprobs.text()).expect("logprobs can be serialized"),
             json!({
                 "tokens": ["h", "bytes:\\xe2"], "token_logprobs": [null, -9999.0],
                 "top_logprobs": [null, {"i": -0.5, "bytes:\\xe2": -9999.0}], "text_offset": [0, 1],
@@ -226,7 +226,7 @@ mod tests {
         );
         let chosen = Logprobs { model: &model, tokens: &tokens[1..] };
         assert_eq!(
-            serde_json::to_value(chosen.chat()).expect("plain data"),
+            serde_json::to_value(chosen.chat()).expect("logprobs can be serialized"),
             json!({"content": [{
                 "token": "bytes:\\xe2", "logprob": -9999.0, "bytes": [0xE2],
                 "top_logprobs": [{"token": "i", "logprob": -0.5, "bytes": [105]}],

@@ -35,7 +35,7 @@ async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Resp
     next.run(request).await
 }
 
-/// Reads the body before it replies, because a client reads the reply only after it has sent its request.
+/// Replies with the error after reading the body, because a client reads the reply only after it has sent its request.
 async fn refused(request: Request, error: ApiError) -> Response {
     discard(request.into_body()).await;
     error.into_response()
@@ -50,8 +50,8 @@ fn names_this_server(headers: &HeaderMap, hosts: &[String]) -> bool {
     is_ip || name.eq_ignore_ascii_case("localhost") || hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(name))
 }
 
-/// Whether a page of another origin sends the request. Following a link from there does not count: the other page cannot read the
-/// response.
+/// Whether a page of another origin sends the request. Requests that follow a link on such a page do not count, because that page cannot
+/// read the response.
 fn is_cross_origin(headers: &HeaderMap, method: &Method) -> bool {
     let text = |name: &str| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
     if text("sec-fetch-mode") == Some("navigate") && matches!(*method, Method::GET | Method::HEAD) {

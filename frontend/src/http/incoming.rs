@@ -56,7 +56,7 @@ impl Incoming {
         self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
     }
 
-    /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text it runs on a blocking thread.
+    /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text, `encode` runs on a blocking thread.
     ///
     /// # Errors
     /// `encode` fails, or no core is free in time.

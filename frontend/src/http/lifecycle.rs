@@ -77,8 +77,8 @@ fn refused(id: &str, mut admitted: Admitted, error: ApiError) -> Response {
     error.into_response()
 }
 
-/// Returns the client to whose limits the request counts: its account, else its address. `None` if that is the address of a trusted
-/// proxy, which many clients share.
+/// Returns the client to whose limits the request counts: its account, else its address. `None` if there is no account and the address is
+/// that of a trusted proxy, which many clients share.
 fn client(account: &str, app: &App, parts: &Parts) -> Option<Client> {
     if !account.is_empty() {
         return Some(Client::Account(account.to_owned()));

@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::sync::Arc;
 use tandem_kv::RequestId;
 use tandem_node::trace::Span;
-use tandem_proto::v1::{FailureReason, PrefillChunk};
+use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
 use tokio::time::Instant;
 
 /// The progress of one request. Dropping it records each prompt for the dashboard, if there is a dashboard.
@@ -44,7 +44,9 @@ struct PromptProgress {
     /// The prefill's chunks in the attempt that generated the first token; empty unless the worker reports them.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// The time at which each sample's latest token arrived.
+    /// The worker that generated the first token was lost before it had reported the cached tokens.
+    report_lost: bool,
+    /// The time at which each sample's latest token arrived; `None` before the sample's first token.
     last_token_at: Vec<Option<Instant>>,
     ended_at: Option<Instant>,
 }
@@ -73,6 +75,7 @@ impl Progress {
             facts: None,
             chunks: Vec::new(),
             migrations: 0,
+            report_lost: false,
             last_token_at: vec![None; samples],
             ended_at: None,
         });
@@ -90,18 +93,28 @@ impl Progress {
         }
         match event {
             AnswerEvent::Started(facts) => {
-                let prompt_tokens = prompt.usage.prompt_tokens;
-                prompt.usage.cached = Some(cached(facts.scheduled.as_ref(), &facts.placement, prompt_tokens));
                 let ttft = facts.first_token_at.duration_since(self.since);
                 self.metrics.time_to_first_token.record(ttft.as_secs_f64());
                 prompt.facts = Some(facts.clone());
+                if !facts.awaits_cached_tokens() {
+                    prompt.count_cached(facts.scheduled.as_ref());
+                }
                 self.span.event("first token", &[]);
             }
+            AnswerEvent::Scheduled(scheduled) => prompt.count_cached(Some(scheduled)),
             AnswerEvent::Delta(delta) if delta.tokens > 0 => prompt.record_tokens(delta, &self.metrics),
-            AnswerEvent::Resumed => prompt.migrations += 1,
+            AnswerEvent::Resumed => {
+                prompt.migrations += 1;
+                // The lost worker reports nothing more. That is no sign that it had stopped to report, so it is not counted as one.
+                prompt.report_lost |= prompt.usage.cached.is_none();
+                prompt.count_cached(None);
+            }
             // A resumed generation prefills again, but the timeline shows the attempt that generated the first token.
             AnswerEvent::Prefilled(chunks) if prompt.migrations == 0 => prompt.chunks.clone_from(chunks),
-            AnswerEvent::Finished => prompt.ended_at = Some(Instant::now()),
+            AnswerEvent::Finished => {
+                prompt.count_cached(None);
+                prompt.ended_at = Some(Instant::now());
+            }
             AnswerEvent::Delta(_) | AnswerEvent::PromptLogprobs(_) | AnswerEvent::Prefilled(_) => {}
         }
     }
@@ -110,17 +123,18 @@ impl Progress {
         usage(self.prompts.iter().map(|prompt| &prompt.usage))
     }
 
-    /// Called when the answer is complete. Counts every prompt in the metrics.
+    /// Records that the answer is complete, and counts every prompt in the metrics.
     pub(super) fn finish(&mut self) {
         self.status = StatusCode::OK.as_u16();
         self.trace();
         for prompt in &self.prompts {
-            let worker = prompt.facts.as_ref().map_or("", |facts| &*facts.placement.prefilling().worker.worker_id);
+            let facts = prompt.facts.as_ref().filter(|_| !prompt.report_lost);
+            let worker = facts.map_or("", |facts| &*facts.placement.prefilling().worker.worker_id);
             self.metrics.prompt_finished(&prompt.usage, worker);
         }
     }
 
-    /// Called when the answer ends with an error.
+    /// Records that the answer ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
     }
@@ -132,7 +146,7 @@ impl Progress {
         let usage = self.usage();
         self.span.set("gen_ai.usage.input_tokens", usage.prompt_tokens);
         self.span.set("gen_ai.usage.output_tokens", usage.completion_tokens);
-        self.span.set("gen_ai.usage.cache_read.input_tokens", usage.prompt_tokens_details.cached_tokens);
+        self.span.set("gen_ai.usage.cache_read.input_tokens", usage.prompt_tokens_details.cached_tokens.unwrap_or_default());
         self.span.set("gen_ai.response.finish_reasons", self.finish_reasons.clone());
         self.span.set("tandem.prompts", self.prompts.len() as u64);
         let sources = self.prompts.iter().filter_map(|prompt| Some(prompt.usage.cached.as_ref()?.source.label()));
@@ -169,12 +183,19 @@ impl Drop for Progress {
 }
 
 impl PromptProgress {
+    /// Sets the cached tokens to those that the worker reported, or to an estimate if it reported none, unless they are known already.
+    fn count_cached(&mut self, scheduled: Option<&Scheduled>) {
+        if let (Some(facts), None) = (&self.facts, &self.usage.cached) {
+            self.usage.cached = Some(cached(scheduled, &facts.placement, self.usage.prompt_tokens));
+        }
+    }
+
     /// Returns the milliseconds from the request's arrival to the end of each stage.
     fn stages(&self, since: Instant) -> Stages {
         let ms = |at: Instant| at.duration_since(since).as_secs_f64() * 1000.0;
         let facts = self.facts.as_deref();
         let scheduled_ms = facts.and_then(|facts| facts.scheduled_at).map(ms);
-        // The worker reports each chunk's time relative to the begin of the prefill.
+        // The worker reports each chunk's time relative to the beginning of the prefill.
         let chunks = scheduled_ms.map(|from| {
             let chunk = |chunk: &PrefillChunk| Chunk {
                 start_ms: from + f64::from(chunk.start_ms),

@@ -19,9 +19,9 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) enum NotReady {
     #[error("draining")]
     Draining,
-    #[error("router unreachable; start it, or correct --router")]
+    #[error("no router is reachable; start one, or correct --router or --etcd")]
     Router,
-    #[error("this frontend and the router belong to different clusters: {0}")]
+    #[error("this frontend belongs to another cluster than the router: {0}")]
     ClusterMismatch(#[from] Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
@@ -31,7 +31,7 @@ pub(super) enum NotReady {
 }
 
 impl App {
-    /// Checks routers until one of the same cluster could place a request.
+    /// Checks the routers until one of them belongs to this frontend's cluster and could place a request.
     ///
     /// # Errors
     /// This process drains, or no router can place a request.

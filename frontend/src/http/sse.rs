@@ -134,6 +134,6 @@ impl Events {
 
 fn write_event(out: &mut Vec<u8>, data: &impl Serialize) {
     out.extend_from_slice(b"data: ");
-    serde_json::to_writer(&mut *out, data).expect("answers are plain data with texts as keys");
+    serde_json::to_writer(&mut *out, data).expect("the keys of an answer are strings");
     out.extend_from_slice(b"\n\n");
 }

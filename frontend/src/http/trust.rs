@@ -62,7 +62,7 @@ impl Trust {
     /// Whether this header is `true`.
     ///
     /// # Errors
-    /// The header is `true`, and this peer may not send it. It is not ignored: then a request for an explanation would be answered and
+    /// The header is `true`, and this peer may not send it. If the header were ignored, a request for an explanation would be answered and
     /// billed like any other.
     pub(super) fn flag(&self, headers: &HeaderMap, name: HeaderName, trusted: bool) -> Result<bool, ApiError> {
         let wanted = wants(headers, &name);
@@ -86,13 +86,13 @@ mod tests {
         if let Some(name) = header {
             request = request.header(name, "1.2.3.4");
         }
-        let (mut parts, ()) = request.body(()).expect("well-formed").into_parts();
-        parts.extensions.insert(PeerAddress(peer.parse().expect("an address")));
+        let (mut parts, ()) = request.body(()).expect("the request is well-formed").into_parts();
+        parts.extensions.insert(PeerAddress(peer.parse().expect("the peer address is valid")));
         trust.trusts(&parts)
     }
 
     fn trust(proxies: &[&str], local: bool) -> Trust {
-        let proxies = proxies.iter().map(|network| network.parse().expect("a network")).collect();
+        let proxies = proxies.iter().map(|network| network.parse().expect("the network is valid")).collect();
         Trust::new(proxies, local, ExposeDetails::Trusted)
     }
 

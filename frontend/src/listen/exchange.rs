@@ -39,22 +39,22 @@ impl Exchange {
         *self.0.lock()
     }
 
-    /// Called when the head of a request is complete.
+    /// Records that the head of a request is complete. `phase` is the phase that begins now.
     pub(super) fn begin(&self, phase: Phase, interim: bool) {
         *self.0.lock() = State { phase, interim };
     }
 
-    /// Called when the body of the request is complete or dropped.
+    /// Records that the body of the request is complete or was dropped.
     pub(super) fn request_is_read(&self) {
         self.step(Phase::Reading, Phase::Answering);
     }
 
-    /// Called when bytes of the answer are sent.
+    /// Records that bytes of the answer are sent.
     pub(super) fn sends(&self) {
         self.step(Phase::Answering, Phase::Sending);
     }
 
-    /// Called when the answer's body has ended.
+    /// Records that the answer's body has ended.
     pub(super) fn end(&self) {
         self.0.lock().phase = Phase::Waiting;
     }

@@ -84,12 +84,12 @@ mod tests {
     use tandem_node::Metrics;
 
     fn limits(all_max: usize, per_peer_max: usize) -> Arc<ConnectionLimits> {
-        let proxies = vec!["10.9.0.0/16".parse().expect("a network")];
+        let proxies = vec!["10.9.0.0/16".parse().expect("the network is valid")];
         Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default(), "m"))))
     }
 
     fn from(limits: &Arc<ConnectionLimits>, address: &str) -> Option<ConnectionPermit> {
-        limits.acquire(Some(address.parse().expect("an address")))
+        limits.acquire(Some(address.parse().expect("the address is valid")))
     }
 
     #[test]
@@ -99,7 +99,10 @@ mod tests {
         assert!(of_one.iter().all(Option::is_some), "both are the same address");
         assert!(from(&limits, "10.0.0.1").is_none());
         let other = from(&limits, "10.0.0.2");
-        assert!(other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(), "none is left");
+        assert!(
+            other.is_some() && from(&limits, "10.0.0.3").is_none() && limits.acquire(None).is_none(),
+            "no connection is left"
+        );
         drop((of_one, other));
         let open = limits.open.lock();
         assert_eq!((open.all, open.by_key.len()), (0, 0));
@@ -108,20 +111,20 @@ mod tests {
     #[test]
     fn addresses_of_one_ipv6_network_count_together() {
         let limits = limits(9, 1);
-        let _first = from(&limits, "2001:db8::1").expect("none is open");
-        assert!(from(&limits, "2001:db8::ffff:1").is_none(), "the same /64");
-        assert!(from(&limits, "2001:db8:0:1::1").is_some(), "another /64");
+        let _first = from(&limits, "2001:db8::1").expect("the network has no open connection");
+        assert!(from(&limits, "2001:db8::ffff:1").is_none(), "both addresses are in the same /64");
+        assert!(from(&limits, "2001:db8:0:1::1").is_some(), "the address is in another /64");
     }
 
     #[test]
-    fn trusted_proxy_has_no_connection_limit_of_its_own() {
+    fn trusted_proxy_has_no_connection_limit_per_address() {
         let limits = limits(3, 1);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.9.0.1")).collect();
         assert_eq!(taken.len(), 3, "only the limit on all connections applies");
     }
 
     #[test]
-    fn one_address_may_use_all_connections_without_a_limit() {
+    fn one_address_may_use_all_connections_without_a_limit_per_address() {
         let limits = limits(3, 0);
         let taken: Vec<_> = (0..4).map_while(|_| from(&limits, "10.0.0.1")).collect();
         assert_eq!(taken.len(), 3);

@@ -63,7 +63,7 @@ pub(crate) async fn serve(
     while connections.join_next().await.is_some() {}
 }
 
-/// Returns the next connection and its peer's address, which a connection in memory does not have. Cancel-safe.
+/// Returns the next connection and its peer's address, which is `None` for a connection in memory. Cancel-safe.
 async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Option<IpAddr>) {
     match arrivals {
         Arrivals::Tcp(listener) => {
@@ -132,7 +132,7 @@ impl Serving {
             }
         };
         if let Err(error) = served {
-            tracing::debug!(%error, "connection failed");
+            tracing::debug!(%error, "a client's connection failed");
         }
     }
 }

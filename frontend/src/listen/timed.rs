@@ -36,7 +36,7 @@ pub(super) struct Timed<S> {
     io: Pin<Box<TimeoutWriter<S>>>,
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
-    /// The wait for which `clock` is set.
+    /// The wait for which `clock` is set; `None`: `clock` is not set.
     armed: Option<Wait>,
     /// Whether bytes of the next request have arrived.
     head_began: bool,
@@ -73,7 +73,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
         }
     }
 
-    /// Is ready once `time` has passed since the first call for this wait.
+    /// Is ready once `time` has passed since this method was first called for this wait.
     fn poll_wait(&mut self, wait: Wait, time: Duration, cx: &mut Context<'_>) -> Poll<()> {
         if self.armed != Some(wait) {
             self.armed = Some(wait);
@@ -168,7 +168,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncWrite for Timed<S> {
 }
 
 impl<S> Timed<S> {
-    /// Called when hyper writes. Then a request has been read, and the next bytes that arrive belong to another request.
+    /// Records that hyper writes. The request has been read by then, so the next bytes that arrive belong to another request.
     fn note_write(&mut self) {
         self.exchange.sends();
         (self.flushed, self.head_began, self.armed) = (false, false, None);

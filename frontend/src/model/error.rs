@@ -11,7 +11,7 @@ pub enum ServedModelError {
     /// The tokenizer is not byte-level BPE.
     #[error("unsupported tokenizer {0}: only gpt2 (byte-level BPE) is supported; choose another model")]
     TokenizerAlgorithm(String),
-    /// The pre-tokenizer is not one of the supported ones.
+    /// The pre-tokenizer is not supported.
     #[error("unsupported pre-tokenizer {0}: only gpt-2, smollm, llama-bpe and qwen2 are supported; choose another model")]
     PreTokenizer(String),
     /// An added token would change the text around it.

@@ -6,7 +6,7 @@ pub use error::ServedModelError;
 
 use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::TokenId;
-use tandem_model::{Gguf, HfDirectory, ModelFile, sim};
+use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile, sim};
 
 /// Names of control tokens that end an answer in the supported model families, in addition to those that a model's files name.
 const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
@@ -57,14 +57,27 @@ impl ServedModel {
     /// # Errors
     /// A file is missing or malformed, or the tokenizer or chat template is not supported.
     pub fn from_directory(id: impl Into<String>, revision: &str, directory: &HfDirectory) -> Result<Self, ServedModelError> {
-        let files = directory.tokenizer()?;
+        Self::from_tokenizer(id, revision, directory.tokenizer()?, directory.config()?.context_length)
+    }
+
+    /// Loads what Hugging Face's libraries save of a model besides its weights, served under the name `id`. `context_length` is the maximum
+    /// length of a sequence.
+    ///
+    /// # Errors
+    /// The tokenizer or chat template is not supported.
+    pub fn from_tokenizer(
+        id: impl Into<String>,
+        revision: &str,
+        files: HfTokenizer,
+        context_length: u32,
+    ) -> Result<Self, ServedModelError> {
         let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
         let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
         let eos = tokenizer.special_id(&files.eos);
         Ok(Self {
             id: id.into(),
             revision: revision.to_owned(),
-            context_length: directory.config()?.context_length,
+            context_length,
             template: template.transpose()?,
             stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
             bos,
@@ -142,24 +155,25 @@ mod tests {
     }
 
     fn served(at: &Path) -> ServedModel {
-        ServedModel::from_directory("m", "r", &HfDirectory::open(at).expect("it opens")).expect("it can be served")
+        ServedModel::from_directory("m", "r", &HfDirectory::open(at).expect("the model directory is valid"))
+            .expect("the frontend can serve the model")
     }
 
     fn rendered(model: &ServedModel) -> String {
         let turns = [Turn { role: "user", content: "a" }];
-        model.template.as_ref().expect("it has a template").render(&turns, 1 << 10).expect("it renders")
+        model.template.as_ref().expect("the model has a chat template").render(&turns, 1 << 10).expect("the template renders")
     }
 
     #[test]
     fn model_directory_supplies_id_context_length_stop_tokens_and_template() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         directory(folder.path());
         let model = served(folder.path());
         assert_eq!((model.id.as_str(), model.context_length, model.bos), ("m", 77, None));
-        assert_eq!(model.stop_tokens, [2, 3], "the model's own and the family's");
+        assert_eq!(model.stop_tokens, [2, 3], "the stop tokens of the model and of its family");
         assert_eq!(rendered(&model), "<s>a</s>");
 
-        // The files of newer libraries take precedence over those of older ones.
+        // Files of newer versions of the libraries take precedence over files of older versions.
         fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id":[0,2]}"#).expect("the folder is writable");
         fs::write(folder.path().join("chat_template.jinja"), "{{ messages[0].content }}!").expect("the folder is writable");
         let model = served(folder.path());
@@ -174,14 +188,14 @@ mod tests {
 
     #[test]
     fn model_directory_without_valid_tokenizer_is_refused() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         directory(folder.path());
         fs::remove_file(folder.path().join("tokenizer.json")).expect("the folder is writable");
         let opened = HfDirectory::open(folder.path()).expect("config.json is there");
-        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("the model is refused").to_string();
         assert!(error.contains("tokenizer.json"), "{error}");
         fs::write(folder.path().join("tokenizer_config.json"), "[").expect("the folder is writable");
-        let error = ServedModel::from_directory("m", "r", &opened).err().expect("it is refused").to_string();
+        let error = ServedModel::from_directory("m", "r", &opened).err().expect("the model is refused").to_string();
         assert!(error.contains("tokenizer_config.json"), "{error}");
     }
 }

@@ -14,7 +14,8 @@ const NAME: &str = "chat";
 /// The maximum number of instructions for one rendering. The templates of the supported families need fewer than 300 per message. This
 /// limit allows 600 per message for the maximum number of messages; executing it takes about half a second.
 const STEPS_MAX: u64 = 10_000_000;
-/// The maximum text size for the short conversations of [`ChatTemplate::new`]. Templates with a built-in system message write a few KB.
+/// The maximum text size for the short conversations with which [`ChatTemplate::new`] tests a template. Templates with a built-in system
+/// message write a few KB.
 const PROBE_BYTES_MAX: usize = 1 << 20;
 
 /// A model's chat template, compiled.
@@ -122,7 +123,7 @@ mod tests {
     #[test]
     fn chatml_template_renders_roles_and_contents() {
         let turns = [Turn { role: "system", content: "Be {{ brief }}." }, Turn { role: "user", content: "<b>Hi</b>" }];
-        let text = ChatTemplate::chatml().render(&turns, 1 << 10).expect("it renders");
+        let text = ChatTemplate::chatml().render(&turns, 1 << 10).expect("the template renders");
         assert_eq!(
             text,
             "<|im_start|>system\nBe {{ brief }}.<|im_end|>\n<|im_start|>user\n<b>Hi</b><|im_end|>\n<|im_start|>assistant\n"
@@ -133,10 +134,13 @@ mod tests {
     fn template_supports_python_methods_trimmed_blocks_and_raise_exception() {
         let source = "{{ bos_token }}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{{ raise_exception('no system') }}\n\
                       {% endif %}\n{{ m.content.strip() | upper }}\n{% endfor %}";
-        let template = ChatTemplate::new(source, "<s>", "</s>").expect("it compiles");
-        assert_eq!(template.render(&[Turn { role: "user", content: " hi " }], 1 << 10).expect("it renders"), "<s>\nHI\n");
+        let template = ChatTemplate::new(source, "<s>", "</s>").expect("the template compiles");
+        assert_eq!(
+            template.render(&[Turn { role: "user", content: " hi " }], 1 << 10).expect("the template renders"),
+            "<s>\nHI\n"
+        );
         let Err(RenderError::Refused(refused)) = template.render(&[Turn { role: "system", content: "x" }], 1 << 10) else {
-            panic!("it raises");
+            panic!("the template must raise an exception");
         };
         assert_eq!(refused.detail(), Some("no system"));
     }
@@ -162,7 +166,7 @@ mod tests {
     #[test]
     fn quadratic_rendering_ends_at_its_step_limit() {
         let source = "{% for m in messages %}{% for o in messages %}{% set x = o.content %}{% endfor %}{% endfor %}x";
-        let template = ChatTemplate::new(source, "", "").expect("it ends for few messages");
+        let template = ChatTemplate::new(source, "", "").expect("the template ends for few messages");
         let turns: Vec<_> = (0..16_384).map(|_| Turn { role: "user", content: "" }).collect();
         assert!(template.render(&turns[..100], 1).is_ok());
         assert!(matches!(template.render(&turns, 1), Err(RenderError::Steps)));
@@ -171,11 +175,17 @@ mod tests {
     #[test]
     fn rendering_beyond_its_byte_limit_is_refused() {
         let source = "{% for m in messages %}{% for n in range(1000) %}{{ m.content }}{% endfor %}{% endfor %}";
-        let template = ChatTemplate::new(source, "", "").expect("it ends for short messages");
+        let template = ChatTemplate::new(source, "", "").expect("the template ends for short messages");
         let content = "x".repeat(1 << 20);
         let bomb = [Turn { role: "user", content: &content }];
         assert!(matches!(template.render(&bomb, 4 << 20), Err(RenderError::TooLong)));
-        assert_eq!(template.render(&[Turn { role: "user", content: "ab" }], 2_000).expect("it just fits").len(), 2_000);
+        assert_eq!(
+            template
+                .render(&[Turn { role: "user", content: "ab" }], 2_000)
+                .expect("the text is exactly as long as the limit")
+                .len(),
+            2_000
+        );
     }
 
     #[test]

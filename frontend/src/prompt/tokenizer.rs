@@ -90,9 +90,9 @@ impl Tokenizer {
             algorithm: Algorithm::Bytes,
             token_bytes_max: token_bytes_max(&tokens),
             tokens,
-            special: Literals::new(names.to_vec()).expect("two short names make an automaton"),
-            always: Literals::new(Vec::new()).expect("no names make an automaton"),
-            control: automaton(names.iter().map(|(name, _)| name)).expect("two short names make an automaton"),
+            special: Literals::new(names.to_vec()).expect("an automaton can be built from two short names"),
+            always: Literals::new(Vec::new()).expect("an automaton can be built from no names"),
+            control: automaton(names.iter().map(|(name, _)| name)).expect("an automaton can be built from two short names"),
         }
     }
 
@@ -182,7 +182,7 @@ impl Tokenizer {
         });
         let control = named(&[kind::UNKNOWN, kind::CONTROL]);
         let tokens: Vec<Token> = all.collect();
-        // Unicode composition (NFC) makes a text at most four times shorter.
+        // Unicode composition (NFC) makes a text at most four times shorter, so a token may stand for four times the bytes of its own text.
         let shrinks = if encoder.get_normalizer().is_some() { 4 } else { 1 };
         Ok(Self {
             algorithm: Algorithm::Bpe(Box::new(encoder)),
@@ -259,7 +259,7 @@ impl Tokenizer {
         self.tokens.get(token as usize).map_or(&[], |token| &token.bytes)
     }
 
-    /// Whether the token has no visible text. That includes unknown ids.
+    /// Whether the token has no visible text. Unknown ids count as such tokens.
     pub(crate) fn is_special(&self, token: TokenId) -> bool {
         self.tokens.get(token as usize).is_none_or(|token| token.special)
     }
@@ -310,7 +310,8 @@ struct AddedToken {
     id: TokenId,
     content: String,
     special: bool,
-    /// A token for which this, `rstrip` or `single_word` is true is refused, because it would change the text around it.
+    /// Whether the token removes the white space before it. A token with this field, `rstrip` or `single_word` set is refused, because it
+    /// would change the text around it.
     #[serde(default)]
     lstrip: bool,
     #[serde(default)]
@@ -397,7 +398,7 @@ fn automaton<'a>(names: impl Iterator<Item = &'a String>) -> Result<AhoCorasick,
 fn byte_of_char() -> HashMap<char, u8> {
     let visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut hidden = (256..).filter_map(char::from_u32);
-    let mut char_of = |byte: u8| if visible(byte) { byte.into() } else { hidden.next().expect("256 is far from the end") };
+    let mut char_of = |byte: u8| if visible(byte) { byte.into() } else { hidden.next().expect("the range has 256 characters") };
     (0..=u8::MAX).map(|byte| (char_of(byte), byte)).collect()
 }
 

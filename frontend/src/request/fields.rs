@@ -14,10 +14,10 @@ pub(super) const MESSAGES_MAX: usize = 16_384;
 /// The maximum number of entries of `logit_bias`, as in OpenAI's API.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
 pub(super) const STOP_TOKENS_MAX: usize = 256;
-/// The maximum number of stop strings. It is more than any client needs, and few enough to search for all of them at every token.
+/// The maximum number of stop strings. No client needs more, and a search for this many at every token is fast.
 pub(super) const STOPS_MAX: usize = 16;
 
-/// A list of which at most `MAX` + 1 elements are built, so that a later check of its length can still refuse it.
+/// A list of which at most `MAX` + 1 elements are built. One element more than allowed suffices for a later check to refuse the list.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
 /// An object whose values are numbers, bounded like [`Bounded`]. Its entries keep their order and may have the same name.
@@ -42,7 +42,7 @@ pub(crate) enum Input {
     Tokens(Vec<TokenId>),
 }
 
-/// An integer. `5.0` counts as one, because some clients write all numbers with a decimal point.
+/// An integer. A number such as `5.0` is accepted as an integer, because some clients write all numbers with a decimal point.
 #[derive(Clone, Copy)]
 pub(crate) struct Whole(pub(crate) i64);
 
@@ -220,7 +220,7 @@ readable! {
     }
 }
 
-/// Appends the remaining elements of a list until there are `max` + 1, and skips the others.
+/// Appends further elements of the list until there are `max` + 1 elements, and skips all later ones.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };
@@ -236,7 +236,7 @@ mod tests {
     use serde::Deserializer;
 
     #[test]
-    fn prompt_may_be_a_text_or_token_ids_or_a_list_of_either() {
+    fn prompt_may_be_one_or_several_texts_or_lists_of_token_ids() {
         let texts = |texts: &[&str]| texts.iter().map(|text| Input::Text((*text).to_owned())).collect();
         let cases: [(&str, Vec<Input>); 5] = [
             (r#""a""#, texts(&["a"])),
@@ -291,16 +291,16 @@ mod tests {
             }
         }
         let list = format!("[{}]", vec!["{}"; 100_000].join(","));
-        let Bounded(built) = serde_json::from_str::<Bounded<Counted, 10>>(&list).expect("it is JSON");
+        let Bounded(built) = serde_json::from_str::<Bounded<Counted, 10>>(&list).expect("the text is JSON");
         assert_eq!((built.len(), BUILT.get()), (11, 11));
         let object = format!("{{{}}}", vec![r#""1":2"#; 100_000].join(","));
-        let BoundedMap(built) = serde_json::from_str::<BoundedMap<10>>(&object).expect("it is JSON");
+        let BoundedMap(built) = serde_json::from_str::<BoundedMap<10>>(&object).expect("the text is JSON");
         assert_eq!(built.len(), 11);
-        let Stop(built) = serde_json::from_str(&format!("[{}]", vec![r#""a""#; 100_000].join(","))).expect("it is JSON");
+        let Stop(built) = serde_json::from_str(&format!("[{}]", vec![r#""a""#; 100_000].join(","))).expect("the text is JSON");
         assert_eq!(built.len(), STOPS_MAX + 1);
         for element in [r#""a""#, "[1]"] {
             let list = format!("[{}]", vec![element; 100_000].join(","));
-            let Prompts(built) = serde_json::from_str(&list).expect("it is JSON");
+            let Prompts(built) = serde_json::from_str(&list).expect("the text is JSON");
             assert_eq!(built.len(), PROMPTS_MAX + 1, "of {element}");
         }
         // The elements that are skipped must also be valid JSON.

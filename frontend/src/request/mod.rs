@@ -110,7 +110,7 @@ mod tests {
         struct Built;
         impl<'de> serde::Deserialize<'de> for Built {
             fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
-                panic!("it must not be built")
+                panic!("no value must be built")
             }
         }
         for body in ["{\"messages\":[{},{},{},{}]}", "{\"tools\":[0,0,0,0,0]}", "{\"a\":1,\"b\":2,\"c\":3,\"d\":4,\"e\":5}"] {

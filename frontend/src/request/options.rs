@@ -61,7 +61,7 @@ impl Range {
 /// Checks that a number of tokens is at least `low`.
 ///
 /// # Errors
-/// It is out of range.
+/// The number is less than `low`.
 pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiError> {
     let allowed = if low == 0 { "a whole number from 0 on" } else { "a whole number from 1 on" };
     match u32::try_from(found) {
@@ -75,7 +75,7 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
 /// Checks the number of alternatives to be reported for each token. Both endpoints have the limit of OpenAI's chat endpoint.
 ///
 /// # Errors
-/// It is out of range.
+/// The number is out of range.
 pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
     Range { low: 0.0, high: 20.0, allowed: "between 0 and 20" }.check(param, found as f64)?;
     Ok(found as u32)

@@ -39,7 +39,7 @@ pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Resul
 
 /// Converts an accepted value of the tables to the [`Setting`] that a request with this value would have.
 pub(crate) fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
-    Setting::deserialize(value.into_deserializer()).expect("the tables have numbers, texts and booleans")
+    Setting::deserialize(value.into_deserializer()).expect("the tables have only numbers, texts and booleans")
 }
 
 readable! {
@@ -133,8 +133,8 @@ mod tests {
     }
 
     #[test]
-    fn unsupported_parameter_is_accepted_only_if_it_changes_nothing() {
-        let read = |json: &str| serde_json::from_str::<Setting>(json).expect("JSON");
+    fn unsupported_parameter_is_accepted_only_if_its_value_has_no_effect() {
+        let read = |json: &str| serde_json::from_str::<Setting>(json).expect("the setting is JSON");
         let passes = |json, table: &[Setting]| check("x", &read(json), table).is_ok();
         assert!(passes("null", &[]) && passes("false", &[]) && passes("{}", &[]));
         assert!(!passes("0", &[]) && !passes("true", &[]) && !passes(r#""x""#, &[]));

@@ -47,6 +47,9 @@ impl Answer {
                 return (Ok(event), Some(Self { generation: Some(generation), ..self }));
             }
             if self.samples.all_ended() {
+                if let Some(report) = generation.late_report(&self.prompt).await {
+                    return (Ok(AnswerEvent::Scheduled(report)), Some(Self { generation: Some(generation), ..self }));
+                }
                 generation.close().await;
                 return (Ok(AnswerEvent::Finished), None);
             }

@@ -2,12 +2,14 @@
 
 use crate::dispatch::Facts;
 use tandem_kv::TokenId;
-use tandem_proto::v1::PrefillChunk;
+use tandem_proto::v1::{PrefillChunk, Scheduled};
 
 /// An event of one prompt's answer.
 pub(crate) enum AnswerEvent {
     /// The first token was generated. This event occurs once, before all other events.
     Started(Box<Facts>),
+    /// The cached tokens, if the facts announce that they are reported later. This event occurs at most once.
+    Scheduled(Scheduled),
     /// The chunks of the prefill, if the worker reports them.
     Prefilled(Vec<PrefillChunk>),
     /// The logprobs of the prompt's own tokens, if requested. This event occurs before the first delta.

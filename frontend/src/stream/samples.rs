@@ -18,7 +18,7 @@ pub(super) struct Samples {
 }
 
 struct Sample {
-    /// The number of first tokens in whose text stop strings are ignored.
+    /// The number of tokens at the beginning of the sample in whose text stop strings are ignored.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,
@@ -77,9 +77,11 @@ impl Samples {
                 self.events.push_back(event);
             }
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
+            Message::Scheduled(scheduled) => self.events.push_back(AnswerEvent::Scheduled(scheduled)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // These messages precede an attempt's first token, so here they are those of a resume. They do not change the facts.
-            Message::Scheduled(_) | Message::DecodeStarted(_) => {}
+            // This message precedes an attempt's first token, so here it comes from a resume. It does not change the facts of the attempt
+            // that generated the first token.
+            Message::DecodeStarted(_) => {}
         }
         Ok(())
     }

@@ -33,7 +33,7 @@ impl StopMatcher {
         false
     }
 
-    /// Adds a chunk in which stop strings are ignored: a stop string that begins before it or in it does not count.
+    /// Adds a chunk in which stop strings are ignored: a stop string that begins before or in this chunk does not count.
     pub(crate) fn pass(&mut self, chunk: &str, out: &mut String) {
         self.finish(out);
         out.push_str(chunk);
@@ -90,7 +90,7 @@ mod tests {
             for split in 0..1_u32 << (chars.len() - 1) {
                 let mut chunks = vec![String::new()];
                 for (index, char) in chars.iter().enumerate() {
-                    chunks.last_mut().expect("there is one").push_str(char);
+                    chunks.last_mut().expect("the list starts with one chunk").push_str(char);
                     if split >> index & 1 == 1 {
                         chunks.push(String::new());
                     }

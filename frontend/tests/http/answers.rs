@@ -13,7 +13,7 @@ fn ids(text: &str) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn whole_chat_answer_has_openais_format() {
+async fn chat_completion_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let messages = json!([
         { "role": "developer", "content": "Be brief." },
@@ -30,7 +30,7 @@ async fn whole_chat_answer_has_openais_format() {
     let reply = cluster.spawn_post(CHAT, body);
     let call = cluster.call().await;
     let mut prompt = Vec::new();
-    // A control token's name in a message stays text, so a message cannot end itself and begin another one.
+    // A control token's name in a message stays text, so a message cannot end itself and begin another message.
     for (role, content) in [("system", "Be brief."), ("user", "a\nb"), ("assistant", ""), ("user", "x<|im_end|>")] {
         prompt.push(IM_START);
         prompt.extend(ids(&format!("{role}\n{content}")));
@@ -39,7 +39,7 @@ async fn whole_chat_answer_has_openais_format() {
     prompt.push(IM_START);
     prompt.extend(ids("assistant\n"));
     assert_eq!(call.request.prompt, prompt);
-    let sampling = call.request.sampling.clone().expect("it is set");
+    let sampling = call.request.sampling.clone().expect("the call has sampling settings");
     assert_eq!((sampling.max_tokens, sampling.min_tokens, sampling.seed), (Some(5), 2, u64::MAX));
     assert_eq!((sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p), (0.5, 0.9, 0, 0.1));
     assert_eq!((sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty), (1.0, -1.0, 1.5));
@@ -58,13 +58,13 @@ async fn whole_chat_answer_has_openais_format() {
     call.send(tokens(0, "üß".as_bytes())).await;
     call.send(finished(0, FinishReason::Stop, Some(IM_END))).await;
     let reply = soon(reply).await.expect("the client task runs");
-    let request_id = reply.header("x-request-id").expect("every response has it").to_owned();
+    let request_id = reply.header("x-request-id").expect("every response has an x-request-id header").to_owned();
     assert_eq!(call.request.request_id, format!("{request_id}-0"));
     let (status, mut answer) = reply.json().await;
     assert_eq!(status, StatusCode::OK);
     for field in ["tandem", "created", "usage"] {
         assert!(!answer[field].is_null(), "{answer}");
-        answer.as_object_mut().expect("an object").remove(field);
+        answer.as_object_mut().expect("the answer is an object").remove(field);
     }
     assert_eq!(
         answer,
@@ -79,12 +79,12 @@ async fn whole_chat_answer_has_openais_format() {
 }
 
 #[tokio::test]
-async fn streamed_chat_answer_has_openais_format() {
+async fn streamed_chat_completion_has_openais_format() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true, "n": 2, "ignore_eos": true })));
     let call = cluster.call().await;
     assert_eq!(call.request.samples, 2);
-    let sampling = call.request.sampling.clone().expect("it is set");
+    let sampling = call.request.sampling.clone().expect("the call has sampling settings");
     assert_eq!((sampling.max_tokens, sampling.stop_token_ids), (None, vec![]));
     call.begin(Some(0)).await;
     // The three parts split a character. The frontend sends it only once it is complete.
@@ -114,8 +114,8 @@ async fn streamed_chat_answer_has_openais_format() {
         assert_eq!(event["object"], "chat.completion.chunk");
         assert_eq!(event["id"], events[0]["id"]);
     }
-    // A header requests the details. They are sent even if usage was not requested.
-    assert_eq!(events.last().expect("there is one")["tandem"]["cached_tokens_source"], "worker");
+    // The client requested the details by a header. The answer has them although the client did not request usage.
+    assert_eq!(events.last().expect("the answer has events")["tandem"]["cached_tokens_source"], "worker");
 }
 
 #[tokio::test]
@@ -149,7 +149,7 @@ async fn stop_string_ends_the_generation_and_later_tokens_do_not_count() {
 }
 
 #[tokio::test]
-async fn completions_accept_texts_token_ids_and_lists_of_either() {
+async fn completions_accept_one_or_several_texts_or_lists_of_token_ids() {
     let mut cluster = Cluster::start().await;
     for (prompt, expected) in [
         (json!("a<|im_end|>"), vec![vec![97, IM_END]]),
@@ -255,7 +255,7 @@ async fn response_headers_wait_for_the_first_token_and_details_are_opt_in() {
     let mut reply = tokio::spawn(send(cluster.frontend, Method::POST, CHAT, &HEADERS, body.into()));
     let call = cluster.call().await;
     assert_eq!(call.request.traceparent, trace);
-    assert!(!call.request.request_id.contains("mine"), "a client's id is no key of ours");
+    assert!(!call.request.request_id.contains("mine"), "a client's id is not used within the cluster");
     call.begin(Some(0)).await;
     assert!(futures::poll!(&mut reply).is_pending());
     call.send(tokens(0, b"a")).await;
@@ -284,19 +284,22 @@ async fn models_health_and_readiness_are_served_with_every_documented_path() {
     for path in ["/health", "/live", "/ready"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::OK, "{path}");
     }
-    *cluster.decode_workers.lock().expect("no test panics with it") = 0;
+    *cluster.decode_workers.lock().expect("no test panics with the lock") = 0;
     let (status, body) = cluster.get("/ready").await;
     assert_eq!((status, body), (StatusCode::SERVICE_UNAVAILABLE, json!({ "status": "no decode worker" })));
     assert_eq!(cluster.get("/health").await.0, StatusCode::OK);
     let (_, document) = cluster.get("/openapi.json").await;
-    for path in document["paths"].as_object().expect("it has paths").keys() {
+    for path in document["paths"].as_object().expect("the document has paths").keys() {
         let (status, _) = cluster.send(Method::GET, &path.replace("{id}", "m"), &[], "").await.text().await;
         assert_ne!(status, StatusCode::NOT_FOUND, "{path}");
     }
     let (_, text) = cluster.send(Method::GET, "/metrics", &[], "").await.text().await;
     assert!(text.contains("# TYPE tandem_frontend_inflight_requests gauge"), "{text}");
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
-    assert_eq!(unreachable.get("/ready").await.1, json!({ "status": "router unreachable; start it, or correct --router" }));
+    assert_eq!(
+        unreachable.get("/ready").await.1,
+        json!({ "status": "no router is reachable; start one, or correct --router or --etcd" })
+    );
 }
 
 /// Is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.
@@ -308,7 +311,7 @@ async fn real_models_template_renders_the_expected_prompt() {
         return;
     };
     let load = || {
-        let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL is a GGUF file");
+        let file = tandem_model::Gguf::open(path.as_ref()).expect("TANDEM_MODEL must name a GGUF file");
         tandem_frontend::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
     };
     let model = load();
@@ -322,8 +325,8 @@ async fn real_models_template_renders_the_expected_prompt() {
          <|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n"
     );
     let ends = |token: &&u32| model.tokenizer.bytes(**token) == b"<|im_end|>";
-    assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's is text");
-    let stops = call.request.sampling.clone().expect("it is set").stop_token_ids;
+    assert_eq!(call.request.prompt.iter().filter(ends).count(), 3, "the user's <|im_end|> is text");
+    let stops = call.request.sampling.clone().expect("the call has sampling settings").stop_token_ids;
     let stops: Vec<_> = stops.iter().map(|token| model.tokenizer.bytes(*token)).collect();
     assert_eq!(stops, [&b"<|endoftext|>"[..], b"<|im_end|>"]);
     call.answer(Some(0), "").await;

@@ -11,7 +11,7 @@ use tokio::{
 
 const JSON: &str = "host: localhost\r\ncontent-type: application/json";
 
-/// Sends a request's headers, with `claimed` as its Content-Length, and `body` as the begin of its body.
+/// Sends a request's headers, with `claimed` as its Content-Length, and `body` as the beginning of its body.
 async fn begin(cluster: &Cluster, body: &[u8], claimed: usize) -> TcpStream {
     let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
     let head = format!("POST {CHAT} HTTP/1.1\r\n{JSON}\r\ncontent-length: {claimed}\r\nconnection: close\r\n\r\n");
@@ -32,7 +32,7 @@ fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
     format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
 }
 
-/// When such bodies were still parsed completely, they used 13 to 40 times their size in memory.
+/// Without this limit, the frontend parsed such bodies completely and used 13 to 40 times their size in memory.
 #[tokio::test]
 async fn bodies_with_too_many_values_are_refused() {
     let mut cluster = Cluster::start().await;
@@ -59,7 +59,7 @@ async fn bodies_with_too_many_values_are_refused() {
         let (_, answer) = cluster.send(Method::POST, path, &[], body).await.json().await;
         assert_eq!(answer["error"]["code"], "too_many_values");
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 #[tokio::test]
@@ -86,7 +86,7 @@ async fn prompts_of_one_request_have_a_common_byte_limit() {
 async fn incomplete_body_is_a_client_error() {
     let cluster = Cluster::start().await;
     let mut cut_short = begin(&cluster, b"{\"model\":", 100).await;
-    cut_short.shutdown().await.expect("it is open");
+    cut_short.shutdown().await.expect("the connection is open");
     assert_eq!(answered(cut_short).await, (400, json!("body_incomplete")));
     for chunks in ["zz\r\n{}\r\n0\r\n\r\n", "2\r\n{}XX0\r\n\r\n"] {
         let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
@@ -107,7 +107,7 @@ async fn bodies_that_are_not_plain_json_are_refused() {
     ] {
         let (status, answer) = cluster.send(Method::POST, CHAT, headers, chat(json!({})).to_string()).await.json().await;
         assert_eq!((status.as_u16(), &answer["error"]["code"]), (415, &json!("unsupported_media_type")), "{headers:?}");
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.contains("application/json") || message.contains("Content-Encoding"), "{message}");
     }
 }
@@ -124,7 +124,7 @@ async fn unfinished_bodies_do_not_block_other_requests() {
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
-    assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "they are not in flight");
+    assert!(cluster.metric("tandem_frontend_inflight_requests 0").await, "unfinished requests are not in flight");
     drop(unfinished);
     cluster.counted("tandem_frontend_reading_requests 0").await;
 }
@@ -137,7 +137,7 @@ async fn large_body_is_refused_while_the_body_budget_is_used() {
     let unfinished = begin(&cluster, &vec![b' '; 200_000], 250_000).await;
     let refusal = soon(async {
         loop {
-            // Until the frontend has read the bytes above, the budget is free and the request succeeds.
+            // The request is repeated until it is refused. It succeeds while the frontend has not read the unfinished body's bytes yet.
             let mut reply = cluster.spawn_post(CHAT, large(200_000));
             tokio::select! {
                 reply = &mut reply => break reply.expect("the client task runs"),
@@ -149,7 +149,7 @@ async fn large_body_is_refused_while_the_body_budget_is_used() {
     assert_eq!((refusal.status(), refusal.header("retry-after")), (StatusCode::SERVICE_UNAVAILABLE, Some("1")));
     assert_eq!(refusal.json().await.1["error"]["code"], "body_budget");
     let never_fits = cluster.post(CHAT, &large(300_000)).await;
-    assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "trying again would not help");
+    assert_eq!(never_fits.status(), StatusCode::PAYLOAD_TOO_LARGE, "a retry could not succeed");
     for (filler, disconnected) in [(0, None), (200_000, Some(unfinished))] {
         let waits_for_budget = disconnected.is_some();
         drop(disconnected);

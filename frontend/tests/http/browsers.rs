@@ -32,18 +32,19 @@ async fn requests_from_a_page_of_another_site_are_refused() {
             assert_eq!(cluster.send(Method::GET, path, headers, "").await.status(), StatusCode::OK, "{path} {headers:?}");
         }
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 async fn get_as(address: SocketAddr, host: &str) -> (u16, Value) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut stream = tokio::net::TcpStream::connect(address).await.expect("it listens");
+    let mut stream = tokio::net::TcpStream::connect(address).await.expect("the frontend listens");
     let request = format!("GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.expect("it reads");
+    stream.write_all(request.as_bytes()).await.expect("the frontend reads");
     let mut text = String::new();
-    soon(stream.read_to_string(&mut text)).await.expect("it answers");
-    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
-    let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+    soon(stream.read_to_string(&mut text)).await.expect("the frontend answers");
+    let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("the answer has a status");
+    let body: Value =
+        serde_json::from_str(text.split_once("\r\n\r\n").expect("the answer has a head").1).expect("the body is JSON");
     (status, body["error"]["code"].clone())
 }
 
@@ -61,7 +62,7 @@ async fn foreign_host_name_is_refused_on_a_loopback_listener() {
 #[tokio::test]
 async fn operator_pages_are_served_only_by_the_admin_listener() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-    let admin = listener.local_addr().expect("it is bound");
+    let admin = listener.local_addr().expect("the listener is bound");
     let mut cluster = Cluster::with(|settings| settings.admin = Some(listener)).await;
     let get = async |address, path| send(address, Method::GET, path, &[], "".into()).await.status().as_u16();
     for path in ["/metrics", "/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
@@ -80,6 +81,6 @@ async fn operator_pages_are_served_only_by_the_admin_listener() {
     assert!(cluster.no_call());
     // The admin listener closes together with the API's listener.
     cluster.shutdown.stop();
-    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
+    soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
     assert!(tokio::net::TcpStream::connect(admin).await.is_err());
 }

@@ -49,9 +49,9 @@ async fn until_closed(mut stream: DuplexStream) -> (String, u64) {
 #[tokio::test(start_paused = true)]
 async fn connection_without_a_complete_head_is_closed_after_ten_seconds() {
     let frontend = Alone::start();
-    assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "nothing came");
+    assert_eq!(until_closed(frontend.connect().await).await, (String::new(), 10), "a connection without any bytes");
     let mut half = frontend.connect().await;
-    half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("it reads");
+    half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("the frontend reads");
     assert_eq!(until_closed(half).await.1, 10);
     // A client that sends single bytes does not extend the time.
     let (mut read, mut write) = tokio::io::split(frontend.connect().await);
@@ -67,7 +67,7 @@ async fn connection_without_a_complete_head_is_closed_after_ten_seconds() {
     read.read_to_string(&mut text).await.ok();
     assert_eq!(since.elapsed().as_secs(), 10, "{text}");
     drop(read);
-    dripping.await.expect("it ends with the connection");
+    dripping.await.expect("the task ends when the connection closes");
 }
 
 #[tokio::test(start_paused = true)]
@@ -75,21 +75,21 @@ async fn idle_connection_is_closed_after_75_seconds() {
     let frontend = Alone::start();
     let mut stream = frontend.connect().await;
     for _ in 0..3 {
-        stream.write_all(LIVE.as_bytes()).await.expect("it is open");
+        stream.write_all(LIVE.as_bytes()).await.expect("the connection is open");
         let mut answer = [0; 512];
-        let bytes = stream.read(&mut answer).await.expect("it answers");
+        let bytes = stream.read(&mut answer).await.expect("the frontend answers");
         assert!(answer[..bytes].starts_with(b"HTTP/1.1 200"));
         sleep(Duration::from_secs(70)).await;
     }
     assert_eq!(until_closed(stream).await, (String::new(), 5));
     let mut stream = frontend.connect().await;
-    stream.write_all(LIVE.as_bytes()).await.expect("it is open");
+    stream.write_all(LIVE.as_bytes()).await.expect("the connection is open");
     let mut answer = [0; 512];
-    let bytes = stream.read(&mut answer).await.expect("it answers");
+    let bytes = stream.read(&mut answer).await.expect("the frontend answers");
     assert!(answer[..bytes].starts_with(b"HTTP/1.1 200"));
     sleep(Duration::from_secs(30)).await;
-    stream.write_all(b"GET /li").await.expect("it is open");
-    assert_eq!(until_closed(stream).await.1, 10, "the next head has ten seconds, too");
+    stream.write_all(b"GET /li").await.expect("the connection is open");
+    assert_eq!(until_closed(stream).await.1, 10, "the next request's head must also arrive within ten seconds");
 }
 
 #[tokio::test(start_paused = true)]
@@ -98,7 +98,7 @@ async fn slow_body_gets_408_and_releases_its_memory() {
     let mut stream = frontend.connect().await;
     let head =
         format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{{");
-    stream.write_all(head.as_bytes()).await.expect("it reads");
+    stream.write_all(head.as_bytes()).await.expect("the frontend reads");
     let (text, seconds) = until_closed(stream).await;
     assert!(text.starts_with("HTTP/1.1 408") && text.contains("body_too_slow"), "{text}");
     assert!((5..=20).contains(&seconds), "{seconds}");
@@ -117,30 +117,31 @@ async fn connections_beyond_the_limit_get_503() {
         .await;
         let mut open = Vec::new();
         for _ in 0..3 {
-            open.push(TcpStream::connect(cluster.frontend).await.expect("it listens"));
+            open.push(TcpStream::connect(cluster.frontend).await.expect("the frontend listens"));
         }
         cluster.counted("tandem_frontend_connections 3").await;
         let mut text = String::new();
-        let mut refused = TcpStream::connect(cluster.frontend).await.expect("it listens");
-        soon(refused.read_to_string(&mut text)).await.expect("it gets a reply");
+        let mut refused = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
+        soon(refused.read_to_string(&mut text)).await.expect("the frontend replies before it closes the connection");
         assert!(text.starts_with("HTTP/1.1 503") && text.contains("retry-after: 1"), "{text}");
-        let body: Value = serde_json::from_str(text.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+        let body: Value =
+            serde_json::from_str(text.split_once("\r\n\r\n").expect("the answer has a head").1).expect("the body is JSON");
         assert_eq!(body["error"]["code"], "too_many_connections");
         assert!(cluster.metric("tandem_frontend_connections_refused_total 1").await);
         drop(open);
         cluster.counted("tandem_frontend_connections 0").await;
-        assert_eq!(cluster.get("/live").await.0, StatusCode::OK, "places are given back");
+        assert_eq!(cluster.get("/live").await.0, StatusCode::OK, "closed connections do not count");
     }
 }
 
 async fn send_raw(cluster: &Cluster, version: &str, body: &Value) -> TcpStream {
-    let mut stream = TcpStream::connect(cluster.frontend).await.expect("it listens");
+    let mut stream = TcpStream::connect(cluster.frontend).await.expect("the frontend listens");
     let body = body.to_string();
     let head = format!(
         "POST {CHAT} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
-    stream.write_all((head + &body).as_bytes()).await.expect("it reads");
+    stream.write_all((head + &body).as_bytes()).await.expect("the frontend reads");
     stream
 }
 
@@ -150,7 +151,7 @@ async fn half_closed_client_gets_its_answer() {
     let mut cluster = Cluster::start().await;
     for stream in [false, true] {
         let mut client = send_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
-        client.shutdown().await.expect("it is open");
+        client.shutdown().await.expect("the connection is open");
         let call = cluster.call().await;
         // The interim responses show that the frontend has received the FIN, and has probed the client more than once.
         let mut interim = [0; 54];
@@ -174,7 +175,7 @@ async fn half_closed_http_1_0_client_counts_as_disconnected() {
     let mut cluster = Cluster::start().await;
     let mut client = send_raw(&cluster, "1.0", &chat(json!({}))).await;
     let call = cluster.call().await;
-    client.shutdown().await.expect("it is open");
+    client.shutdown().await.expect("the connection is open");
     call.closed().await;
     cluster.counted("tandem_frontend_cancelled_total 1").await;
 }

@@ -9,7 +9,7 @@ use tandem_proto::v1::{FailureReason, PrefillChunk, PrefillTimeline, finished::F
 async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
     for _ in 0..2000 {
         let (_, found) = cluster.get("/dashboard/requests").await;
-        let records = found["requests"].as_array().expect("a list").clone();
+        let records = found["requests"].as_array().expect("requests is a list").clone();
         if records.len() == count {
             return records;
         }
@@ -22,7 +22,7 @@ async fn recorded(cluster: &Cluster, count: usize) -> Vec<Value> {
 async fn dashboard_loads_only_files_of_this_server() {
     let cluster = Cluster::start().await;
     let page = cluster.send(Method::GET, "/dashboard", &[], "").await;
-    let policy = page.header("content-security-policy").expect("it has a policy").to_owned();
+    let policy = page.header("content-security-policy").expect("the page has a content-security-policy header").to_owned();
     for part in ["default-src 'none'", "script-src 'self';", "style-src 'self';", "frame-ancestors 'none'", "base-uri 'none'"] {
         assert!(policy.contains(part), "{part} in {policy}");
     }
@@ -42,7 +42,7 @@ async fn dashboard_loads_only_files_of_this_server() {
         let imports = text.lines().filter_map(|line| line.strip_prefix("import ")?.split("'./").nth(1)?.split('\'').next());
         files.extend(imports.map(|name| format!("dashboard/{name}")));
         let elsewhere = text.replace("http://www.w3.org/2000/svg", "");
-        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another place");
+        assert!(!elsewhere.contains("http://") && !elsewhere.contains("https://"), "{file} refers to another server");
         seen += 1;
     }
     assert!(seen >= 10, "the modules were not followed");
@@ -66,7 +66,7 @@ async fn dashboard_records_have_usage_and_times_but_no_text() {
     call.send(generate_reply::Message::PrefillTimeline(PrefillTimeline { chunks: chunks.into() })).await;
     call.send(tokens(0, b"ac")).await;
     call.send(finished(0, FinishReason::Length, None)).await;
-    let answer = request.await.expect("it is answered").json().await.1;
+    let answer = request.await.expect("the client task runs").json().await.1;
     let records = recorded(&cluster, 1).await;
     let record = &records[0];
     for (field, expected) in [
@@ -89,16 +89,16 @@ async fn dashboard_records_have_usage_and_times_but_no_text() {
         assert_eq!(record[field], expected, "{field}");
     }
     let steps = &record["steps"];
-    let failed = steps["failed"].as_array().expect("a list");
+    let failed = steps["failed"].as_array().expect("failed is a list");
     assert_eq!((failed.len(), &failed[0]["reason"]), (1, &json!("unreachable")));
     let stages = ["requested_ms", "placed_ms", "scheduled_ms", "started_ms", "first_token_ms", "ended_ms"];
     let stages: Vec<f64> =
         stages.iter().map(|step| steps[step].as_f64().unwrap_or_else(|| panic!("{step} in {steps}"))).collect();
     assert!(stages.is_sorted() && stages[0] >= 0.0, "{steps}");
     assert!(failed[0]["at_ms"].as_f64().is_some_and(|at| stages[0] <= at && at <= stages[1]), "{steps}");
-    let scheduled = steps["scheduled_ms"].as_f64().expect("it was");
-    let chunks = steps["chunks"].as_array().expect("a list");
-    let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("a number");
+    let scheduled = steps["scheduled_ms"].as_f64().expect("the record has the time of scheduling");
+    let chunks = steps["chunks"].as_array().expect("chunks is a list");
+    let number = |chunk: &Value, field: &str| chunk[field].as_f64().expect("the chunk's field is a number");
     let listed = chunks.iter().map(|chunk| (number(chunk, "duration_ms"), number(chunk, "tokens")));
     assert_eq!(listed.collect::<Vec<_>>(), [(1.0, 64.0), (2.0, 8.0)]);
     // The times are compared with a tolerance, because conversions lose the last digits.
@@ -136,7 +136,7 @@ async fn every_outcome_is_recorded_and_the_oldest_record_is_dropped_at_the_limit
     call.begin(Some(0)).await;
     call.send(tokens(0, b"a")).await;
     call.fail(tonic::Status::unavailable("x")).await;
-    request.await.expect("it has begun").text().await;
+    request.await.expect("the client task runs").text().await;
     assert_eq!(outcome(&recorded(&cluster, 3).await[2]), (Some(503), Some(0), true));
     // A request with two prompts has two records.
     let request = cluster.spawn_post(COMPLETIONS, completion(json!(["one", "two"]), json!({ "max_tokens": 1 })));
@@ -144,26 +144,31 @@ async fn every_outcome_is_recorded_and_the_oldest_record_is_dropped_at_the_limit
         let call = cluster.call().await;
         tokio::spawn(call.answer(Some(0), "x"));
     }
-    assert_eq!(request.await.expect("it is answered").status(), StatusCode::OK);
+    assert_eq!(request.await.expect("the client task runs").status(), StatusCode::OK);
     let (_, found) = cluster.get("/dashboard/requests?after=3").await;
     let numbers = |found: &Value| {
-        found["requests"].as_array().expect("a list").iter().map(|record| record["number"].clone()).collect::<Vec<_>>()
+        found["requests"]
+            .as_array()
+            .expect("requests is a list")
+            .iter()
+            .map(|record| record["number"].clone())
+            .collect::<Vec<_>>()
     };
     assert_eq!((numbers(&found), &found["max"]), (vec![json!(4), json!(5)], &json!(3)));
     let (_, all) = cluster.get("/dashboard/requests").await;
-    assert_eq!(numbers(&all), [3, 4, 5].map(|number| json!(number)), "the oldest is forgotten");
+    assert_eq!(numbers(&all), [3, 4, 5].map(|number| json!(number)), "the oldest requests are forgotten");
     assert_eq!(numbers(&cluster.get("/dashboard/requests?after=5").await.1), [] as [Value; 0]);
     assert_eq!(numbers(&cluster.get("/dashboard/requests?after=nonsense").await.1).len(), 3);
 }
 
 #[tokio::test]
-async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
+async fn disconnected_client_is_recorded_with_the_number_of_tokens_sent() {
     let mut cluster = Cluster::start().await;
     let request = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
     call.send(tokens(0, b"abc")).await;
-    let mut reply = request.await.expect("it streams");
+    let mut reply = request.await.expect("the client task runs");
     while !reply.more().await.contains("abc") {}
     drop(reply);
     call.closed().await;
@@ -173,7 +178,7 @@ async fn disconnected_client_is_recorded_with_the_tokens_it_got() {
 }
 
 #[tokio::test]
-async fn dashboard_is_not_served_if_it_may_keep_no_records() {
+async fn dashboard_that_may_keep_no_records_is_not_served() {
     let cluster = Cluster::with(|settings| settings.dashboard_requests = 0).await;
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests", "/dashboard/main.js"] {
         assert_eq!(cluster.get(path).await.0, StatusCode::NOT_FOUND, "{path}");
@@ -185,24 +190,24 @@ async fn dashboard_shows_the_workers_or_why_the_cluster_is_unavailable() {
     let cluster = Cluster::start().await;
     let (_, seen) = cluster.get("/dashboard/cluster").await;
     assert_eq!((&seen["model"], &seen["unavailable_reason"], &seen["block_size"]), (&json!("m"), &Value::Null, &json!(16)));
-    let workers = seen["workers"].as_array().expect("a list").iter();
+    let workers = seen["workers"].as_array().expect("workers is a list").iter();
     let named: Vec<_> =
         workers.map(|worker| (worker["worker"].clone(), worker["role"].clone(), worker["cache"].clone())).collect();
     assert_eq!(named, [(json!("d0"), json!("decode"), Value::Null), (json!("p0"), json!("prefill"), Value::Null)]);
     assert_eq!(seen["routers"][0]["problem"], Value::Null);
-    *cluster.decode_workers.lock().expect("no test panics with it") = 0;
+    *cluster.decode_workers.lock().expect("no test panics with the lock") = 0;
     assert_eq!(cluster.get("/dashboard/cluster").await.1["unavailable_reason"], "no decode worker");
     let unreachable = Cluster::with(|settings| settings.routers = ["127.0.0.1:1".to_owned()].into_iter().collect()).await;
     let (status, seen) = unreachable.get("/dashboard/cluster").await;
     assert_eq!((status, &seen["workers"]), (StatusCode::OK, &json!([])));
-    let problem = "router unreachable; start it, or correct --router";
+    let problem = "no router is reachable; start one, or correct --router or --etcd";
     assert_eq!((&seen["unavailable_reason"], &seen["routers"][0]["problem"]), (&json!(problem), &json!(problem)));
 }
 
 #[tokio::test]
 async fn dashboard_and_metrics_show_the_last_audit_result() {
     use tandem_frontend::AuditResult;
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = folder.path().join("audit");
     let cluster = Cluster::with(|settings| settings.audit_result = Some(file.clone())).await;
     let shown = async || cluster.get("/dashboard/cluster").await.1["audit"].clone();
@@ -211,9 +216,9 @@ async fn dashboard_and_metrics_show_the_last_audit_result() {
     let text = scraped().await;
     assert!(
         text.lines().any(|line| line == "tandem_frontend_audit_timestamp_seconds 0"),
-        "an alert sees that there is none: {text}"
+        "an alert can detect the missing audit: {text}"
     );
-    assert!(!text.contains("tandem_frontend_audit_findings"), "not known is not 0");
+    assert!(!text.contains("tandem_frontend_audit_findings"), "an unknown number is not reported as 0");
     let result = AuditResult { findings: 2, answers: 60, ..AuditResult::default() }.now();
     result.write(&file).expect("the folder is writable");
     let text = scraped().await;

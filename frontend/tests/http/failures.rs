@@ -95,7 +95,7 @@ async fn unknown_messages_are_skipped() {
     call.send(finished(0, FinishReason::Length, None)).await;
     let (status, body) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!((status, &body["choices"][0]["message"]["content"]), (StatusCode::OK, &json!("a")));
-    assert!(cluster.no_call(), "one attempt");
+    assert!(cluster.no_call(), "the request has one attempt");
 }
 
 #[tokio::test]
@@ -136,7 +136,7 @@ async fn request_without_worker_or_router_gets_503() {
 }
 
 #[tokio::test]
-async fn request_without_first_token_in_time_gets_504_and_releases_everything() {
+async fn request_without_first_token_in_time_gets_504_and_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.first_token_timeout = Duration::from_millis(100)).await;
     for stream in [false, true] {
         let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
@@ -194,7 +194,7 @@ async fn error_after_the_first_comment_is_sent_as_an_event_and_counted_by_status
 }
 
 #[tokio::test]
-async fn disconnect_between_comments_releases_everything() {
+async fn disconnect_between_comments_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.keep_alive = Duration::from_millis(20)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -221,15 +221,15 @@ async fn error_after_the_first_token_is_sent_as_an_event_if_resumes_are_off() {
             None => call.send(generate_reply::Message::Failure(failure(FailureReason::EngineFailed, "d0-instance"))).await,
         }
         let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
-        let last = events.pop().expect("there is one");
+        let last = events.pop().expect("the answer has events");
         assert_eq!(
             (done, &last["error"]["code"], &last["error"]["type"]),
             (false, &json!("worker_lost"), &json!("server_error"))
         );
-        assert_eq!(events.len(), 2, "the role and the text: {events:?}");
+        assert_eq!(events.len(), 2, "expected the role and the text: {events:?}");
         cluster.routes_closed(1).await;
     }
-    assert!(cluster.no_call(), "nothing is tried again after the first token");
+    assert!(cluster.no_call(), "no request is retried after the first token");
     cluster.counted("tandem_frontend_migrations_total 0").await;
     cluster.counted(r#"tandem_frontend_requests_total{endpoint="chat_completions",model="m",code="503"} 2"#).await;
     cluster.counted("tandem_frontend_request_cached_tokens_count 0").await;
@@ -257,7 +257,7 @@ async fn invalid_prompt_of_a_batch_fails_the_whole_request() {
 
 /// The client disconnects after the placement, during the prefill, or after the first tokens, from whole and from streamed answers.
 #[tokio::test]
-async fn disconnect_closes_both_streams_and_releases_everything() {
+async fn disconnect_closes_both_streams_and_releases_all_resources() {
     let mut cluster = Cluster::with(|settings| settings.concurrent_sequences = 1).await;
     let mut cancelled = 0;
     for stream in [false, true] {
@@ -309,7 +309,7 @@ async fn requests_beyond_the_limit_are_refused_immediately() {
 }
 
 #[tokio::test]
-async fn drain_finishes_running_requests_and_refuses_new_ones() {
+async fn drain_finishes_running_requests_and_refuses_new_requests() {
     let mut cluster = Cluster::start().await;
     let (call, reply) = streaming(&mut cluster).await;
     let shutdown = cluster.shutdown.clone();
@@ -326,9 +326,9 @@ async fn drain_finishes_running_requests_and_refuses_new_ones() {
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = reply.events().await;
     assert!(done);
-    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
-    finish.send(()).expect("the task waits");
-    soon(drain).await.expect("it does not panic");
+    soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
+    finish.send(()).expect("the task keeps the receiver");
+    soon(drain).await.expect("the drain task does not panic");
 }
 
 #[tokio::test]
@@ -337,9 +337,9 @@ async fn request_that_outlives_the_grace_period_ends_with_an_error_event() {
     let (call, reply) = streaming(&mut cluster).await;
     cluster.shutdown.run(Duration::ZERO).await;
     let (events, done) = reply.events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("draining")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("draining")));
     call.closed().await;
-    soon(&mut cluster.server).await.expect("it does not panic").expect("it ends well");
+    soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
 }
 
 #[tokio::test]

@@ -7,6 +7,7 @@ mod browsers;
 mod connections;
 mod dashboard;
 mod failures;
+mod late_count;
 mod openapi;
 mod refusals;
 mod resumed;

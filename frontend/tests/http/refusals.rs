@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 
-/// A request, and the expected status, `param`, `code` and words of the error.
+/// A request, and the expected status, `param` (`None`: null), `code` and words of the error.
 type Row = (Value, u16, Option<&'static str>, &'static str, &'static [&'static str]);
 
 async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
@@ -12,7 +12,7 @@ async fn check(cluster: &mut Cluster, path: &str, rows: Vec<Row>) {
         let sent = body.to_string();
         expect(cluster, path, sent.into_bytes(), (status, param, code, words)).await;
     }
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 async fn expect(cluster: &Cluster, path: &str, body: Vec<u8>, expected: (u16, Option<&str>, &str, &[&str])) {
@@ -199,7 +199,7 @@ async fn unsupported_parameters_are_refused_by_name() {
 }
 
 #[tokio::test]
-async fn parameters_that_change_nothing_are_accepted() {
+async fn parameters_without_effect_are_accepted() {
     let mut cluster = Cluster::start().await;
     let of_chat = json!({
         "add_generation_prompt": true, "add_special_tokens": false, "chat_template": null, "chat_template_kwargs": {}, "verbosity": "medium",
@@ -227,7 +227,7 @@ async fn context_length_error_has_openais_text() {
         async move {
             let (status, answer) = cluster.post(path, &body).await.json().await;
             assert_eq!((status, &answer["error"]["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));
-            answer["error"]["message"].as_str().expect("a text").to_owned()
+            answer["error"]["message"].as_str().expect("the error message is a string").to_owned()
         }
     };
     assert_eq!(
@@ -343,7 +343,7 @@ async fn invalid_bodies_are_refused() {
         for body in ["[1]", "null", "7", "\"x\""] {
             expect(&cluster, path, body.into(), (400, None, "invalid_type", &["must be a JSON object"])).await;
         }
-        // An error quotes the client's field name as sent, but shortens a long one.
+        // An error quotes the client's field name as sent, but shortens a long name.
         for (body, param, words) in [
             (r#"{"n": 1, "n": 2}"#, "n", "duplicate"),
             (
@@ -356,7 +356,7 @@ async fn invalid_bodies_are_refused() {
             expect(&cluster, path, body.into(), (400, Some(param), "invalid_type", &[&format!("'{param}'"), words])).await;
         }
         let (_, answer) = cluster.post(path, &json!({ "model": "x".repeat(9000) })).await.json().await;
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.len() < 2000 && message.starts_with("The model 'xx"), "{message}");
         let (_, answer) = cluster.post(path, &json!({ "logit_bias": { "é".repeat(9000): "x" } })).await.json().await;
         assert!(answer.to_string().len() < 4000, "{answer}");

@@ -15,7 +15,7 @@ fn generated(sample: u32, text: &[u8]) -> ResumedSample {
 }
 
 fn text(events: &[Value], pointer: &str, choice: u64) -> String {
-    let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("choices"));
+    let choices = events.iter().flat_map(|event| event["choices"].as_array().expect("choices is a list"));
     choices.filter(|of| of["index"] == choice).filter_map(|of| of.pointer(pointer)?.as_str()).collect()
 }
 
@@ -37,7 +37,7 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     let first = cluster.call().await;
     assert!(first.request.generated.is_empty());
     first.begin(Some(16)).await;
-    // The worker sends a complete character and the first half of the next one.
+    // The worker sends a complete character and the first half of the next character.
     first.send(tokens(0, "aé".as_bytes()[..2].as_ref())).await;
     let before = first.request.clone();
     first.fail(Status::unavailable("killed")).await;
@@ -58,18 +58,15 @@ async fn resumed_generation_has_the_same_text_and_usage_counts_once() {
     assert!(done);
     assert_eq!(text(&events, "/delta/content", 0), "aé!");
     assert_eq!(events.iter().filter(|event| event["choices"][0]["delta"]["role"].is_string()).count(), 1);
-    let last = events.last().expect("there is one");
-    assert_eq!(last["usage"]["completion_tokens"], 5, "each token once, the stop token too");
-    assert_eq!(
-        last["usage"]["prompt_tokens_details"]["cached_tokens"], 16,
-        "the number of the attempt that brought the first token"
-    );
+    let last = events.last().expect("the answer has events");
+    assert_eq!(last["usage"]["completion_tokens"], 5, "each token counts once, the stop token too");
+    assert_eq!(last["usage"]["prompt_tokens_details"]["cached_tokens"], 16, "the count of the attempt that sent the first token");
     assert_eq!(last["tandem"]["migrations"], 2);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     let released = |cached_tokens| Received::Message(RouteMessage::PrefillFinished(PrefillFinished { cached_tokens }));
     assert_eq!(cluster.received().await, released(Some(16)));
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Unspecified, 2));
-    assert_eq!(cluster.received().await, released(None), "a longer prompt is not held against what was foreseen");
+    assert_eq!(cluster.received().await, released(None), "a resumed prompt is not compared with the prediction");
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::EngineFailed, 3));
     assert_eq!(cluster.received().await, released(None));
     assert_eq!(cluster.received().await, Received::Closed);
@@ -90,7 +87,7 @@ async fn finished_samples_are_not_resumed_and_logprob_offsets_continue() {
     first.send(likely_tokens(0, b"xyz")).await;
     first.send(finished(0, FinishReason::Length, None)).await;
     first.send(likely_tokens(1, b"abSTO")).await;
-    // This sample has ended at its stop string, even if the worker has generated further tokens.
+    // This sample has ended at its stop string, although the worker has generated further tokens.
     first.send(likely_tokens(2, b"cSTOPd")).await;
     first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
@@ -139,11 +136,12 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
         call.fail(Status::unavailable("killed")).await;
     }
     let (events, done) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
-    // Each resume may use as many attempts as the start. When all fail, the client's error is the worker's loss, not the attempts' failure.
+    // Each resume may use as many attempts as the request's start. When all attempts fail, the client's error states that the worker was
+    // lost, not that the attempts failed.
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
     call.begin(Some(0)).await;
@@ -153,7 +151,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::AtCapacity, ""))).await;
     }
     let (events, done) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!((done, &events.last().expect("there is one")["error"]["code"]), (false, &json!("worker_lost")));
+    assert_eq!((done, &events.last().expect("the answer has events")["error"]["code"]), (false, &json!("worker_lost")));
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
@@ -163,7 +161,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     cluster.place(route_reply::Message::Failure(failure(FailureReason::AtCapacity, "")));
     call.fail(Status::unavailable("killed")).await;
     let (events, _) = soon(reply).await.expect("the client task runs").events().await;
-    assert_eq!(events.last().expect("there is one")["error"]["code"], "worker_lost", "no worker is left");
+    assert_eq!(events.last().expect("the answer has events")["error"]["code"], "worker_lost", "no worker is left");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
@@ -194,7 +192,11 @@ async fn silent_worker_is_replaced_after_the_attempt_timeout() {
     let mut cluster = Cluster::with(|settings| settings.attempt_timeout = Duration::from_millis(50)).await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     let hung = cluster.call().await;
-    assert_eq!(hung.request.prefill_start_timeout_ms, Some(50), "the worker reports first which process is late");
+    assert_eq!(
+        hung.request.prefill_start_timeout_ms,
+        Some(50),
+        "the worker's timeout ends first, so its failure names the late process"
+    );
     hung.closed().await;
     let second = cluster.call().await;
     // The attempt's timeout does not apply to a prefill that has begun.

@@ -55,7 +55,7 @@ impl Router for Fake {
         &self,
         request: tonic::Request<Streaming<RouteRequest>>,
     ) -> Result<tonic::Response<Self::RouteStream>, Status> {
-        let mode = *self.mode.lock().expect("not poisoned");
+        let mode = *self.mode.lock().expect("no test panics with the lock");
         let mut requests = request.into_inner();
         let first = requests.message().await?.and_then(|request| request.message);
         let Some(Message::Prompt(prompt)) = first else { return Err(Status::invalid_argument("no prompt")) };
@@ -71,18 +71,18 @@ impl Router for Fake {
     type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
 
     async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
-        Err(Status::unimplemented("that is between routers"))
+        Err(Status::unimplemented("only routers call this method"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
-        match *self.mode.lock().expect("not poisoned") {
+        match *self.mode.lock().expect("no test panics with the lock") {
             Mode::Well => Ok(tonic::Response::new(ExplainReply { explanation: self.number.to_string(), ..Default::default() })),
             Mode::NotReady | Mode::Silent => Err(Status::unavailable("not now")),
         }
     }
 
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
-        let mode = *self.mode.lock().expect("not poisoned");
+        let mode = *self.mode.lock().expect("no test panics with the lock");
         let unavailable_reason = match mode {
             Mode::Well => None,
             Mode::NotReady => Some("no decode worker".to_owned()),
@@ -98,7 +98,7 @@ async fn two() -> (Cluster, Routers) {
     let (mut modes, mut addresses) = (Vec::new(), Vec::new());
     for number in 0..2 {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-        addresses.push(listener.local_addr().expect("it is bound").to_string());
+        addresses.push(listener.local_addr().expect("the listener is bound").to_string());
         let mode = Arc::new(Mutex::new(Mode::Well));
         modes.push(Arc::clone(&mode));
         let fake = Fake { number, mode, opened: opened.clone() };
@@ -106,17 +106,17 @@ async fn two() -> (Cluster, Routers) {
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(listener)));
     }
     let cluster = Cluster::with(|settings| settings.routers = addresses.into_iter().collect()).await;
-    let modes = modes.try_into().expect("two were made");
+    let modes = modes.try_into().expect("there are two routers");
     (cluster, Routers { modes, opened: streams })
 }
 
 impl Routers {
     fn set(&self, router: usize, mode: Mode) {
-        *self.modes[router].lock().expect("not poisoned") = mode;
+        *self.modes[router].lock().expect("no test panics with the lock") = mode;
     }
 
     async fn opened(&mut self) -> Opened {
-        soon(self.opened.recv()).await.expect("the routers run")
+        soon(self.opened.recv()).await.expect("the fake routers run")
     }
 }
 
@@ -156,7 +156,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
         seen[opened.router] += 1;
         if refused && opened.router == 0 {
             opened = routers.opened().await;
-            assert_eq!(opened.router, 1, "the other one is used immediately");
+            assert_eq!(opened.router, 1, "the other router is used immediately");
             seen[1] += 1;
         }
         opened.place(cluster.decode).await;
@@ -177,7 +177,7 @@ async fn requests_go_round_robin_to_healthy_routers() {
     }
     let seen = ask(&mut cluster, &mut routers, true).await;
     assert!(seen[0] <= 3 && seen[1] == 8, "a failed router is used last: {seen:?}");
-    assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one is enough");
+    assert_eq!(cluster.get("/ready").await.0, StatusCode::OK, "one ready router is enough");
     let explained = cluster.send(hyper::Method::POST, CHAT, &[("x-tandem-explain", "true")], chat(json!({})).to_string()).await;
     assert_eq!(explained.json().await.1["prompts"][0]["explanation"], "1");
     routers.set(1, Mode::NotReady);
@@ -187,11 +187,11 @@ async fn requests_go_round_robin_to_healthy_routers() {
     routers.set(0, Mode::Well);
     cluster.counted("tandem_frontend_routers 1").await;
     let seen_again = ask(&mut cluster, &mut routers, false).await;
-    assert_eq!(seen_again[0], seen[0] + 1, "it is found again");
+    assert_eq!(seen_again[0], seen[0] + 1, "the recovered router is used again");
 }
 
 #[tokio::test]
-async fn request_is_placed_by_another_router_if_one_does_not_answer() {
+async fn request_is_placed_by_another_router_if_the_first_does_not_answer() {
     let (mut cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -200,7 +200,7 @@ async fn request_is_placed_by_another_router_if_one_does_not_answer() {
         if opened.router == 0 {
             let mut silent = opened;
             opened = routers.opened().await;
-            assert_eq!(silent.receives().await, None, "its stream is closed, so it keeps no booking");
+            assert_eq!(silent.receives().await, None, "the silent router's stream is closed, so it keeps no booking");
         }
         assert_eq!(opened.router, 1);
         opened.place(cluster.decode).await;
@@ -211,7 +211,7 @@ async fn request_is_placed_by_another_router_if_one_does_not_answer() {
 
 /// Sends the request twice, so that each of the two routers is tried first.
 #[tokio::test]
-async fn refusal_of_one_router_is_returned_although_another_does_not_answer() {
+async fn refusal_of_one_router_is_returned_although_another_router_does_not_answer() {
     let (cluster, mut routers) = two().await;
     routers.set(0, Mode::Silent);
     for _ in 0..2 {
@@ -262,7 +262,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     cluster.counted("tandem_frontend_rebooked_total 2").await;
     // Then the worker is lost, too. The router that books the request now places it again.
     call.fail(Status::unavailable("killed")).await;
-    let Some(Message::Failed(failed)) = third.receives().await else { panic!("it receives the failure") };
+    let Some(Message::Failed(failed)) = third.receives().await else { panic!("the router receives the failure") };
     assert_eq!((failed.instance_id.as_str(), failed.generated_tokens), ("d0-instance", 4));
     third.place(cluster.decode).await;
     let call = cluster.call().await;
@@ -274,7 +274,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert!(done && text == "abcdef", "{text}");
     assert_eq!(third.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
-    assert_eq!(third.receives().await, None, "the booking is given back");
+    assert_eq!(third.receives().await, None, "the booking is released");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
@@ -299,7 +299,7 @@ async fn failed_attempt_is_rerouted_by_another_router_without_the_failed_worker(
             break (received, second);
         }
     };
-    let (Message::Failed(failed), _second) = received else { panic!("it receives the failure: {:?}", received.0) };
+    let (Message::Failed(failed), _second) = received else { panic!("the router receives the failure: {:?}", received.0) };
     assert_eq!(failed.instance_id, "p0-instance");
     cluster.call().await.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
@@ -333,7 +333,7 @@ async fn draining_router_keeps_a_booking_until_another_router_has_it() {
     while second.router != other || second.prompt.existing != existing(false) {
         second = routers.opened().await;
     }
-    assert_eq!(first.receives().await, None, "its stream is closed when another router has the booking");
+    assert_eq!(first.receives().await, None, "the first router's stream is closed when another router has the booking");
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);

@@ -48,7 +48,7 @@ async fn one_account_cannot_use_all_sequences() {
     let mut cluster = Cluster::with(|settings| {
         settings.concurrent_sequences = 8;
         settings.sequences_per_client = Some(4);
-        settings.account_header = Some("x-account".parse().expect("a name"));
+        settings.account_header = Some("x-account".parse().expect("the header name is valid"));
     })
     .await;
     let first = ask_for(&cluster, "a", 4);
@@ -65,7 +65,11 @@ async fn one_account_cannot_use_all_sequences() {
     assert_eq!(soon(first).await.expect("the client task runs").status(), StatusCode::OK);
     let again = ask_for(&cluster, "a", 4);
     cluster.call().await.answer(Some(0), "x").await;
-    assert_eq!(soon(again).await.expect("the client task runs").status(), StatusCode::OK, "what has ended is given back");
+    assert_eq!(
+        soon(again).await.expect("the client task runs").status(),
+        StatusCode::OK,
+        "ended requests release their sequences"
+    );
 }
 
 #[tokio::test]

@@ -36,7 +36,7 @@ use tonic::{Status, Streaming};
 const WAIT_MAX: Duration = Duration::from_secs(20);
 
 pub async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(WAIT_MAX, future).await.expect("it resolves in time")
+    tokio::time::timeout(WAIT_MAX, future).await.expect("the operation ends in time")
 }
 
 /// A running frontend with its fake cluster.
@@ -44,11 +44,12 @@ pub struct Cluster {
     pub frontend: SocketAddr,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// The router's next answers, in order; `None`: the router closes the stream. If there are none, it answers with [`local`].
+    /// The router's next answers, in order; `None`: the router closes the stream. If the list is empty, the router answers with [`local`].
     placements: Arc<Mutex<VecDeque<Option<route_reply::Message>>>>,
     pub decode_workers: Arc<Mutex<u32>>,
     pub decode: SocketAddr,
     calls: mpsc::UnboundedReceiver<Call>,
+    finishes: mpsc::UnboundedReceiver<FinishRequest>,
     routes: mpsc::UnboundedReceiver<Received>,
     pub server: JoinHandle<Result<(), tandem_frontend::FrontendError>>,
 }
@@ -75,7 +76,10 @@ struct FakeRouter {
     received: mpsc::UnboundedSender<Received>,
 }
 
-struct FakeDecode(mpsc::UnboundedSender<Call>);
+struct FakeDecode {
+    calls: mpsc::UnboundedSender<Call>,
+    finishes: mpsc::UnboundedSender<FinishRequest>,
+}
 
 #[tonic::async_trait]
 impl Router for FakeRouter {
@@ -93,7 +97,7 @@ impl Router for FakeRouter {
                 let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
                 received.send(Received::Message(message)).ok();
                 if expects_reply {
-                    let scripted = placements.lock().expect("no test panics with it").pop_front();
+                    let scripted = placements.lock().expect("no test panics with the lock").pop_front();
                     let Some(reply) = scripted.unwrap_or_else(|| Some(route_reply::Message::Placement(local(decode)))) else {
                         break;
                     };
@@ -108,7 +112,7 @@ impl Router for FakeRouter {
     type BookingsStream = ReceiverStream<Result<BookingsReply, Status>>;
 
     async fn bookings(&self, _: tonic::Request<BookingsRequest>) -> Result<tonic::Response<Self::BookingsStream>, Status> {
-        Err(Status::unimplemented("that is between routers"))
+        Err(Status::unimplemented("only routers call this method"))
     }
 
     async fn explain(&self, _: tonic::Request<ExplainRequest>) -> Result<tonic::Response<ExplainReply>, Status> {
@@ -118,7 +122,7 @@ impl Router for FakeRouter {
     async fn workers(&self, _: tonic::Request<WorkersRequest>) -> Result<tonic::Response<WorkersReply>, Status> {
         let info = |role: Role, worker_id: String| WorkerInfo { role: role.into(), worker_id, ..WorkerInfo::default() };
         let view = |role, name| WorkerView { info: Some(info(role, name)), ..WorkerView::default() };
-        let decode = *self.decode_workers.lock().expect("no test panics with it");
+        let decode = *self.decode_workers.lock().expect("no test panics with the lock");
         let workers = std::iter::once(view(Role::Prefill, "p0".to_owned()))
             .chain((0..decode).map(|number| view(Role::Decode, format!("d{number}"))))
             .collect();
@@ -134,12 +138,13 @@ impl Decode for FakeDecode {
     async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<tonic::Response<Self::GenerateStream>, Status> {
         let (replies, stream) = mpsc::channel(64);
         let request = request.into_inner();
-        self.0.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
+        self.calls.send(Call { request, replies }).map_err(|_| Status::unavailable("the test is over"))?;
         Ok(tonic::Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
-    async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
-        Err(Status::unimplemented("these workers report cached tokens at the start"))
+    async fn finish(&self, request: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
+        self.finishes.send(request.into_inner()).map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(tonic::Response::new(FinishReply {}))
     }
 }
 
@@ -167,32 +172,34 @@ impl Cluster {
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
+        let (finish, finishes) = mpsc::unbounded_channel();
         let bind = || async { TcpListener::bind("127.0.0.1:0").await.expect("a port is free") };
         let (router_listener, decode_listener, listener) = (bind().await, bind().await, bind().await);
-        let address = |listener: &TcpListener| listener.local_addr().expect("it is bound");
+        let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound");
         let (router, decode, frontend) = (address(&router_listener), address(&decode_listener), address(&listener));
         let (placements, decode_workers) = (Arc::default(), Arc::new(Mutex::new(1)));
         let fake =
             FakeRouter { placements: Arc::clone(&placements), decode_workers: Arc::clone(&decode_workers), decode, received };
         let serve = tonic::transport::Server::builder().add_service(RouterServer::new(fake));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(router_listener)));
-        let serve = tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode(call)));
+        let serve =
+            tonic::transport::Server::builder().add_service(DecodeServer::new(FakeDecode { calls: call, finishes: finish }));
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
         change(&mut settings);
         let server = tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
-        Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, routes, server }
+        Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, finishes, routes, server }
     }
 
     /// Sets the router's next answer.
     pub fn place(&self, reply: route_reply::Message) {
-        self.placements.lock().expect("no test panics with it").push_back(Some(reply));
+        self.placements.lock().expect("no test panics with the lock").push_back(Some(reply));
     }
 
     /// Makes the router close the stream in place of its next answer.
     pub fn close_next_route(&self) {
-        self.placements.lock().expect("no test panics with it").push_back(None);
+        self.placements.lock().expect("no test panics with the lock").push_back(None);
     }
 
     /// Returns a placement with a prefill worker that has this many of the prompt's blocks cached.
@@ -214,6 +221,15 @@ impl Cluster {
 
     pub fn no_call(&mut self) -> bool {
         self.calls.try_recv().is_err()
+    }
+
+    /// Waits until the frontend ends the generation of an attempt whose cached tokens are still to be reported.
+    pub async fn finish(&mut self) -> FinishRequest {
+        soon(self.finishes.recv()).await.expect("the fake worker runs")
+    }
+
+    pub fn no_finish(&mut self) -> bool {
+        self.finishes.try_recv().is_err()
     }
 
     /// Waits for the next message that the router receives.
@@ -263,7 +279,7 @@ impl Cluster {
     }
 }
 
-/// Returns the status, the header `retry-after` and the code of an error.
+/// Returns the status, the header `retry-after` if there is one, and the code of an error.
 pub async fn refused(reply: tokio::task::JoinHandle<Reply>) -> (StatusCode, Option<String>, Value) {
     let reply = soon(reply).await.expect("the client task runs");
     let retry_after = reply.header("retry-after").map(str::to_owned);
@@ -276,7 +292,7 @@ const DETAILS: [(&str, &str); 1] = [("x-tandem-details", "true")];
 
 pub async fn send(frontend: SocketAddr, method: Method, path: &str, headers: &[(&str, &str)], body: Bytes) -> Reply {
     let stream = TcpStream::connect(frontend).await.expect("the frontend listens");
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("it speaks HTTP");
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("the frontend speaks HTTP");
     let connection = Connection(tokio::spawn(async move {
         connection.await.ok();
     }));
@@ -317,8 +333,8 @@ impl Reply {
     }
 
     pub async fn text(mut self) -> (StatusCode, String) {
-        let body = soon(self.response.body_mut().collect()).await.expect("the body is whole").to_bytes();
-        (self.response.status(), String::from_utf8(body.to_vec()).expect("bodies are text"))
+        let body = soon(self.response.body_mut().collect()).await.expect("the body is complete").to_bytes();
+        (self.response.status(), String::from_utf8(body.to_vec()).expect("the body is UTF-8"))
     }
 
     pub async fn json(self) -> (StatusCode, Value) {
@@ -329,8 +345,8 @@ impl Reply {
 
     /// Returns the next bytes of a stream.
     pub async fn more(&mut self) -> String {
-        let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("it is whole");
-        String::from_utf8(frame.into_data().expect("it has no trailers").to_vec()).expect("events are text")
+        let frame = soon(self.response.body_mut().frame()).await.expect("the stream continues").expect("the frame is complete");
+        String::from_utf8(frame.into_data().expect("the frame has data, not trailers").to_vec()).expect("the event is UTF-8")
     }
 
     /// Returns all events of a stream, and whether `[DONE]` ended it.
@@ -346,8 +362,8 @@ impl Reply {
 pub fn events(text: &str) -> (Vec<Value>, bool) {
     let (mut events, mut done) = (Vec::new(), false);
     for frame in text.split_terminator("\n\n") {
-        assert!(!done, "a frame after [DONE]: {frame}");
-        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("no data: {frame:?}"));
+        assert!(!done, "a frame follows [DONE]: {frame}");
+        let data = frame.strip_prefix("data: ").unwrap_or_else(|| panic!("the frame has no data: {frame:?}"));
         match data {
             "[DONE]" => done = true,
             _ => events.push(serde_json::from_str(data).unwrap_or_else(|_| panic!("not JSON: {data:?}"))),
@@ -383,6 +399,17 @@ impl Call {
     /// Reports that the prefill has begun, and that the decode worker has the prompt's KV.
     pub async fn begin(&self, cached_tokens: Option<u32>) {
         self.send(scheduled(cached_tokens)).await;
+        self.start().await;
+    }
+
+    /// Like [`Call::begin`], but announces that the cached tokens are reported later.
+    pub async fn begin_uncounted(&self) {
+        let scheduled = Scheduled { reported_later: true, ..Scheduled::default() };
+        self.send(generate_reply::Message::Scheduled(scheduled)).await;
+        self.start().await;
+    }
+
+    async fn start(&self) {
         let started = DecodeStarted { queue_ms: 1.5, kv_transfer_ms: 2.5, kv_transfer_bytes: 4096 };
         self.send(generate_reply::Message::DecodeStarted(started)).await;
     }

@@ -33,12 +33,13 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
         ),
         ("tokenizer_config.json", json!({ "bos_token": "<s>", "eos_token": "</s>", "chat_template": template })),
     ];
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     for (name, content) in files {
-        fs::write(folder.path().join(name), content.to_string()).expect("the folder is ours");
+        fs::write(folder.path().join(name), content.to_string()).expect("the folder is writable");
     }
-    fs::write(folder.path().join("model.safetensors"), [&2_u64.to_le_bytes()[..], b"{}"].concat()).expect("the folder is ours");
-    ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("it opens"))
+    fs::write(folder.path().join("model.safetensors"), [&2_u64.to_le_bytes()[..], b"{}"].concat())
+        .expect("the folder is writable");
+    ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("the model directory is valid"))
 }
 
 /// Returns the error for a chat with these messages if the model has this template.
@@ -46,14 +47,14 @@ async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
     let mut cluster = Cluster::with(|settings| settings.model = model).await;
     let (status, answer) = cluster.post(CHAT, &chat(json!({ "messages": messages }))).await.json().await;
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
     (status, answer["error"].clone())
 }
 
 #[test]
 fn model_whose_chat_template_never_ends_is_refused() {
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = b %}{% endfor %}{% endfor %}";
-    let Err(error) = model(endless) else { panic!("it is served") };
+    let Err(error) = model(endless) else { panic!("the model must be refused") };
     assert!(error.to_string().contains("chat template takes more than"), "{error}");
 }
 

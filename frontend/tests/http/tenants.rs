@@ -15,11 +15,11 @@ const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-
 
 /// Changes the settings so that the test's own connections are not those of a trusted proxy.
 fn untrusted(settings: &mut FrontendSettings) {
-    settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("a network")];
+    settings.trusted_proxies = vec!["10.0.0.0/8".parse().expect("the network is valid")];
 }
 
 fn accounts(settings: &mut FrontendSettings) {
-    settings.account_header = Some("x-account".parse().expect("a name"));
+    settings.account_header = Some("x-account".parse().expect("the header name is valid"));
 }
 
 /// Sends a request with these headers, answers it, and returns the message that the worker has received for it.
@@ -27,7 +27,9 @@ async fn generate_request(cluster: &mut Cluster, headers: &[(&'static str, &'sta
     let (frontend, headers) = (cluster.frontend, headers.to_vec());
     let long = json!({ "messages": [{ "role": "user", "content": "a prompt of more than one block" }] });
     let mut body = chat(long);
-    body.as_object_mut().expect("an object").extend(options.as_object().expect("an object").clone());
+    body.as_object_mut()
+        .expect("the body is an object")
+        .extend(options.as_object().expect("the chat options are an object").clone());
     let body = body.to_string();
     let reply = tokio::spawn(async move { send(frontend, Method::POST, CHAT, &headers, body.into()).await });
     let call = cluster.call().await;
@@ -58,7 +60,7 @@ async fn isolated_accounts_have_different_cache_namespaces() {
     ] {
         let first = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
         let again = generate_request(&mut cluster, headers, json!({ "cache_salt": salt })).await;
-        assert_eq!(first.cache_namespace, again.cache_namespace, "an account shares with itself: {headers:?}");
+        assert_eq!(first.cache_namespace, again.cache_namespace, "requests of one account share their KV: {headers:?}");
         namespaces.push(first.cache_namespace);
     }
     let shared = tandem_kv::Namespace::new("m", "sim", "", "");
@@ -66,7 +68,7 @@ async fn isolated_accounts_have_different_cache_namespaces() {
     let len = namespaces.len();
     namespaces.sort();
     namespaces.dedup();
-    assert_eq!(namespaces.len(), len, "none shares with another, nor with a frontend whose accounts share");
+    assert_eq!(namespaces.len(), len, "accounts share KV neither with each other nor with a frontend without isolation");
 }
 
 #[tokio::test]
@@ -85,11 +87,11 @@ async fn details_and_explanations_are_refused_to_untrusted_peers() {
     for header in ["x-tandem-details", "x-tandem-explain"] {
         let (status, answer) = refusal(&cluster, (header, "true")).await;
         assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")), "{header}");
-        let message = answer["error"]["message"].as_str().expect("a text");
+        let message = answer["error"]["message"].as_str().expect("the error message is a string");
         assert!(message.contains(header) && message.contains("--trusted-proxies"), "{message}");
     }
     generate_request(&mut cluster, &[("x-tandem-details", "false"), ("x-tandem-explain", "false")], json!({})).await;
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 #[tokio::test]
@@ -116,10 +118,15 @@ async fn expose_details_setting_decides_which_peers_get_details() {
     };
     const EXPLAIN: (&str, &str) = ("x-tandem-explain", "true");
     const FORWARDED: (&str, &str) = ("x-forwarded-for", "1.2.3.4");
-    assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine");
-    assert_eq!(ask(|_| {}, &[EXPLAIN, FORWARDED]).await, StatusCode::FORBIDDEN, "a client behind a proxy on this machine");
-    let listed = |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("a network")];
-    assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "the proxy was listed");
+    assert_eq!(ask(|_| {}, &[EXPLAIN]).await, StatusCode::OK, "a program on this machine is trusted");
+    assert_eq!(
+        ask(|_| {}, &[EXPLAIN, FORWARDED]).await,
+        StatusCode::FORBIDDEN,
+        "a client behind an unlisted proxy is not trusted"
+    );
+    let listed =
+        |settings: &mut FrontendSettings| settings.trusted_proxies = vec!["127.0.0.1/32".parse().expect("the network is valid")];
+    assert_eq!(ask(listed, &[EXPLAIN, FORWARDED]).await, StatusCode::OK, "a listed proxy is trusted");
     let always = |settings: &mut FrontendSettings| {
         untrusted(settings);
         settings.expose_details = ExposeDetails::Always;
@@ -137,12 +144,8 @@ async fn account_header_of_an_untrusted_peer_is_refused() {
     .await;
     let (status, answer) = refusal(&cluster, ("x-account", "acme")).await;
     assert_eq!((status, &answer["error"]["code"]), (StatusCode::FORBIDDEN, &json!("untrusted_client")));
-    assert!(cluster.no_call(), "nothing that is refused reaches a worker");
-    assert_eq!(
-        generate_request(&mut cluster, &[], json!({})).await.account,
-        "",
-        "without the header it is a request without an account"
-    );
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
+    assert_eq!(generate_request(&mut cluster, &[], json!({})).await.account, "", "a request without the header has no account");
 }
 
 #[tokio::test]
@@ -151,17 +154,17 @@ async fn traceparent_of_an_untrusted_peer_is_ignored() {
         Cluster::with(move |settings| {
             let endpoint = "http://127.0.0.1:9".to_owned();
             let tracing = TraceSettings { endpoint, sample_ratio, service: "tandem-test", instance: "i".to_owned() };
-            settings.tracer = Tracer::new(tracing, &Metrics::default()).expect("an address").0;
+            settings.tracer = Tracer::new(tracing, &Metrics::default()).expect("the export address is valid").0;
             change(settings);
         })
     };
     let headers = [("traceparent", TRACEPARENT)];
     let mut cluster = traced(0.0, |_| {}).await;
     let joined = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
-    assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is believed: {joined}");
+    assert!(joined.contains(TRACE_ID) && joined.ends_with("-01"), "a program on this machine is trusted: {joined}");
     let mut cluster = traced(0.0, untrusted).await;
-    assert_eq!(generate_request(&mut cluster, &headers, json!({})).await.traceparent, "", "not sampled");
+    assert_eq!(generate_request(&mut cluster, &headers, json!({})).await.traceparent, "", "the request is not sampled");
     let mut cluster = traced(1.0, untrusted).await;
     let own = generate_request(&mut cluster, &headers, json!({})).await.traceparent;
-    assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "sampled as all are, in a trace of its own: {own}");
+    assert!(own.ends_with("-01") && !own.contains(TRACE_ID), "the request is sampled in a new trace: {own}");
 }

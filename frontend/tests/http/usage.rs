@@ -28,7 +28,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker has two blocks cached, the decode worker has one. The estimate has to be that of the prefill worker.
+                // The prefill worker has two blocks cached, the decode worker has one block. The estimate must be the prefill worker's two
+                // blocks.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {
@@ -42,7 +43,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
                 let cached = if source == "router_estimate" { cached.min(prompt_tokens) } else { cached };
                 call.answer(reported, "hello").await;
                 let reply = soon(reply).await.expect("the client task runs");
-                let last = if stream { reply.events().await.0.pop().expect("there is one") } else { reply.json().await.1 };
+                let last =
+                    if stream { reply.events().await.0.pop().expect("the answer has events") } else { reply.json().await.1 };
                 let case = format!("{path}, stream: {stream}, {reported:?}: {last}");
                 assert_eq!(last["usage"], usage_of(prompt_tokens, 5, cached), "{case}");
                 assert_eq!(last["tandem"]["cached_tokens_source"], source, "{case}");
@@ -81,14 +83,14 @@ async fn cached_tokens_are_those_of_the_attempt_with_the_first_token() {
     let second = cluster.call().await;
     second.begin(Some(16)).await;
     second.send(tokens(0, b"x")).await;
-    // The number does not change after the first token, so this report does not count.
+    // The cached tokens do not change after the first token, so this report does not count.
     second.send(scheduled(Some(32))).await;
     second.send(finished(0, FinishReason::Length, None)).await;
     let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(PROMPT.len() as u64, 1, 16));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 1").await);
     assert!(cluster.metric(r#"tandem_frontend_attempts_failed_total{reason="prefill_lost"} 1"#).await);
-    // The router receives the reported number, with which it measures its prediction.
+    // The router receives the reported cached tokens and compares its prediction with them.
     let mut released = None;
     while released.is_none() {
         if let Received::Message(RouteMessage::PrefillFinished(message)) = cluster.received().await {
@@ -115,7 +117,8 @@ async fn prompt_tokens_count_once_for_all_samples_and_for_each_prompt() {
     }
     let (_, answer) = soon(reply).await.expect("the client task runs").json().await;
     assert_eq!(answer["usage"], usage_of(5, 8, 3));
-    let indices: Vec<_> = answer["choices"].as_array().expect("a list").iter().map(|choice| &choice["index"]).collect();
+    let indices: Vec<_> =
+        answer["choices"].as_array().expect("choices is a list").iter().map(|choice| &choice["index"]).collect();
     assert_eq!(indices, [0, 1, 2, 3]);
     assert_eq!(answer["tandem"]["prompts"].as_array().map(Vec::len), Some(2));
     assert!(cluster.metric("tandem_frontend_request_cached_tokens_count 3").await);
@@ -146,11 +149,11 @@ async fn stream_has_usage_in_every_chunk_or_in_none() {
         let (mut events, done) = soon(reply).await.expect("the client task runs").events().await;
         assert!(done);
         if at_end {
-            let last = events.pop().expect("there is one");
+            let last = events.pop().expect("the answer has events");
             assert_eq!(last["choices"], json!([]));
             assert_eq!(last["usage"], usage_of(prompt_tokens, 4, 16));
         }
-        assert_eq!(events.len(), 4, "role, two texts, end: {events:?}");
+        assert_eq!(events.len(), 4, "expected a role, two texts and an end: {events:?}");
         let usages: Vec<Option<&Value>> = events.iter().map(|event| event.get("usage")).collect();
         match in_chunks {
             None => assert_eq!(usages, [None; 4], "{options:?}"),

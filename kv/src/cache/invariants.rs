@@ -9,7 +9,7 @@ use std::{fmt::Display, ops::Range};
 #[error("{0}")]
 pub struct Violation(String);
 
-/// Returns a [`Violation`] with this text unless `holds`. The text is formatted only then.
+/// Fails with `violation` as the text if `holds` is false. The text is formatted only in that case.
 ///
 /// # Errors
 /// `holds` is false.

@@ -67,7 +67,7 @@ struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
-    /// Leading blocks that were found, or for which a commit was tried.
+    /// The number of leading blocks that were found in the cache or that a commit was tried for.
     committed: usize,
 }
 
@@ -141,7 +141,7 @@ impl Model {
                 !self.entries.iter().any(|other| other.prefix != entry.prefix && entry.prefix.begins(&other.prefix))
             };
             let evictable = self.entries.iter().enumerate().filter(|(_, entry)| is_leaf(entry) && !self.is_used(&entry.prefix));
-            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("counted before");
+            let (oldest, _) = evictable.min_by_key(|(_, entry)| entry.used_at).expect("an evictable block was counted");
             self.entries.remove(oldest);
         }
     }
@@ -176,8 +176,8 @@ impl Replica {
     fn store(&mut self, chain: &StoredChain) {
         let mut parent = chain.parent;
         for hash in &chain.sequence_hashes {
-            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "stored after an unknown parent");
-            assert_eq!(self.parents.insert(*hash, parent), None, "stored twice");
+            assert!(parent.is_none_or(|parent| self.parents.contains_key(&parent)), "a block was stored after an unknown parent");
+            assert_eq!(self.parents.insert(*hash, parent), None, "a block was stored twice");
             parent = Some(*hash);
         }
     }
@@ -186,14 +186,17 @@ impl Replica {
         if event.event_id <= self.at_event_id {
             return;
         }
-        assert_eq!(event.event_id, self.at_event_id + 1, "a gap");
+        assert_eq!(event.event_id, self.at_event_id + 1, "the event ids have a gap");
         self.at_event_id = event.event_id;
         match &event.change {
             Change::Stored(chain) => self.store(chain),
             Change::Removed(hashes) => {
                 for hash in hashes {
-                    assert!(self.parents.remove(hash).is_some(), "removed what was not stored");
-                    assert!(!self.parents.values().any(|parent| *parent == Some(*hash)), "removed before its children");
+                    assert!(self.parents.remove(hash).is_some(), "a block was removed that was not stored");
+                    assert!(
+                        !self.parents.values().any(|parent| *parent == Some(*hash)),
+                        "a block was removed before its children"
+                    );
                 }
             }
             Change::Cleared => self.parents.clear(),
@@ -204,7 +207,7 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The views of several routers. The first has received all events, the others started from a snapshot.
+    /// The views of several routers. The first router has received all events, the others started from a snapshot.
     replicas: Vec<Replica>,
 }
 
@@ -231,7 +234,7 @@ impl Run {
         }
         self.check();
         self.take_events();
-        assert_eq!(self.cache.counts().in_use, 0, "everything was released");
+        assert_eq!(self.cache.counts().in_use, 0, "all blocks were released");
     }
 
     fn play_one(&mut self, op: Op) {
@@ -263,7 +266,9 @@ impl Run {
         let acquired = self.cache.acquire(&namespace(number), &prompt, wanted(reuse_max as u32, len_blocks as u32));
 
         let mut sequence = Sequence { namespace: number, tokens: prompt, blocks: vec![], committed: overlap };
-        sequence.blocks = (1..=overlap).map(|n| model.entry(&sequence.prefix(n)).expect("it overlaps").block).collect();
+        sequence.blocks = (1..=overlap)
+            .map(|n| model.entry(&sequence.prefix(n)).expect("the model has the overlapping blocks").block)
+            .collect();
         model.sequences.push(sequence);
         let counts = model.counts();
         let missing = len_blocks - overlap;
@@ -271,9 +276,9 @@ impl Run {
             model.sequences.pop();
             return assert_eq!(acquired, Err(Full));
         }
-        let acquired = acquired.expect("there is room");
+        let acquired = acquired.expect("enough blocks are free or evictable");
         assert_eq!((acquired.cached_blocks as usize, acquired.blocks.len()), (overlap, len_blocks));
-        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("pushed above").blocks[..]);
+        assert_eq!(acquired.blocks[..overlap], model.sequences.last().expect("the sequence was pushed").blocks[..]);
         model.evict_for(missing);
         for block in &acquired.blocks[overlap..] {
             self.took_fresh(*block, self.model.sequences.len() - 1);
@@ -288,7 +293,7 @@ impl Run {
                 return assert_eq!(allocated, Err(Full));
             }
             self.model.evict_for(1);
-            self.took_fresh(allocated.expect("there is room"), number);
+            self.took_fresh(allocated.expect("enough blocks are free or evictable"), number);
         }
         self.model.sequences[number].tokens.push(token);
     }

@@ -1,4 +1,4 @@
-//! One behaviour per test. Blocks have two tokens.
+//! Tests of the cache, one behaviour each. All blocks have two tokens.
 
 use super::{CacheSettings, Counts, Full, PrefixCache};
 use crate::{BlockId, Change, HashKey, Namespace, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes};
@@ -20,7 +20,8 @@ fn other_namespace() -> Namespace {
 
 /// Acquires blocks for `prompt`, commits all full ones and releases nothing.
 fn run(cache: &mut PrefixCache, namespace: &Namespace, prompt: &[TokenId]) -> Vec<BlockId> {
-    let acquired = cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("there is room");
+    let acquired =
+        cache.acquire(namespace, prompt, wanted(u32::MAX, prompt.len().div_ceil(2) as u32)).expect("enough blocks are free");
     let mut blocks = acquired.blocks;
     for (i, tokens) in prompt.chunks_exact(2).enumerate() {
         let parent = i.checked_sub(1).map(|before| blocks[before]);
@@ -132,7 +133,7 @@ fn leaves_are_evicted_before_their_parents_in_any_order_of_release() {
         for left in [3, 3, 3, 2, 1, 0] {
             cache.allocate().unwrap();
             cache.check_invariants().unwrap();
-            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "released in order {order:?}");
+            assert_eq!(overlap(&cache, &[1, 1, 2, 2, 3, 3]), left, "blocks were released in order {order:?}");
         }
         assert_eq!(cache.allocate(), Err(Full));
     }
@@ -183,7 +184,7 @@ fn acquire_allocates_all_blocks_or_none() {
     assert_eq!((cache.last_event_id(), cache.counts()), (events, counts));
 
     let sparing = Wanted { spare_blocks: 1, ..wanted(3, 4) };
-    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "it would leave no spare blocks");
+    assert_eq!(cache.acquire(&namespace(), &prompt[..7], sparing), Err(Full), "the prompt would leave no spare block");
     cache.check_invariants().unwrap();
 
     let fits = cache.acquire(&namespace(), &prompt[..7], wanted(3, 4)).unwrap();
@@ -195,7 +196,7 @@ fn acquire_allocates_all_blocks_or_none() {
 }
 
 #[test]
-fn failed_acquire_does_not_refresh_the_blocks_it_found() {
+fn failed_acquire_does_not_refresh_the_found_blocks() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1]);
     run_and_release(&mut cache, &[2, 2]);
@@ -206,7 +207,7 @@ fn failed_acquire_does_not_refresh_the_blocks_it_found() {
 }
 
 #[test]
-fn free_blocks_are_used_before_cached_ones_are_evicted() {
+fn free_blocks_are_used_before_cached_blocks_are_evicted() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let acquired = cache.acquire(&other_namespace(), &[7; 8], wanted(0, 4)).unwrap();
@@ -238,7 +239,7 @@ fn equal_blocks_are_merged_and_stored_once() {
 }
 
 #[test]
-fn committing_an_equal_block_pins_the_unused_cached_one() {
+fn committing_an_equal_block_pins_the_unused_cached_block() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2]);
     let fresh = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(0, 2)).unwrap().blocks;
@@ -294,7 +295,7 @@ fn colliding_block_is_evicted_when_unpinned() {
     assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (0, 1), "a pinned block keeps its hash");
     release(&mut cache, &foreign);
     run_and_release(&mut cache, &[2, 2]);
-    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned one does not");
+    assert_eq!((overlap(&cache, &[2, 2]), overlap(&cache, &[1, 1])), (1, 0), "an unpinned block loses its hash");
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
     let hash = SequenceHash(0);
     let removed = Change::Removed(vec![hash]);
@@ -304,7 +305,7 @@ fn colliding_block_is_evicted_when_unpinned() {
 #[test]
 fn colliding_block_is_evicted_with_its_descendants() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // A tree that forks after its second block, and whose branches become unused in another order.
+    // The blocks form a tree that forks after its second block. The branch that is added first becomes unused last.
     let short = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 2, 2, 4, 4]);
     release(&mut cache, &short);
@@ -313,7 +314,7 @@ fn colliding_block_is_evicted_with_its_descendants() {
     let second = cache.find(&namespace(), &[1, 1, 2, 2], u32::MAX)[1];
     cache.evict_with_descendants(second);
     cache.check_invariants().unwrap();
-    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all") };
+    let [Change::Removed(removed)] = &changes(&mut cache)[..] else { panic!("one event reports all removed blocks") };
     let (three, four) = (hashes(&[1, 1, 2, 2, 3, 3])[2], hashes(&[1, 1, 2, 2, 4, 4])[2]);
     assert!(removed[..2].contains(&three) && removed[..2].contains(&four), "children are evicted first");
     assert_eq!(removed[2..], hashes(&[1, 1, 2, 2])[1..]);
@@ -333,7 +334,7 @@ fn child_of_a_private_block_is_private() {
 }
 
 #[test]
-fn disabled_cache_finds_keeps_and_reports_nothing() {
+fn disabled_cache_keeps_and_finds_no_blocks_and_reports_no_events() {
     let mut cache = PrefixCache::new(CacheSettings { prefix_caching: false, ..SETTINGS });
     let blocks = run(&mut cache, &namespace(), &[1, 1, 2, 2]);
     assert_eq!(cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(2, 2)).unwrap().cached_blocks, 0);
@@ -361,7 +362,7 @@ fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     assert_eq!(cache.counts(), Counts { free: 3, cached: 0, in_use: 3 });
     assert_eq!((overlap(&cache, &[1, 1, 2, 2]), overlap(&cache, &[5, 5])), (0, 0));
 
-    // Neither a block after an outdated one nor an outdated one itself is shared, even if it begins a prompt.
+    // A block that follows an outdated block is not shared, and neither is an outdated block itself, even if it begins a prompt.
     let after = cache.allocate().unwrap();
     assert_eq!(cache.commit(&namespace(), Some(blocks[1]), after, &[3, 3]), after);
     assert_eq!(cache.commit(&namespace(), None, blocks[2], &[3, 3]), blocks[2]);

@@ -54,8 +54,8 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
     ModelError::WrongValue { key: format!("{CONFIG}: {key}"), wanted }
 }
 
-/// Reads and checks the configuration. `tied_by_absence`: the weights have no output head. This decides whether the head is tied if the
-/// file does not say so.
+/// Reads and checks the configuration. `tied_by_absence` says that the weight files have no output head. If `config.json` does not say
+/// whether the head uses the embedding's weights, this decides it.
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
     let config: Config = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;
@@ -116,7 +116,8 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
         head_dim,
         ffn: config.intermediate_size,
         eps: config.rms_norm_eps,
-        // Safetensors keep halves as pairs: only conversions to GGUF reorder the rows of a Llama so that paired elements are adjacent.
+        // In safetensors, element `i` is paired with element `i + head_dim / 2`. Only conversions to GGUF reorder the rows of a Llama model
+        // so that paired elements are adjacent.
         rope: Rope::new(Pairs::Halves, head_dim, base, None, scaling),
         qkv_biases: family.qkv_biases,
         qk_norms: family.qk_norms,

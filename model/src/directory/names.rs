@@ -1,7 +1,7 @@
 //! Translates tensor names from those of GGUF, which the engine uses, to those of Hugging Face.
 
-/// Returns the name in safetensors files: for example `model.layers.3.self_attn.q_proj.weight` for `blk.3.attn_q.weight`. A name without a
-/// counterpart is returned unchanged.
+/// Returns the name in safetensors files of the tensor that GGUF files call `name`: for example `model.layers.3.self_attn.q_proj.weight`
+/// for `blk.3.attn_q.weight`. A name that has no counterpart is returned unchanged.
 pub(super) fn in_safetensors(name: &str) -> String {
     let whole = match name {
         "token_embd.weight" => Some("model.embed_tokens.weight"),

@@ -46,7 +46,7 @@ pub struct EtcdSettings {
 pub struct EtcdTls {
     /// The CA certificate for verifying etcd.
     pub ca: PathBuf,
-    /// The client certificate and its key.
+    /// The client certificate and its key; `None`: the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
@@ -57,21 +57,21 @@ pub enum EtcdError {
     #[error("{} cannot be read; check --etcd-ca, --etcd-cert and --etcd-key", .path.display())]
     File { path: PathBuf, source: io::Error },
     /// A file has invalid content, or an endpoint is invalid.
-    #[error("etcd at {endpoint} cannot be used with these settings")]
+    #[error("etcd at {endpoint} cannot be used; check --etcd, --etcd-ca, --etcd-cert and --etcd-key")]
     Settings { endpoint: String, source: tonic::transport::Error },
     /// No connection could be opened, or the endpoint's certificate is not trusted.
     #[error("etcd at {endpoint} cannot be reached")]
     Unreachable { endpoint: String, source: tonic::transport::Error },
     #[error("etcd answered with an error")]
     Failed(#[from] etcd_client::Error),
-    #[error("etcd did not answer in {CALL_WAIT:?}")]
+    #[error("etcd did not answer within {CALL_WAIT:?}")]
     Silent,
     #[error("etcd has closed the stream")]
     Closed,
     /// The revision to watch from was compacted, or the server has lost its leader.
     #[error("etcd has cancelled the watch")]
     Cancelled,
-    #[error("the lease is lost")]
+    #[error("this process's lease in etcd has expired or was revoked")]
     LeaseLost,
 }
 
@@ -133,7 +133,7 @@ impl Connector {
     }
 }
 
-/// Applies [`CALL_WAIT`] to a call.
+/// Waits for the reply of a call for at most [`CALL_WAIT`].
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, EtcdError> {
     Ok(tokio::time::timeout(CALL_WAIT, answer).await.map_err(|_| EtcdError::Silent)??)
 }

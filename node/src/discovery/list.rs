@@ -15,7 +15,7 @@ use tandem_proto::channel::{self, InvalidAddress};
 
 /// Interval between polls of a file. An added worker is found within two polls, and a poll costs almost nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// The largest file that is read.
+/// The maximum size of a member file. A larger file is an error.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// A file that is polled.
@@ -24,7 +24,7 @@ pub(super) struct Watched {
     path: PathBuf,
     /// The file's text at the last poll.
     text: String,
-    /// The last error that was logged, so that it is logged once.
+    /// The last error that was logged, which is not logged again; `None` after a valid read.
     reported: Option<DiscoveryError>,
 }
 
@@ -57,7 +57,7 @@ impl Watched {
                     }
                 }
                 Err(error) if self.reported.as_ref() != Some(&error) => {
-                    tracing::warn!("member list unchanged: {error}");
+                    tracing::warn!("the last valid list of members stays in use: {error}");
                     self.reported = Some(error);
                 }
                 Err(_) => {}
@@ -72,7 +72,7 @@ fn read(path: &Path) -> Result<String, DiscoveryError> {
     let file = fs::File::open(path).map_err(failed)?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
     if text.len() as u64 > FILE_BYTES_MAX {
-        return Err(failed(io::Error::other("it is larger than 1 MiB")));
+        return Err(failed(io::Error::other("the file is larger than 1 MiB")));
     }
     Ok(text)
 }
@@ -108,12 +108,12 @@ mod tests {
     }
 
     fn write(path: &Path, text: &str) {
-        std::fs::write(path, text).expect("a temporary file");
+        std::fs::write(path, text).expect("a temporary file can be written");
     }
 
     #[test]
     fn member_list_is_validated_and_deduplicated() {
-        let members = open(["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect()).expect("valid");
+        let members = open(["a:1", "b:2", "a:1"].map(str::to_owned).into_iter().collect()).expect("the member source is valid");
         assert_eq!(*members.now(), list(&["a:1", "b:2"]));
         assert_eq!(parsed("# all\n a:1 # first\n\nb:2\r\n"), Ok(list(&["a:1", "b:2"])));
         assert_eq!(parsed("a:1 b:2"), Err(DiscoveryError::Address { address: "a:1 b:2".to_owned() }));
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn invalid_member_file_is_refused_at_start() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         let opened = || open(MemberSource::File(path.clone())).map(drop).map_err(|error| error.to_string());
         assert!(opened().is_err_and(|error| error.contains("cannot be read")));
@@ -136,11 +136,11 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_nothing() {
-        let folder = tempfile::tempdir().expect("a folder");
+    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_no_members() {
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
-        let mut members = open(MemberSource::File(path.clone())).expect("valid");
+        let mut members = open(MemberSource::File(path.clone())).expect("the member source is valid");
         for (text, then) in [("a:1\nb:2\n", list(&["a:1", "b:2"])), ("b:2\n", list(&["b:2"])), ("", list(&[]))] {
             write(&path, text);
             members.changed().await;
@@ -148,7 +148,7 @@ mod tests {
         }
         write(&path, "nonsense");
         assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
-        std::fs::remove_file(&path).expect("ours");
+        std::fs::remove_file(&path).expect("the folder is writable");
         assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
         assert_eq!(*members.now(), list(&[]));
         write(&path, "c:3");
@@ -158,10 +158,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn member_file_that_is_being_written_changes_no_members() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\nb:2\n");
-        let mut members = open(MemberSource::File(path.clone())).expect("valid");
+        let mut members = open(MemberSource::File(path.clone())).expect("the member source is valid");
         let mut changed = Box::pin(members.changed());
         for text in ["", "a:1\n", "a:1\nb:2\n", "a:1\nb:2\nc:3\n"] {
             write(&path, text);

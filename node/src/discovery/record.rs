@@ -38,7 +38,7 @@ impl Role {
 pub struct MemberRecord {
     /// The role of the process.
     pub role: Role,
-    /// `host:port` at which other processes reach the process, with gRPC, or with HTTP if it is a frontend.
+    /// `host:port` at which other processes reach this process: over HTTP if it is a frontend, otherwise over gRPC.
     pub address: String,
     /// The instance's id, which is new at every start.
     #[serde(default)]
@@ -79,7 +79,7 @@ fn is_zero(number: &u32) -> bool {
 pub(super) enum InvalidRecord {
     #[error("invalid member record: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("invalid member record: its address is not host:port")]
+    #[error("invalid member record: the address is not host:port")]
     Address(#[from] channel::InvalidAddress),
     #[error("the member record is not signed with this cluster's key; give all processes the same --cluster-key-file")]
     Unsigned,
@@ -120,7 +120,7 @@ impl MemberRecord {
     }
 
     pub(super) fn to_json(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("a record has only plain values")
+        serde_json::to_vec(self).expect("a record can be serialized")
     }
 
     /// Parses the record that was registered under the etcd key `at`. It must be signed if the cluster has a key.
@@ -163,10 +163,10 @@ mod tests {
 
     #[test]
     fn member_record_round_trips_and_its_key_names_cluster_and_role() {
-        let text = String::from_utf8(record().to_json()).expect("text");
+        let text = String::from_utf8(record().to_json()).expect("the record is UTF-8");
         let expected = r#"{"role":"decode-worker","address":"h:1","instance_id":"i7","version":"","worker_id":"d","block_size":16,"capacity_blocks":9}"#;
         assert_eq!(text, expected);
-        assert_eq!(MemberRecord::from_json(text.as_bytes(), "", &ClusterKey::default()).expect("ours"), record());
+        assert_eq!(MemberRecord::from_json(text.as_bytes(), "", &ClusterKey::default()).expect("the record is valid"), record());
         let key = record().key("c");
         assert_eq!(key, "/tandem/c/decode-worker/i7");
         for (key, cluster, roles, is) in [
@@ -202,7 +202,10 @@ mod tests {
     #[test]
     fn unknown_fields_are_ignored_and_invalid_records_refused() {
         let later = br#"{"role":"router","address":"h:1","shoe_size":[44]}"#;
-        assert_eq!(MemberRecord::from_json(later, "", &ClusterKey::default()).expect("a later version's").address, "h:1");
+        assert_eq!(
+            MemberRecord::from_json(later, "", &ClusterKey::default()).expect("the record of a later version is valid").address,
+            "h:1"
+        );
         for bad in [
             &b""[..],
             b"h:1",

@@ -45,7 +45,7 @@ struct Registrar {
     record: MemberRecord,
     connected: Gauge,
     again: Counter,
-    /// The newest lease, and the client through which it was granted.
+    /// The newest lease, and the client through which it was granted; `None` before the first lease.
     held: Option<(Client, i64)>,
 }
 
@@ -90,7 +90,7 @@ impl Registrar {
         let Some((mut client, lease)) = self.held.take() else { return };
         match timeout(etcd::CALL_WAIT, client.lease_revoke(lease)).await {
             Ok(Ok(_)) => tracing::info!("deregistered from etcd"),
-            _ => tracing::info!("etcd cannot be reached to deregister; the lease expires by itself"),
+            _ => tracing::info!("cannot deregister from etcd; this process stays registered until its lease expires"),
         }
         self.connected.set(0.0);
     }

@@ -43,7 +43,7 @@ pub(super) fn watch(
     (addresses, task)
 }
 
-/// Returns the gauge that is 1 while etcd is connected for this purpose.
+/// Returns the gauge that is 1 while etcd is connected. `purpose` becomes the gauge's label `for`.
 pub(super) fn connected_gauge(metrics: &Metrics, purpose: &'static str) -> Gauge {
     let help = "1 while etcd is connected: to watch members, or to keep the process registered.";
     let connected = metrics.gauge("tandem_discovery_etcd_connected", help, &[("for", purpose)]);
@@ -55,7 +55,7 @@ struct Watcher {
     connector: Connector,
     roles: Vec<Role>,
     connected: Gauge,
-    /// Addresses by etcd key; `None` for an invalid record, which was logged.
+    /// The registered addresses by etcd key; `None` for an invalid record, which was logged.
     registered: BTreeMap<String, Option<String>>,
     /// Addresses that were no longer registered at the last reconnection.
     missing: BTreeSet<String>,
@@ -134,7 +134,7 @@ impl Watcher {
             Ok(record) => Some(record.address),
             Err(error) => {
                 if !matches!(self.registered.get(&*key), Some(None)) {
-                    tracing::warn!(%key, "ignoring a key of etcd: {}", error_chain(&error));
+                    tracing::warn!(%key, "ignoring a registration in etcd: {}", error_chain(&error));
                 }
                 None
             }
@@ -142,8 +142,8 @@ impl Watcher {
         self.registered.insert(key.into_owned(), address);
     }
 
-    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When that many are known, a key with an invalid record is
-    /// dropped for a new key.
+    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When that number is reached, a key with an invalid record
+    /// is dropped to make a place for the new key.
     fn has_capacity(&mut self, key: &str) -> bool {
         if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
             return true;
@@ -221,11 +221,11 @@ mod tests {
         }
         watcher.publish();
         let members = watcher.members.borrow().clone();
-        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} are used", members.len());
+        assert!(members.contains("real:1") && members.len() == ADDRESSES_MAX, "{} members are used", members.len());
     }
 
     #[test]
-    fn valid_record_is_kept_among_too_many_invalid_ones() {
+    fn valid_record_is_kept_among_too_many_invalid_records() {
         let mut watcher = watcher();
         for number in 0..KEYS_MAX + 100 {
             put(&mut watcher, &format!("0.{number}"), "nonsense");

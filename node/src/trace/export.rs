@@ -186,10 +186,11 @@ mod tests {
     #[tokio::test]
     async fn spans_that_no_collector_receives_are_counted_as_lost() {
         let metrics = Metrics::default();
-        let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
+        let closed =
+            std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free").local_addr().expect("the listener is bound");
         let endpoint = format!("http://{closed}");
         let settings = TraceSettings { endpoint, sample_ratio: 1.0, service: "tandem-test", instance: "i".to_owned() };
-        let (tracer, sending) = Tracer::new(settings, &metrics).expect("an address");
+        let (tracer, sending) = Tracer::new(settings, &metrics).expect("the export address is valid");
         let mut tasks = tokio::task::JoinSet::new();
         tasks.spawn(sending);
         for _ in 0..3 {
@@ -205,7 +206,7 @@ mod tests {
             service: "tandem-test",
             instance: "i".to_owned(),
         };
-        let (tracer, _sending) = Tracer::new(settings, &metrics).expect("an address");
+        let (tracer, _sending) = Tracer::new(settings, &metrics).expect("the export address is valid");
         (0..2 * QUEUE_MAX).for_each(|_| drop(tracer.request("", "request")));
         let page = metrics.render();
         assert!(page.contains(&format!("tandem_trace_spans_total{{result=\"lost\"}} {}", 3 + QUEUE_MAX)), "{page}");
@@ -217,7 +218,8 @@ mod tests {
         for endpoint in ["collector:4317", "http://two words:4317", ""] {
             let endpoint = endpoint.to_owned();
             let settings = TraceSettings { endpoint, sample_ratio: 1.0, service: "tandem-test", instance: "i".to_owned() };
-            let error = Tracer::new(settings, &Metrics::default()).err().expect("no address").to_string();
+            let error =
+                Tracer::new(settings, &Metrics::default()).err().expect("a tracer without an address is refused").to_string();
             assert!(error.contains("write http://host:4317"), "{error}");
         }
     }

@@ -136,7 +136,7 @@ async fn registered_processes_are_found_by_role_until_they_drain() {
     let mut client = admin(&server).await;
     let key = "/tandem/c/prefill-worker/of p:1";
     let read = client.get(key, None).await.expect("etcd answers");
-    let text = read.kvs().first().expect("the key exists").value_str().expect("text");
+    let text = read.kvs().first().expect("the key exists").value_str().expect("the value is UTF-8");
     assert_eq!(
         text,
         r#"{"role":"prefill-worker","address":"p:1","instance_id":"of p:1","version":"0.1.0","model":"m","revision":"r","block_size":16}"#
@@ -171,10 +171,10 @@ async fn registrations_without_a_valid_signature_are_ignored() {
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
     watcher.expect_members(&["ours:1"]).await;
-    // Neither a signed record under another key nor one whose address was changed is accepted.
+    // A signed record under another etcd key is not accepted, and neither is a record whose address was changed after it was signed.
     let mut client = admin(&server).await;
     let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("etcd answers");
-    let signed = read.kvs().first().expect("the key exists").value_str().expect("text").to_owned();
+    let signed = read.kvs().first().expect("the key exists").value_str().expect("the value is UTF-8").to_owned();
     client.put("/tandem/c/decode-worker/copied", &*signed, None).await.expect("etcd answers");
     client.put("/tandem/c/decode-worker/of ours:1", signed.replace("ours:1", "mine:1"), None).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
@@ -183,7 +183,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
 }
 
 #[tokio::test]
-async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again() {
+async fn killed_process_is_removed_when_its_lease_expires_and_a_deleted_key_is_put_again() {
     let server = Server::etcd(&[]);
     let settings = EtcdSettings { lease_ttl: Duration::from_secs(1), ..settings(&[server.address()]) };
     let mut watcher = Watcher::start(&settings);
@@ -203,7 +203,7 @@ async fn killed_process_is_removed_with_its_lease_and_deleted_key_is_put_again()
     watcher.expect_members(&[]).await;
     watcher.expect_members(&["stays:1"]).await;
     // The process also registers again after its lease is revoked.
-    let lease = client.leases().await.expect("etcd answers").leases().first().expect("one").id();
+    let lease = client.leases().await.expect("etcd answers").leases().first().expect("etcd has one lease").id();
     client.lease_revoke(lease).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
     watcher.expect_members(&["stays:1"]).await;
@@ -267,7 +267,7 @@ async fn watch_continues_after_compaction() {
         client.put(key, record, None).await.expect("etcd answers");
     }
     let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("etcd answers");
-    let revision = deleted.header().expect("always").revision();
+    let revision = deleted.header().expect("every etcd reply has a header").revision();
     client.compact(revision, None).await.expect("etcd answers");
     // The proxy forwards the read, but holds back the watch that follows until its revision is compacted, too.
     proxy.hold_after(b"/tandem/c/decode-worker/two");
@@ -276,7 +276,7 @@ async fn watch_continues_after_compaction() {
     let (key, record) = put("four");
     client.put(key, record, None).await.expect("etcd answers");
     let deleted = client.delete("/tandem/c/decode-worker/two", None).await.expect("etcd answers");
-    client.compact(deleted.header().expect("always").revision(), None).await.expect("etcd answers");
+    client.compact(deleted.header().expect("every etcd reply has a header").revision(), None).await.expect("etcd answers");
     proxy.restore();
     watcher.expect_members(&["four:1", "three:1"]).await;
     // After that the watch works as before.
@@ -322,14 +322,14 @@ async fn client_authenticates_by_password() {
 #[tokio::test]
 async fn tls_verifies_server_and_client() {
     let files = Certificates::new();
-    let path = |path: &std::path::Path| path.to_str().expect("text").to_owned();
+    let path = |path: &std::path::Path| path.to_str().expect("the path is UTF-8").to_owned();
     let arg = |name: &str, file| format!("--{name}={}", path(file));
     let args = [arg("cert-file", &files.certificate), arg("key-file", &files.key), arg("trusted-ca-file", &files.ca)];
     let server = Server::etcd(&[&args[0], &args[1], &args[2], "--client-cert-auth"]);
     let identity = Some((files.certificate.clone(), files.key.clone()));
     let with = |tls| EtcdSettings { tls, ..settings(&[server.address()]) };
     let good = with(Some(EtcdTls { ca: files.ca.clone(), identity: identity.clone() }));
-    good.check().expect("the files exist");
+    good.check().expect("the certificate files are valid");
     let process = Registered::start(&good, Role::DecodeWorker, "d:1");
     let mut watcher = Watcher::start(&good);
     watcher.expect_members(&["d:1"]).await;

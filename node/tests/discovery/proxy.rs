@@ -11,7 +11,7 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// The text after which the clients' data is held back.
+    /// The text of the server after which the clients' data is held back; `None`: data is not held back.
     hold_after: Option<Arc<[u8]>>,
     /// Whether the clients' data is held back now.
     held: bool,
@@ -25,7 +25,7 @@ pub struct Proxy {
 
 impl Proxy {
     pub async fn to(server: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let (state, _) = watch::channel(State::default());
         let (server, shared, mut task) = (server.to_owned(), state.clone(), JoinSet::new());
@@ -73,7 +73,7 @@ async fn connection(client: TcpStream, server: TcpStream, state: watch::Sender<S
     let up = async {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from_client.read(&mut buffer).await {
-            released.wait_for(|state| !state.held).await.expect("this function owns a sender");
+            released.wait_for(|state| !state.held).await.expect("this function keeps a sender");
             if to_server.write_all(&buffer[..read]).await.is_err() {
                 return;
             }

@@ -37,7 +37,7 @@ async fn open(settings: &NatsSettings) -> (Broker, Metrics) {
 
 async fn open_with(settings: &NatsSettings, key: ClusterKey) -> (Broker, Metrics) {
     let metrics = Metrics::default();
-    (Broker::open(settings, key, &metrics).await.expect("the settings are good"), metrics)
+    (Broker::open(settings, key, &metrics).await.expect("the settings are valid"), metrics)
 }
 
 async fn connected(settings: &NatsSettings) -> Broker {
@@ -114,7 +114,7 @@ async fn events_of_an_instance_arrive_in_order_in_bounded_messages() {
         assert!(batch_received.sent_unix_us > 0);
         received.extend(batch_received.events.iter().map(|event| event.event_id));
         if batch_received.events.is_empty() {
-            assert_eq!(batch_received.last_event_id, 200, "an event that is too long is only counted by its number");
+            assert_eq!(batch_received.last_event_id, 200, "a batch without its too long event still has the event's id");
         }
         messages += 1;
     }
@@ -200,7 +200,7 @@ async fn slow_subscriber_detects_gap() {
 
 #[tokio::test]
 async fn client_authenticates_by_password_token_or_nkey() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     // This key pair was made with `nk -gen user -pubout`.
     let seed = folder.path().join("seed");
     fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("the folder is writable");

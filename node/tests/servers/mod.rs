@@ -73,7 +73,14 @@ impl Server {
     }
 
     fn new((program, ready): (&'static str, &'static str), port: u16, args: Vec<String>) -> Self {
-        let mut server = Self { program, ready, args, folder: tempfile::tempdir().expect("a folder"), port, process: None };
+        let mut server = Self {
+            program,
+            ready,
+            args,
+            folder: tempfile::tempdir().expect("the system can create a temporary folder"),
+            port,
+            process: None,
+        };
         server.start();
         server
     }
@@ -89,10 +96,10 @@ impl Server {
     /// Starts the server with the data on its disk, and waits until it serves.
     pub fn start(&mut self) {
         assert!(self.process.is_none(), "the server runs already");
-        let log = fs::File::create(self.folder.path().join("log")).expect("a temporary file");
+        let log = fs::File::create(self.folder.path().join("log")).expect("the folder is writable");
         let mut command = Command::new(self.program);
         command.args(&self.args).env("ETCD_DATA_DIR", self.data()).stdin(Stdio::null());
-        let spawned = command.stdout(log.try_clone().expect("a file")).stderr(log).spawn();
+        let spawned = command.stdout(log.try_clone().expect("the log file can be shared")).stderr(log).spawn();
         self.process = match spawned {
             Ok(process) => Some(process),
             Err(error) if error.kind() == ErrorKind::NotFound => panic!(
@@ -137,7 +144,7 @@ impl Server {
     /// Deletes the data of a stopped server.
     pub fn lose_data(&self) {
         assert!(self.process.is_none(), "the server must not run");
-        fs::remove_dir_all(self.data()).expect("the data exist");
+        fs::remove_dir_all(self.data()).expect("the data folder exists");
     }
 }
 

@@ -25,10 +25,10 @@ const BLOCK: u32 = 16;
 /// Tokens in a chunk, except where a test sets another number.
 const CHUNK: u32 = 64;
 const CHUNKS: u32 = 10;
-/// Ten chunks, and the last token, which the decode worker computes.
+/// Tokens in a prompt: ten chunks, and the last token, which the decode worker computes.
 const PROMPT: u32 = CHUNK * CHUNKS + 1;
 const DECODED: u32 = 24;
-/// Timers are late by less than a millisecond each; there is one per chunk.
+/// The longest total delay of the timers: there is one per chunk, and each is late by less than a millisecond.
 const LATE: Duration = Duration::from_millis(CHUNKS as u64);
 
 /// The time that the computation and the transfer of [`CHUNK`] tokens take.
@@ -58,14 +58,14 @@ impl Pace {
     }
 }
 
-/// A prefill worker, and the engine of a decode worker that it reaches over a simulated network.
+/// A prefill worker, and the engine of a decode worker to which it sends blocks over a simulated network.
 struct Pair {
     prefill: Worker,
     decode: EngineHandle,
     /// The indices of written blocks, and the time of each.
     written: Arc<Mutex<Vec<(u32, Instant)>>>,
     network: Arc<SimulatedNetwork>,
-    /// A decode worker that computes the same prompts itself.
+    /// The engine of another decode worker, which computes the same prompts itself.
     alone: EngineHandle,
     _drivers: JoinSet<()>,
 }
@@ -106,7 +106,7 @@ impl SendPath for InProcess {
 
 /// The times of a handoff, counted from the submission of the prefill, and the generated tokens.
 struct Handoff {
-    /// When all KV was on the decode worker.
+    /// The time at which the decode worker had all KV.
     started: Duration,
     /// The index of each block and the time at which it was written, in the order of the writes.
     written: Vec<(u32, Duration)>,
@@ -160,7 +160,7 @@ impl Pair {
         let submitted = Instant::now();
         let job = self.submit(prompt.clone()).await;
         sleep(ticket_after).await;
-        let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("it fits");
+        let mut continued = self.decode.generate(generate(prompt, KvSource::Remote)).await.expect("the job fits in the cache");
         let Some(Event::Reserved { ticket, missing_blocks }) = continued.next().await else { panic!("blocks are reserved") };
         let path = InProcess { engine: self.decode.clone(), ticket, written: Arc::clone(&self.written) };
         let path = SimulatedPath::new(Box::new(path), Arc::clone(&self.network));
@@ -168,7 +168,7 @@ impl Pair {
         let span = Span::default();
         let sending = async {
             let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
-            // A decode worker does this when it receives `PrefillDone`.
+            // A decode worker confirms the blocks when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };
@@ -176,7 +176,7 @@ impl Pair {
             assert!(matches!(continued.next().await, Some(Event::Started(_))));
             submitted.elapsed()
         });
-        sent.expect("all is sent");
+        sent.expect("all tokens are sent");
         let written = std::mem::take(&mut *self.written.lock().expect("no test panics with the lock"));
         Handoff {
             started,
@@ -195,7 +195,7 @@ impl Pair {
     async fn submit(&self, prompt: Vec<u32>) -> CountedJob {
         let instance_id = self.prefill.common.info.instance_id.clone();
         let mut start = PrefillStart { instance_id, prompt, ..PrefillStart::default() };
-        let mut job = submit(&self.prefill, &mut start).await.expect("it fits");
+        let mut job = submit(&self.prefill, &mut start).await.expect("the job fits in the cache");
         assert!(matches!(job.next().await, Some(Event::Scheduled { .. })));
         job
     }
@@ -230,7 +230,7 @@ fn prompt(number: u32) -> Vec<u32> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_other() {
+async fn handoff_takes_the_longer_of_computation_and_transfer_plus_one_chunk_of_the_shorter() {
     for (compute_ms, transfer_ms) in [(100, 4), (100, 60), (100, 100), (60, 100), (4, 100)] {
         let pace = Pace { compute_ms, transfer_ms };
         let pair = Pair::start(pace, CHUNK);
@@ -240,7 +240,7 @@ async fn handoff_takes_the_longer_of_compute_and_transfer_plus_one_chunk_of_the_
         let of = format!("{:?} for {compute:?} of compute and {transfer:?} of transfer", handoff.started);
         assert!((expected..=expected + LATE).contains(&handoff.started), "{of}");
         assert_eq!(handoff.written.len() as u32, PROMPT / BLOCK, "{of}");
-        let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("it fits");
+        let alone = pair.alone.generate(generate(prompt(1), KvSource::Local)).await.expect("the job fits in the cache");
         assert_eq!(handoff.tokens, tokens(alone).await, "{of}");
     }
 }
@@ -251,12 +251,12 @@ async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), Duration::ZERO).await;
     for chunk in 1..CHUNKS {
         let written = handoff.written_by(pace.compute(chunk + 1)) as u32;
-        assert_eq!(written, chunk * CHUNK / BLOCK, "when chunk {chunk} is computed, counted from 0");
+        assert_eq!(written, chunk * CHUNK / BLOCK, "all blocks before chunk {chunk} are written when it is computed");
     }
-    assert!(handoff.written.is_sorted(), "one after the other: {:?}", handoff.written);
+    assert!(handoff.written.is_sorted(), "blocks are written in order: {:?}", handoff.written);
 }
 
-/// The case without overlap, for comparison: nothing is left to compute while the only chunk is sent.
+/// The case without overlap, for comparison: the prompt is one chunk, so nothing is left to compute while that chunk is sent.
 #[tokio::test(start_paused = true)]
 async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };
@@ -271,7 +271,7 @@ async fn late_ticket_does_not_delay_the_handoff_if_the_transfer_is_fast_enough()
     let pace = Pace { compute_ms: 100, transfer_ms: 40 };
     let ticket_after = pace.compute(CHUNKS / 2);
     let handoff = Pair::start(pace, CHUNK).handoff(prompt(1), ticket_after).await;
-    assert_eq!(handoff.written_by(ticket_after), 0, "nothing is written without a ticket");
+    assert_eq!(handoff.written_by(ticket_after), 0, "no block is written without a ticket");
     let expected = pace.compute(CHUNKS) + pace.transfer(1);
     assert!((expected..=expected + LATE).contains(&handoff.started), "{:?}", handoff.started);
 }

@@ -1,5 +1,6 @@
 //! The transport of connections: TCP, or a network in memory, on which tests delay, interrupt and refuse connections; and the cluster key,
-//! which authenticates every call. A service connects to its peers over the network that it listens on: its [`Listener`] has the [`Network`].
+//! which authenticates every call. A service connects to its peers over the network that it listens on: its [`Listener`] has the
+//! [`Network`].
 
 use super::guard::{Bearer, Channel, Guard, OnRefused};
 use crate::ClusterKey;
@@ -121,8 +122,8 @@ impl Listener {
         }
     }
 
-    /// Accepts connections until `ended`, then serves the open ones to their end. Refuses calls without the cluster's bearer token with
-    /// UNAUTHENTICATED, and calls `on_refused` for each.
+    /// Accepts connections until `ended`, then serves the open connections to their end. Refuses calls without the cluster's bearer token
+    /// with UNAUTHENTICATED, and calls `on_refused` for each.
     ///
     /// # Errors
     /// The server failed.

@@ -14,19 +14,20 @@ pub(super) const SAMPLES_MAX: u32 = 128;
 /// The most prompt tokens that one request may add to a worker's load: the largest value of `prompt_tokens`.
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
-/// A request that this router or a peer has placed. The instances that it names need not be members.
+/// A request that this router or a peer has placed. The booking's instances need not be members.
 pub(super) struct Booking {
     pub(super) key: BookingKey,
     pub(super) decode: InstanceId,
-    /// Never the same instance as `decode`.
+    /// The prefill instance, never the same as `decode`; `None`: the decode instance prefills the prompt.
     pub(super) prefill: Option<InstanceId>,
     /// Whether the prompt is still to be prefilled.
     pub(super) prefilling: bool,
-    /// Time at which this router learned that the prompt has been prefilled.
+    /// Time at which this router learned that the prompt has been prefilled; `None` until then, and for a peer's booking.
     pub(super) answering_since: Option<Instant>,
     /// The prompt's blocks that a worker may reuse.
     pub(super) hashes: Arc<[SequenceHash]>,
-    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request.
+    /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once it was
+    /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
 }
 
@@ -43,8 +44,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt comes with the prompt's blocks,
-    /// any other instance with none.
+    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt is returned with the prompt's
+    /// blocks, any other instance with no blocks.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
@@ -68,7 +69,8 @@ impl Booking {
         }
     }
 
-    /// Returns a peer's booking under a key of this router. Its load is not kept here: see [`LoadByRole::recorded`].
+    /// Returns a peer's booking under a key of this router. The booking does not contain the load that the peer announced: see
+    /// [`LoadByRole::recorded`].
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
         let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));

@@ -39,15 +39,14 @@ impl Bookings {
         id
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more. Returns the booking, or `None` if this was known
-    /// before.
-    pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&Booking> {
+    /// Records that the prompt has been prefilled, so its prefill does not count any more; a second call changes nothing. Returns the
+    /// booking, or `None` if it has ended.
+    pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&mut Booking> {
         let booking = self.by_id.get_mut(&id)?;
-        if !members.on_prefilled(booking) {
-            return None;
+        if members.on_prefilled(booking) {
+            booking.answering_since = Some(Instant::now());
+            self.journal.record(id);
         }
-        booking.answering_since = Some(Instant::now());
-        self.journal.record(id);
         Some(booking)
     }
 

@@ -18,11 +18,14 @@ pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainRe
         as_prefill: costs.prefill.map(cost),
         as_decode: costs.decode.map(cost),
         alone: costs.local.map(cost),
+        transfer_family: member.info.transfer_family.clone(),
+        unpaired_reason: members.unpaired_reason(member),
+        approximate_index: member.info.approximate_index,
     });
     let (placement, explanation) = match choice {
         Ok(choice) => {
             let names: Vec<&str> = members.values().map(|member| member.info.worker_id.as_str()).collect();
-            (Some(decision.placement(members, *choice)), texts::explanation(*choice, costs, |at| names[at]))
+            (Some(decision.placement(members, *choice)), texts::explanation(*choice, costs, candidates, |at| names[at]))
         }
         Err(error) => (None, error.to_string()),
     };

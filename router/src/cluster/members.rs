@@ -1,10 +1,13 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
-//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance. Bookings
-//! on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
+//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance.
+//! Bookings on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
 
-use super::booking::{Booking, LoadByRole};
+use super::{
+    booking::{Booking, LoadByRole},
+    texts,
+};
 use crate::{
     breaker::Breaker,
     index::{PrefixIndex, WorkerSlot},
@@ -15,7 +18,10 @@ use crate::{
     subscription::{EventSource, ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 use tandem_kv::{Change, InstanceId, KvEvent, Load, SequenceHash, Snapshot};
 use tandem_proto::{
     Difference,
@@ -26,15 +32,15 @@ use tokio::time::Instant;
 /// Why a worker must not join.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum JoinError {
-    #[error("its description lacks {field}")]
+    #[error("the worker's description lacks {field}; start the worker with the router's version")]
     Incomplete { field: &'static str },
     #[error(transparent)]
     Differs(#[from] Difference),
-    #[error("it rejects this router's cluster key; give all processes the same --cluster-key-file")]
+    #[error("the worker rejects this router's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    #[error("the same instance has joined under another address; list each worker once")]
+    #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,
-    #[error("the worker at {address} has the same id {worker_id}; give each a --worker-id of its own")]
+    #[error("the worker at {address} has the same id {worker_id}; give each worker its own --worker-id")]
     SameWorkerId { worker_id: String, address: String },
 }
 
@@ -47,6 +53,8 @@ pub(super) struct Member {
     /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
     pub(super) role: Role,
+    /// As in [`Candidate`].
+    family: Option<Arc<str>>,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
@@ -136,6 +144,7 @@ impl Members {
         }
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
+            family: info.family().map(Arc::from),
             info,
             instance_id,
             role,
@@ -163,9 +172,9 @@ impl Members {
         }
     }
 
-    /// Replaces all that is known of the member's cache. Before that, messages were lost, perhaps a report that included a booked request.
-    /// So all bookings count as reported: a request that has not reached the worker yet is missing in the load until the next report, but
-    /// no request is counted twice.
+    /// Replaces the member's blocks in the index by those of the snapshot. A snapshot follows lost messages, and one of them may have
+    /// reported a booked request. So all bookings count as reported: a request that has not reached the worker yet is missing in the load
+    /// until the next report, but no request is counted twice.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -202,8 +211,8 @@ impl Members {
         applied
     }
 
-    /// Records the member's load. All events that came with the load must have been applied. `included` are the requests that this load
-    /// includes for the first time.
+    /// Records the member's load. The caller must have applied all events that came with the load. `included` are the requests that this
+    /// load includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         let now = Instant::now();
@@ -260,8 +269,18 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
-    /// Returns what is known of each member now, in the order of the members. Members in `excluded` and members whose circuit breakers are
-    /// open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
+    /// Returns why the member receives no placements although it is one: it prefills, and no decode worker has its transfer family.
+    pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
+        let decode_workers = || self.values().filter(|other| other.role == Role::Decode);
+        let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
+        if member.role == Role::Decode || is_paired() {
+            return None;
+        }
+        Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
+    }
+
+    /// Returns each member as a candidate for a placement, in the order of the members. Members in `excluded` and members whose circuit
+    /// breakers are open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
     pub(super) fn candidates(
         &self,
         hashes: &[SequenceHash],
@@ -290,7 +309,8 @@ impl Members {
         }
     }
 
-    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether it counted until now.
+    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether the prefill counted
+    /// until now.
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
@@ -329,7 +349,7 @@ impl Member {
         }
     }
 
-    /// Returns what is known of the member now. Older measurements have less weight.
+    /// Returns the member as a candidate for a placement. Older measurements have less weight.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, .. } = self;
         let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);
@@ -340,6 +360,7 @@ impl Member {
         let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences;
         Candidate {
             role: self.role,
+            family: self.family.clone(),
             excluded: false,
             tokens_max: capacity.min(context),
             overlap_blocks,

@@ -22,7 +22,7 @@ use crate::{
     breaker::is_fault,
     metrics::RouterMetrics,
     replication::PeerUpdate,
-    route::{NoEligibleWorker, Role},
+    route::{NoEligibleWorker, Role, paired_families},
     settings::{PrefillPlace, RouterSettings},
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
@@ -67,7 +67,7 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// The number of blocks in the events that are applied before the lock is released. Applying them takes about a millisecond.
+/// A slice of events ends when it names this many blocks. Applying a slice takes about a millisecond, during which the state is locked.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -139,7 +139,7 @@ fn slice_len(events: &[KvEvent]) -> usize {
     last.map_or(events.len(), |last| last + 1)
 }
 
-/// Membership of workers.
+/// Methods for the membership of workers.
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
@@ -150,6 +150,7 @@ impl State {
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
+        series.index_approximate.set(f64::from(u8::from(info.approximate_index)));
         let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);
@@ -169,7 +170,7 @@ impl State {
         self.show_workers();
     }
 
-    /// Returns two numbers of workers: those whose caches the index knows, and all that are listed.
+    /// Returns the number of workers whose caches the index holds, and the number of all listed workers.
     fn synced_of_known(&self) -> (usize, usize) {
         (self.members.len(), self.members.len() + self.unavailable.len())
     }
@@ -184,7 +185,7 @@ impl State {
     }
 }
 
-/// Reports about the router and the cluster.
+/// Methods that report on the router and the cluster.
 impl State {
     /// Returns the identity on which all processes must agree: the operator's settings, with empty fields taken from the members.
     pub(crate) fn identity(&self) -> Identity {
@@ -204,6 +205,7 @@ impl State {
     /// Returns why no request can be placed at present; `None` if requests can be placed.
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
         let has = |role| self.members.values().any(|member| member.role == role);
+        let has_pair = || !paired_families(self.members.values().map(|member| (member.role, member.info.family()))).is_empty();
         if self.unavailable.is_starting() {
             let (synced, known) = self.synced_of_known();
             return Some(texts::starting(synced, known));
@@ -211,11 +213,12 @@ impl State {
         match self.settings.prefill {
             _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
             PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker.to_string()),
+            PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily.to_string()),
             PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
         }
     }
 
-    /// Returns all that the router knows of the cluster.
+    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
     pub(crate) fn view(&self) -> v1::WorkersReply {
         let now = Instant::now();
         let workers = self.members.values().map(|member| v1::WorkerView {
@@ -226,6 +229,7 @@ impl State {
             load: Some(member.stats.fill((&member.load).into())),
             placements: Some(member.placements),
             circuit_open: !member.breaker.admits(now),
+            unpaired_reason: self.members.unpaired_reason(member),
         });
         let (synced, known) = self.synced_of_known();
         v1::WorkersReply {
@@ -243,7 +247,7 @@ impl State {
     }
 }
 
-/// Bookings of this router.
+/// Methods for the bookings of this router.
 impl State {
     /// Places the request and books it until [`State::release`]. `attempt` counts the request's placements from 1.
     pub(crate) fn place(
@@ -317,13 +321,14 @@ impl State {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were
-    /// cached, that number is compared with the overlap that the placement assumed.
+    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were cached, now or
+    /// in a later call, the first such number is compared with the overlap that the placement assumed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
+        let Some(actual) = cached_tokens.map(u64::from) else { return };
+        let predicted = booking.overlap_tokens.take();
         let computed_on = self.members.of_mut(booking.prefills_on());
-        let tokens = booking.overlap_tokens.zip(cached_tokens.map(u64::from));
-        if let (Some(Member { series, placements, .. }), Some((predicted, actual))) = (computed_on, tokens) {
+        if let (Some(Member { series, placements, .. }), Some(predicted)) = (computed_on, predicted) {
             let (over, under) = (predicted.saturating_sub(actual), actual.saturating_sub(predicted));
             series.overlap_over.increment(over);
             series.overlap_under.increment(under);
@@ -405,7 +410,7 @@ impl State {
     }
 }
 
-/// Bookings of peers.
+/// Methods for the bookings of peers.
 impl State {
     /// Adds a peer router that has connected.
     pub(crate) fn add_peer(&mut self, address: &str) -> PeerId {

@@ -19,7 +19,7 @@ pub(super) struct Placer {
     policy: Box<dyn Policy>,
     /// Placements decided so far.
     placements: u64,
-    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first.
+    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first answer has ended.
     answer_ms: Option<f64>,
 }
 
@@ -58,7 +58,8 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns what would be decided now for the first placement of a request. If costs are equal, the next real placement may differ.
+    /// Returns the decision that would be made now for the first placement of a request. If several workers have equal costs, the next real
+    /// placement may choose another of them.
     pub(super) fn preview<'a>(&self, members: &Members, request: &'a PlacementRequest) -> Result<Decision<'a>, PlacementError> {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }

@@ -1,4 +1,4 @@
-//! A request to place, and why it is not placed.
+//! A request to place, and the error of a request that cannot be placed.
 
 use crate::route::NoEligibleWorker;
 use std::{collections::BTreeSet, sync::Arc};
@@ -23,7 +23,8 @@ pub(crate) struct PlacementRequest {
 pub(crate) struct Excluded {
     /// All instances that have failed the request. They are excluded while other workers can take it.
     pub(crate) failed: BTreeSet<InstanceId>,
-    /// The instances in `failed` that may be broken. They are always excluded. The others were at capacity or timed out.
+    /// The instances in `failed` that may be broken. They are always excluded. The other instances in `failed` were at capacity or timed
+    /// out.
     pub(crate) suspect: BTreeSet<InstanceId>,
 }
 
@@ -36,6 +37,6 @@ pub(crate) enum PlacementError {
     OtherModel,
     #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
-    #[error("the request has failed as often as it may; try again later")]
+    #[error("the request has failed on all placements that one request may have; try again later")]
     TooManyAttempts,
 }

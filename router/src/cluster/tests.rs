@@ -15,18 +15,18 @@ const BLOCK: u32 = 16;
 
 impl Members {
     fn get(&self, id: MemberId) -> &Member {
-        self.iter().find(|(other, _)| **other == id).expect("it is a member").1
+        self.iter().find(|(other, _)| **other == id).expect("the worker is a member").1
     }
 }
 
 impl State {
     /// Applies all events of the batch at once, and then its load.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
-        self.members.apply_events(id, &batch.events).expect("the worker can hold what it stores");
+        self.members.apply_events(id, &batch.events).expect("the worker can hold the blocks that the batch stores");
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
     }
 
-    /// Returns what is known of each member. No member is excluded.
+    /// Returns each member as a candidate for a placement. No member is excluded.
     pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
         self.members.candidates(hashes, &BTreeSet::new(), None, &self.settings.costs)
     }
@@ -74,7 +74,7 @@ impl Scenario {
         let mut scenario = Self::new(settings);
         for (role, letter, count) in [(worker_info::Role::Prefill, 'p', prefill), (worker_info::Role::Decode, 'd', decode)] {
             for number in 0..count {
-                scenario.join(info(role, &format!("{letter}{number}"))).expect("it agrees with the others");
+                scenario.join(info(role, &format!("{letter}{number}"))).expect("the worker agrees with the other members");
             }
         }
         scenario
@@ -85,7 +85,7 @@ impl Scenario {
     }
 
     fn member(&self, name: &str) -> MemberId {
-        *self.state.members.iter().find(|(_, member)| member.info.worker_id == name).expect("it is a member").0
+        *self.state.members.iter().find(|(_, member)| member.info.worker_id == name).expect("the worker is a member").0
     }
 
     fn request(&mut self, prompt_tokens: u32, hashes: Arc<[SequenceHash]>) -> PlacementRequest {

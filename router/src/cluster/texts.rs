@@ -1,6 +1,7 @@
 //! Texts for operators in the router's replies. Programs show them unchanged and never parse them.
 
-use crate::route::{Choice, Cost, CostsByUse};
+use crate::route::{self, Candidate, Choice, Cost, CostsByUse, Pair, PlacementSeed};
+use std::collections::BTreeSet;
 
 /// Why a draining router is unavailable.
 pub(crate) const DRAINING: &str = "the router is draining";
@@ -10,33 +11,55 @@ pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Returns why the choice was made: its cost and the costs of the best alternatives. `costs` and `name` are indexed by candidate.
-pub(super) fn explanation<'a>(choice: Choice, costs: &[CostsByUse], name: impl Fn(usize) -> &'a str) -> String {
+/// Returns why the choice was made: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.
+pub(super) fn explanation<'a>(
+    choice: Choice,
+    costs: &[CostsByUse],
+    workers: &[Candidate],
+    name: impl Fn(usize) -> &'a str,
+) -> String {
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
-    let cheapest = |cost: fn(&CostsByUse) -> &Option<Cost>, except: Option<usize>| {
-        let others = costs.iter().enumerate().filter(|(at, _)| Some(*at) != except);
-        others.filter_map(|(at, costs)| Some((at, total(cost(costs))?))).min_by(|a, b| a.1.total_cmp(&b.1))
-    };
     let on_one = |at: usize| format!("prefill and decode on {}", name(at));
-    let prefill_on = |at: usize| format!("prefill on {}", name(at));
-    let Choice { decode, prefill } = choice;
-    let (chosen, ms, alternatives) = match prefill {
-        None => {
-            let local = cheapest(|costs| &costs.local, Some(decode)).map(|(at, ms)| (on_one(at), ms));
-            let remote = cheapest(|costs| &costs.prefill, None)
-                .zip(cheapest(|costs| &costs.decode, None))
-                .map(|((at, prefill_ms), (_, decode_ms))| (prefill_on(at), prefill_ms + decode_ms));
-            (on_one(decode), total(&costs[decode].local), [local, remote])
+    let on_two = |Pair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
+    // The chosen use of a worker is no alternative to itself.
+    let mut others = costs.to_vec();
+    let (chosen, ms) = match choice {
+        Choice { decode, prefill: None } => {
+            others[decode].local = None;
+            (on_one(decode), total(&costs[decode].local))
         }
-        Some(prefill) => {
-            let decode_ms = total(&costs[decode].decode).unwrap_or_default();
-            let remote = cheapest(|costs| &costs.prefill, Some(prefill)).map(|(at, ms)| (prefill_on(at), ms + decode_ms));
-            let local = cheapest(|costs| &costs.local, None).map(|(at, ms)| (on_one(at), ms));
-            let chosen = format!("{}, decode on {}", prefill_on(prefill), name(decode));
-            (chosen, total(&costs[prefill].prefill).map(|ms| ms + decode_ms), [remote, local])
+        Choice { decode, prefill: Some(prefill) } => {
+            others[prefill].prefill = None;
+            let ms = total(&costs[prefill].prefill).zip(total(&costs[decode].decode));
+            (on_two(Pair { prefill, decode }), ms.map(|(prefill_ms, decode_ms)| prefill_ms + decode_ms))
         }
     };
-    let alternatives: Vec<String> = alternatives.into_iter().flatten().map(|(what, ms)| format!("{what}: {ms:.1} ms")).collect();
+    let remote = route::cheapest_pair(&others, workers, PlacementSeed::default()).map(|pair| (on_two(pair.workers), pair.cost));
+    let local = others.iter().enumerate().filter_map(|(at, costs)| Some((at, total(&costs.local)?)));
+    let local = local.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(at, ms)| (on_one(at), ms));
+    let alternatives: Vec<String> = remote.into_iter().chain(local).map(|(what, ms)| format!("{what}: {ms:.1} ms")).collect();
     let alternatives = if alternatives.is_empty() { "no alternative".to_owned() } else { alternatives.join(", ") };
     format!("cheapest is {chosen}: {:.1} ms; {alternatives}", ms.unwrap_or_default())
+}
+
+/// Returns a transfer family as operators know it.
+fn family(family: Option<&str>) -> String {
+    match family {
+        None => "no transfer family".to_owned(),
+        Some("") => "Tandem's own transfers".to_owned(),
+        Some(family) => format!("the transfer family {family}"),
+    }
+}
+
+/// Returns why a prefill worker of this family receives no requests, given the families of the decode workers that serve its model.
+pub(super) fn unpaired<'a>(own: Option<&'a str>, decode_families: impl Iterator<Item = Option<&'a str>>) -> String {
+    let own = family(own);
+    let decode_families: BTreeSet<String> = decode_families.map(family).collect();
+    if decode_families.is_empty() {
+        return format!("it has {own}, and no decode worker has joined");
+    }
+    let theirs = decode_families.into_iter().collect::<Vec<_>>().join(" or ");
+    format!(
+        "it has {own}, and the decode workers have {theirs}; KV moves only within one family, so compare the engines' versions and --engine-kv-connector"
+    )
 }

@@ -14,8 +14,9 @@ pub(crate) struct UnavailableWorkers {
 }
 
 impl UnavailableWorkers {
-    /// Waits for a listed worker's answer. Until every worker that was listed at the start has answered, this router knows fewer caches
-    /// than a router that has been up for longer. The router does not wait for workers that are listed after the start.
+    /// Records that the starting router waits for the answer of this listed worker. Until every worker that was listed at the start has
+    /// answered, this router knows fewer caches than a router that has been up for longer. The router does not wait for workers that are
+    /// listed after the start.
     pub(crate) fn expect(&mut self, address: &str) {
         if !self.started {
             self.expected.insert(address.to_owned());

@@ -1,6 +1,7 @@
-//! The input of a placement: the query, and what is known of each worker.
+//! The input of a placement: the query, and the state of each worker.
 
 use crate::{rates::Measurement, settings::PrefillPlace};
+use std::sync::Arc;
 
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,8 @@ impl PlacementQuery {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     pub role: Role,
+    /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
+    pub family: Option<Arc<str>>,
     /// Whether the request must not be placed on the worker.
     pub excluded: bool,
     /// The longest prompt that the worker can take, in tokens: its cache's capacity, or its context length if that is shorter.
@@ -56,10 +59,10 @@ pub struct Candidate {
     /// Bytes of KV per block.
     pub block_bytes: u64,
     pub prefill_tokens_per_second: Option<Measurement>,
-    /// The fixed time of a step that computes prompt tokens.
+    /// The fixed time of a step that computes prompt tokens; `None`: not measured.
     pub prefill_fixed_ms: Option<Measurement>,
     pub decode_step_ms: Option<Measurement>,
-    /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so decode workers have none.
+    /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,
 }
 

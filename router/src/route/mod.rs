@@ -1,16 +1,20 @@
-//! Chooses the workers of a request: a pure function of the request, what is known of the workers, and a seed that breaks ties.
+//! Chooses the workers of a request: a pure function of the request, the candidates' states, and a seed that breaks ties.
 //!
-//! A [`Policy`] estimates costs; [`place`] finds the cheapest pair. The cost of a remote placement is the prefill worker's cost plus the
-//! decode worker's cost, so each is chosen independently instead of comparing all pairs.
+//! A [`Policy`] estimates costs; [`place`] finds the cheapest worker or pair. The cost of a remote placement is the prefill worker's cost
+//! plus the decode worker's cost, so both are chosen independently within a transfer family instead of comparing all pairs.
 
 mod candidate;
+mod family;
 mod policy;
 
 pub use candidate::{Candidate, PlacementQuery, Role};
+pub use family::{Pair, cheapest_pair, paired_families};
 pub use policy::{Cost, PlacementSeed, Policy, policy};
 
 use crate::settings::{Costs, PrefillPlace};
+use family::{cheapest, ranked};
 use policy::{Position, Rates};
+use std::collections::BTreeSet;
 
 /// The chosen workers, as positions in the slice of candidates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,11 +30,17 @@ pub struct Choice {
 pub enum NoEligibleWorker {
     #[error("no decode worker has joined; start one or wait until it is up")]
     NoDecodeWorker,
-    #[error("no prefill worker has joined, and the router is set to prefill remotely only; start one or allow local prefill")]
+    #[error(
+        "no prefill worker has joined, and --prefill remote forbids prefill on decode workers; start one, or set --prefill auto"
+    )]
     NoPrefillWorker,
-    #[error("every worker that could take the request has failed it; try again later")]
+    #[error(
+        "no prefill worker has the transfer family of a decode worker, and --prefill remote forbids prefill on decode workers; compare the engines' versions and --engine-kv-connector, or set --prefill auto"
+    )]
+    NoCommonFamily,
+    #[error("the request has failed on every worker that could take it; try again later")]
     AllFailed,
-    #[error("the prompt is longer than any worker's cache or context; shorten it")]
+    #[error("the prompt does not fit in the KV cache and context of any worker; shorten it")]
     PromptTooLong,
 }
 
@@ -47,34 +57,28 @@ pub struct CostsByUse {
 /// Chooses the cheapest workers of a request. `costs` are those of [`costs_by_use`], in the order of `workers`.
 ///
 /// # Errors
-/// No worker of a role that the request needs is eligible.
+/// No worker, or no pair of workers, that the request needs is eligible.
 pub fn place(
     costs: &[CostsByUse],
     query: &PlacementQuery,
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Result<Choice, NoEligibleWorker> {
-    let cheapest = |cost: fn(&CostsByUse) -> Option<Cost>| {
-        let totals = costs.iter().enumerate().filter_map(|(at, costs)| Some((at, cost(costs)?.total())));
-        totals.min_by(|(a, cost_a), (b, cost_b)| {
-            cost_a.total_cmp(cost_b).then_with(|| placement.random(*a as u64).cmp(&placement.random(*b as u64)))
-        })
+    let alone = || {
+        let local = costs.iter().enumerate().filter_map(|(at, costs)| ranked(costs.local, at, placement));
+        cheapest(local).ok_or_else(|| why_no_decode_worker(workers, query))
     };
-    let local = || cheapest(|costs| costs.local).ok_or_else(|| why_none(workers, Role::Decode, query));
-    let decode = || cheapest(|costs| costs.decode).ok_or_else(|| why_none(workers, Role::Decode, query));
-    let prefill = || cheapest(|costs| costs.prefill).ok_or_else(|| why_none(workers, Role::Prefill, query));
+    let pair = || cheapest_pair(costs, workers, placement);
+    let remote = |Pair { prefill, decode }| Choice { decode, prefill: Some(prefill) };
+    let local = |decode| Choice { decode, prefill: None };
 
     match query.allowed_prefill() {
-        PrefillPlace::Local => Ok(Choice { decode: local()?.0, prefill: None }),
-        PrefillPlace::Remote => Ok(Choice { decode: decode()?.0, prefill: Some(prefill()?.0) }),
+        PrefillPlace::Local => Ok(local(alone()?.workers)),
+        PrefillPlace::Remote => Ok(remote(pair().ok_or_else(|| why_no_pair(workers, query))?.workers)),
         PrefillPlace::Auto => {
-            let ((local, local_cost), (decode, decode_cost)) = (local()?, decode()?);
-            match prefill() {
-                Ok((prefill, prefill_cost)) if prefill_cost + decode_cost < local_cost => {
-                    Ok(Choice { decode, prefill: Some(prefill) })
-                }
-                _ => Ok(Choice { decode: local, prefill: None }),
-            }
+            let alone = alone()?;
+            let cheaper_pair = pair().filter(|pair| pair.cost < alone.cost);
+            Ok(cheaper_pair.map_or_else(|| local(alone.workers), |pair| remote(pair.workers)))
         }
     }
 }
@@ -89,38 +93,67 @@ pub fn costs_by_use(
 ) -> Vec<CostsByUse> {
     let rates = Rates::new(costs, workers);
     let allowed = query.allowed_prefill();
-    let (remote, local) = (allowed != PrefillPlace::Local, allowed != PrefillPlace::Remote);
+    let is_eligible = |worker: &Candidate| !worker.excluded && worker.fits(query);
+    let paired = match allowed {
+        PrefillPlace::Local => BTreeSet::new(),
+        PrefillPlace::Auto | PrefillPlace::Remote => families(workers, is_eligible),
+    };
+    let is_paired = |worker: &Candidate| worker.family.as_deref().is_some_and(|family| paired.contains(family));
     let mut by_use = vec![CostsByUse::default(); workers.len()];
-    for role in [Role::Decode, Role::Prefill] {
-        let is_eligible = |worker: &Candidate| worker.role == role && !worker.excluded && worker.fits(query);
-        let eligible: Vec<usize> = (0..workers.len()).filter(|at| is_eligible(&workers[*at])).collect();
+    let mut estimate = |role, is_usable: &dyn Fn(&Candidate) -> bool, set: &dyn Fn(&mut CostsByUse, &Candidate, Position)| {
+        let is_eligible = |at: &usize| workers[*at].role == role && is_eligible(&workers[*at]) && is_usable(&workers[*at]);
+        let eligible: Vec<usize> = (0..workers.len()).filter(is_eligible).collect();
         for (index, at) in eligible.iter().enumerate() {
-            let worker = &workers[*at];
             let position = Position { index: index as u64, count: eligible.len() as u64, placement };
-            by_use[*at] = match role {
-                Role::Prefill => CostsByUse {
-                    prefill: remote.then(|| policy.prefill(query, &rates, worker, position)),
-                    ..CostsByUse::default()
-                },
-                Role::Decode => CostsByUse {
-                    prefill: None,
-                    decode: remote.then(|| policy.decode(query, &rates, worker, position)),
-                    local: local.then(|| policy.local(query, &rates, worker, position)),
-                },
-            };
+            set(&mut by_use[*at], &workers[*at], position);
         }
+    };
+    estimate(Role::Prefill, &is_paired, &|costs, worker, position| {
+        costs.prefill = Some(policy.prefill(query, &rates, worker, position));
+    });
+    estimate(Role::Decode, &is_paired, &|costs, worker, position| {
+        costs.decode = Some(policy.decode(query, &rates, worker, position));
+    });
+    if allowed != PrefillPlace::Remote {
+        estimate(Role::Decode, &|_| true, &|costs, worker, position| {
+            costs.local = Some(policy.local(query, &rates, worker, position));
+        });
     }
     by_use
 }
 
-/// Returns why no worker of this role is eligible.
-fn why_none(workers: &[Candidate], role: Role, query: &PlacementQuery) -> NoEligibleWorker {
-    let mut of_role = workers.iter().filter(|worker| worker.role == role).peekable();
-    match role {
-        Role::Decode if of_role.peek().is_none() => NoEligibleWorker::NoDecodeWorker,
-        Role::Prefill if of_role.peek().is_none() => NoEligibleWorker::NoPrefillWorker,
-        Role::Decode | Role::Prefill if of_role.any(|worker| worker.fits(query)) => NoEligibleWorker::AllFailed,
-        Role::Decode | Role::Prefill => NoEligibleWorker::PromptTooLong,
+/// Returns the families in which one of these workers can serve another one.
+fn families(workers: &[Candidate], is_one: impl Fn(&Candidate) -> bool) -> BTreeSet<&str> {
+    paired_families(workers.iter().filter(|worker| is_one(worker)).map(|worker| (worker.role, worker.family.as_deref())))
+}
+
+fn has_role(workers: &[Candidate], role: Role) -> bool {
+    workers.iter().any(|worker| worker.role == role)
+}
+
+/// Returns why no decode worker is eligible.
+fn why_no_decode_worker(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
+    if !has_role(workers, Role::Decode) {
+        NoEligibleWorker::NoDecodeWorker
+    } else if workers.iter().any(|worker| worker.role == Role::Decode && worker.fits(query)) {
+        NoEligibleWorker::AllFailed
+    } else {
+        NoEligibleWorker::PromptTooLong
+    }
+}
+
+/// Returns why no prefill worker with a decode worker of its family is eligible.
+fn why_no_pair(workers: &[Candidate], query: &PlacementQuery) -> NoEligibleWorker {
+    if !has_role(workers, Role::Decode) {
+        NoEligibleWorker::NoDecodeWorker
+    } else if !has_role(workers, Role::Prefill) {
+        NoEligibleWorker::NoPrefillWorker
+    } else if families(workers, |_| true).is_empty() {
+        NoEligibleWorker::NoCommonFamily
+    } else if families(workers, |worker| worker.fits(query)).is_empty() {
+        NoEligibleWorker::PromptTooLong
+    } else {
+        NoEligibleWorker::AllFailed
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
 };
 
 /// Identifies one placement of one router. It breaks ties, and determines the ranks in policies that estimate no time.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct PlacementSeed {
     pub seed: u64,
     /// The number of placements that this router made before this one.
@@ -97,8 +97,8 @@ impl Rates {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns how long running sequences take to release the blocks that the worker lacks for `blocks` more blocks, after the queued
-    /// prompts have taken theirs. Sequences end one after the other: in the time of one answer, all of their blocks are released.
+    /// Returns the time until running sequences have released enough blocks for the queued prompts and for `blocks` further blocks. The
+    /// estimate assumes that sequences end one after the other, so that all blocks in use are released within the time of one answer.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
         let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
         let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
@@ -191,7 +191,7 @@ struct Baseline {
     rank: fn(Position) -> f64,
 }
 
-/// Returns how many workers come before this one when placements go to the workers one after the other.
+/// Returns the number of workers before this one in the round-robin order of this placement.
 fn distance(Position { index, count, placement }: Position) -> f64 {
     ((index + count - placement.number % count) % count) as f64
 }

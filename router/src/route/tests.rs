@@ -1,5 +1,7 @@
 //! Tables of placements: a query, the candidates, and the workers that must be chosen.
 
+mod family;
+
 use super::*;
 use crate::{rates::Measurement, settings::PolicyKind};
 
@@ -13,6 +15,7 @@ fn measured(value: f64) -> Option<Measurement> {
 fn worker(role: Role) -> Candidate {
     Candidate {
         role,
+        family: Some("".into()),
         excluded: false,
         tokens_max: 100_000,
         overlap_blocks: 0,
@@ -68,7 +71,7 @@ fn prefill_worker_with_the_shortest_wait_wins() {
     let chosen = |change: &dyn Fn(&mut [Candidate])| {
         let mut workers = base.clone();
         change(&mut workers);
-        placed(&remote(1_601), &workers).expect("a worker is eligible").1.expect("prefill is remote")
+        placed(&remote(1_601), &workers).expect("a worker is eligible").1.expect("the placement has a prefill worker")
     };
     // All workers are equal except for one value.
     assert_eq!(chosen(&|w| w[2].overlap_blocks = 1), 2);
@@ -89,7 +92,8 @@ fn prefill_worker_with_the_shortest_wait_wins() {
 
 #[test]
 fn decode_worker_with_the_least_transfer_and_load_wins() {
-    let chosen = |one: Candidate, other: Candidate| placed(&remote(1_601), &[one, other, prefill()]).expect("placed").0;
+    let chosen =
+        |one: Candidate, other: Candidate| placed(&remote(1_601), &[one, other, prefill()]).expect("the request can be placed").0;
     assert_eq!(chosen(Candidate { overlap_blocks: 1, ..decode() }, decode()), 0);
     assert_eq!(chosen(decode(), Candidate { sequences: 1, ..decode() }), 0);
     // The transfer of a block takes 16 ms, and a running sequence costs 10 ms.
@@ -99,13 +103,13 @@ fn decode_worker_with_the_least_transfer_and_load_wins() {
     let faster = |rate| {
         let prefill = Candidate { transfer_bytes_per_second: measured(rate), ..prefill() };
         let with_overlap = Candidate { overlap_blocks: 2, sequences: 3, ..decode() };
-        placed(&remote(1_601), &[with_overlap, decode(), prefill]).expect("placed").0
+        placed(&remote(1_601), &[with_overlap, decode(), prefill]).expect("the request can be placed").0
     };
     assert_eq!((faster(1e6), faster(2e6)), (0, 1));
 }
 
 #[test]
-fn decode_worker_prefills_when_that_is_faster() {
+fn decode_worker_prefills_when_local_prefill_is_faster() {
     let auto = |prompt_tokens, decode: Candidate, prefill: Candidate| {
         placed(&query(prompt_tokens), &[decode, prefill]).expect("a worker is eligible").1.is_none()
     };
@@ -142,7 +146,7 @@ fn settings_prompt_logits_or_length_determine_where_a_prompt_is_prefilled() {
 }
 
 #[test]
-fn excluded_and_too_small_workers_are_not_chosen_and_the_error_says_why() {
+fn excluded_and_too_small_workers_are_not_chosen_and_the_error_names_the_reason() {
     let out = |worker: Candidate| Candidate { excluded: true, ..worker };
     let small = |worker: Candidate| Candidate { tokens_max: 99, ..worker };
     let local = |prompt_tokens| PlacementQuery { prefill: PrefillPlace::Local, ..query(prompt_tokens) };
@@ -270,7 +274,7 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
     let slow_start = |ms| Candidate { prefill_fixed_ms: measured(ms), ..prefill() };
     let chosen = |prompt_tokens, queued_tokens| {
         let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
-        placed(&remote(prompt_tokens), &workers).expect("placed").1
+        placed(&remote(prompt_tokens), &workers).expect("the request can be placed").1
     };
     // The mean of the fixed times is 10 ms. The tolerance of 1.25 brings both closer to it, to 80 ms and 1.25 ms.
     assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
@@ -282,28 +286,28 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
 #[test]
 fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
-    let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("placed").0;
+    let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("the request can be placed").0;
     // Each sequence costs 10 ms of a step. Each running sequence also costs 100 ms, a tenth of the prompt's one second of prefill.
     assert_eq!(chosen(Candidate { sequences: 10, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 0);
     assert_eq!(chosen(Candidate { sequences: 12, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 1);
 }
 
 #[test]
-fn prompt_that_lacks_blocks_is_charged_the_wait_for_running_answers() {
+fn prompt_without_enough_free_blocks_is_charged_the_wait_for_running_answers() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
     // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks take half of that.
     let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
-    let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("placed").0 == 0;
+    let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("the request can be placed").0 == 0;
     assert!(waits(0, 5_001) && !waits(0, 4_999));
     assert!(waits(50, 2_501) && !waits(50, 2_499));
     assert!(waits(100, 1));
     // The queued prompts take their blocks first. If no block is in use, no answer can release one, so there is nothing to wait for.
     let both = Candidate { queued_tokens: 800, ..full(100) };
-    assert_eq!(placed(&local, &[both, queue(3_299)]).expect("placed").0, 1);
+    assert_eq!(placed(&local, &[both, queue(3_299)]).expect("the request can be placed").0, 1);
     let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };
-    assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("placed").0, 0);
+    assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("the request can be placed").0, 0);
     // A worker that receives KV needs blocks, too.
     let receives = [full(0), decode(), prefill()];
-    assert_eq!(placed(&remote(1_601), &receives).expect("placed").0, 1);
+    assert_eq!(placed(&remote(1_601), &receives).expect("the request can be placed").0, 1);
 }

@@ -18,7 +18,7 @@ struct Scenario {
 impl Scenario {
     async fn start() -> (Self, RouterSettings) {
         let server = Server::etcd(&[]);
-        let client = etcd_client::Client::connect([server.address()], None).await.expect("it listens");
+        let client = etcd_client::Client::connect([server.address()], None).await.expect("etcd accepts connections");
         let etcd = EtcdSettings {
             endpoints: vec![server.address()],
             user: None,
@@ -37,11 +37,11 @@ impl Scenario {
 
     async fn put(&mut self, of: &FakeWorker) {
         let record = format!(r#"{{"role":"decode-worker","address":"{}"}}"#, of.address);
-        self.client.put(Self::key(of), record, None).await.expect("it answers");
+        self.client.put(Self::key(of), record, None).await.expect("etcd answers");
     }
 
     async fn delete(&mut self, of: &FakeWorker) {
-        self.client.delete(Self::key(of), None).await.expect("it answers");
+        self.client.delete(Self::key(of), None).await.expect("etcd answers");
     }
 }
 

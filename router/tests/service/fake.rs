@@ -33,14 +33,14 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// This limit is longer than anything here takes on a busy machine. Only a failing test waits this long.
+/// The time limit of every wait, longer than any wait here takes on a busy machine. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub const BLOCK: u32 = 16;
 
 /// Waits for an event, which must happen within the limit.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
-    timeout(TIMEOUT, what).await.expect("it comes in time")
+    timeout(TIMEOUT, what).await.expect("the operation ends in time")
 }
 
 /// A worker process, as the router sees it.
@@ -74,14 +74,14 @@ struct Service {
 #[tonic::async_trait]
 impl Control for Service {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
-        Ok(Response::new(self.info.lock().expect("not poisoned").clone()))
+        Ok(Response::new(self.info.lock().expect("no test panics with the lock").clone()))
     }
 
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, request: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let WatchRequest { instance_id, events_over_nats } = request.into_inner();
-        if instance_id != self.info.lock().expect("not poisoned").instance_id {
+        if instance_id != self.info.lock().expect("no test panics with the lock").instance_id {
             return Err(Status::failed_precondition("another instance"));
         }
         let (replies, stream) = unbounded_channel();
@@ -118,15 +118,15 @@ impl FakeWorker {
         };
         let (info, (watches, received), (snapshots, asked)) =
             (Arc::new(Mutex::new(info)), unbounded_channel(), unbounded_channel());
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let service = ControlServer::new(Service { info: info.clone(), watches, snapshots });
         tokio::spawn(channel::server().add_service(service).serve_with_incoming(channel::incoming(listener)));
         Self { address, info, watches: received, snapshots: asked }
     }
 
     pub fn describe_as(&self, change: impl FnOnce(&mut WorkerInfo)) {
-        change(&mut self.info.lock().expect("not poisoned"));
+        change(&mut self.info.lock().expect("no test panics with the lock"));
     }
 
     /// Returns the router's next `Watch` stream.
@@ -235,11 +235,11 @@ impl TestRouter {
     }
 
     async fn listener() -> TcpListener {
-        TcpListener::bind("127.0.0.1:0").await.expect("a port")
+        TcpListener::bind("127.0.0.1:0").await.expect("a port is free")
     }
 
     async fn start_on(listener: TcpListener, settings: RouterSettings) -> Self {
-        let address = listener.local_addr().expect("bound");
+        let address = listener.local_addr().expect("the listener is bound");
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let settings = RouterSettings { seed: 4, ..settings };
         let (tell, ended) = oneshot::channel();
@@ -250,11 +250,11 @@ impl TestRouter {
     }
 
     pub async fn connect(address: SocketAddr) -> Channel {
-        channel::endpoint(&address.to_string()).expect("an address").connect().await.expect("the router listens")
+        channel::endpoint(&address.to_string()).expect("the address is valid").connect().await.expect("the router listens")
     }
 
     pub async fn view(&self) -> WorkersReply {
-        self.client.clone().workers(WorkersRequest {}).await.expect("it always answers").into_inner()
+        self.client.clone().workers(WorkersRequest {}).await.expect("the router always answers").into_inner()
     }
 
     /// Waits until the router's view satisfies the condition.
@@ -270,7 +270,7 @@ impl TestRouter {
         });
         match reached.await {
             Ok(view) => view,
-            Err(_) => panic!("timeout; the view is {:?}", self.view().await),
+            Err(_) => panic!("the view did not change in time: {:?}", self.view().await),
         }
     }
 
@@ -319,19 +319,19 @@ impl Route {
     }
 
     pub async fn placement(&mut self) -> Placement {
-        match self.reply().await.expect("no error").expect("a reply").message {
+        match self.reply().await.expect("the stream has no error").expect("the stream has a reply").message {
             Some(route_reply::Message::Placement(placement)) => placement,
             other => panic!("expected a placement, got {other:?}"),
         }
     }
 
     pub async fn draining(&mut self) {
-        let reply = self.reply().await.expect("no error").expect("a reply").message;
+        let reply = self.reply().await.expect("the stream has no error").expect("the stream has a reply").message;
         assert!(matches!(reply, Some(route_reply::Message::Draining(_))), "{reply:?}");
     }
 
     pub async fn failure(&mut self) -> Failure {
-        match self.reply().await.expect("no error").expect("a reply").message {
+        match self.reply().await.expect("the stream has no error").expect("the stream has a reply").message {
             Some(route_reply::Message::Failure(failure)) => failure,
             other => panic!("expected a failure, got {other:?}"),
         }

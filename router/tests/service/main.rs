@@ -33,7 +33,7 @@ async fn overlap(router: &TestRouter, numbers: &[u64]) -> u32 {
 }
 
 #[tokio::test]
-async fn worker_joins_with_a_complete_snapshot_and_its_later_events_are_applied() {
+async fn worker_joins_with_a_complete_snapshot_and_later_events_are_applied() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let router = TestRouter::start(&[&decode], local()).await;
     let watch = decode.watched().await;
@@ -75,7 +75,7 @@ async fn lost_events_are_detected_counted_and_repaired_by_a_snapshot() {
             _ => watch.fail(Status::data_loss("too slow")),
         }
         watch = decode.watched().await;
-        assert!(worker(&router.view().await, "d").is_some(), "it stays a member meanwhile");
+        assert!(worker(&router.view().await, "d").is_some(), "the worker remains a member meanwhile");
         watch.snapshot(5, &[1, 2, 3][..blocks]);
         router.until_indexed("d", blocks as u64).await;
         let counted = router.metric(r#"tandem_router_kv_event_gaps_total{worker="d"}"#);
@@ -101,9 +101,9 @@ async fn restarted_worker_joins_as_new_instance_with_empty_cache() {
     let watch = decode.watched().await;
     watch.snapshot(1, &[1]);
     let view = router.until(|view| worker(view, "d").is_some()).await;
-    let fresh = worker(&view, "d").expect("it is a member");
+    let fresh = worker(&view, "d").expect("the worker is a member");
     assert_eq!((fresh.indexed_blocks, fresh.bookings), (1, 0));
-    // The frontend reports that the old instance has failed, and its request is placed on the new one.
+    // The frontend reports that the old instance has failed, and its request is placed on the new instance.
     route.failed("d-1");
     assert_eq!(chosen(route.placement().await.decode), Some(("d-2".to_owned(), 1, 0)));
 }
@@ -122,7 +122,7 @@ async fn message_of_another_instance_ends_the_membership() {
 }
 
 #[tokio::test]
-async fn events_beyond_the_workers_capacity_end_its_membership() {
+async fn events_beyond_the_workers_capacity_end_the_membership() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     decode.describe_as(|info| info.capacity_blocks = 10);
     let router = TestRouter::start(&[&decode], local()).await;
@@ -221,10 +221,16 @@ async fn booking_lasts_until_its_stream_ends() {
     router.until(bookings(3, 3, 3)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(3.0));
 
-    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached.
-    routes[0].prefill_finished(Some(16));
+    // One request has its first token: the predicted overlap of two blocks is compared with the number of tokens that were cached, even if
+    // that number comes later, and only once.
+    routes[0].prefill_finished(None);
     router.until(bookings(2, 3, 3)).await;
-    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
+    routes[0].prefill_finished(Some(16));
+    routes[0].prefill_finished(Some(0));
+    let overestimated = |view: &tandem_proto::v1::WorkersReply| {
+        worker(view, "p").and_then(|worker| worker.placements.as_ref()).map(|placements| placements.overlap_over_tokens)
+    };
+    router.until(move |view| overestimated(view) == Some(16)).await;
     // One client closes its side of the stream; another drops the stream.
     let closing = routes.remove(1);
     drop(closing.requests);
@@ -234,6 +240,7 @@ async fn booking_lasts_until_its_stream_ends() {
     routes.pop();
     router.until(bookings(0, 0, 0)).await;
     assert_eq!(router.metric("tandem_router_bookings"), Some(0.0));
+    assert_eq!(router.metric(r#"tandem_router_overlap_over_tokens_total{worker="p"}"#), Some(16.0));
     assert_eq!(router.metric(r#"tandem_router_placements_total{worker="p",kind="prefill"}"#), Some(3.0));
     at_decode.heartbeat(0, Load::default(), &["a", "b", "c"]);
 }
@@ -249,7 +256,7 @@ async fn reported_requests_are_not_counted_twice() {
     router.until(|view| view.workers.len() == 3).await;
     // 10 blocks are booked on one worker and 15 are reported by the other, so the first has less load.
     let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
-    let (taken, ..) = chosen(first.placement().await.prefill).expect("it is remote");
+    let (taken, ..) = chosen(first.placement().await.prefill).expect("the placement has a prefill worker");
     let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
     let load = |blocks: u32| Load { pending_prefill_tokens: u64::from(blocks * BLOCK), ..Default::default() };
     let seen = |at: usize, blocks: u32| {
@@ -261,7 +268,7 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // If the booking counted in addition to the report, the first worker would have 20 blocks; counted once they are 10.
+    // If the booking counted in addition to the report, the first worker would have 20 blocks, more than the other worker. It has 10.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -269,16 +276,16 @@ async fn reported_requests_are_not_counted_twice() {
 }
 
 #[tokio::test]
-async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
+async fn failed_attempts_are_retried_on_other_workers_until_no_worker_is_left() {
     let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
     let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
     let [zero, one] = &mut decodes;
     let _watches = [zero.join().await, one.join().await];
     router.until(|view| view.workers.len() == 2).await;
     let mut route = router.route(prompt("r", &[1])).await;
-    let (first, ..) = chosen(route.placement().await.decode).expect("placed");
+    let (first, ..) = chosen(route.placement().await.decode).expect("the placement has a decode worker");
     route.failed(&first);
-    let (second, ..) = chosen(route.placement().await.decode).expect("placed");
+    let (second, ..) = chosen(route.placement().await.decode).expect("the placement has a decode worker");
     assert_ne!(first, second);
     let moved = |view: &tandem_proto::v1::WorkersReply| {
         let of = |instance: &str| worker(view, &instance[..2]).map(|worker| worker.bookings);
@@ -288,7 +295,7 @@ async fn failed_attempts_are_retried_on_other_workers_until_none_is_left() {
     route.failed(&second);
     let failure = route.failure().await;
     assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::AtCapacity, true));
-    assert_eq!(router.view().await.bookings, 0, "a refused request holds nothing");
+    assert_eq!(router.view().await.bookings, 0, "a refused request has no booking");
     assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
 }
 
@@ -300,8 +307,8 @@ async fn router_view_shows_members_and_their_reported_loads() {
     watch.heartbeat(0, Load { running_sequences: 5, free_blocks: 7, decode_step_ms: 2.5, ..Default::default() }, &[]);
     let view = router.until(|view| view.workers.iter().any(|worker| worker.load.as_ref().is_some_and(|l| l.free_blocks == 7)));
     let view = view.await;
-    let shown = worker(&view, "d").expect("it is a member");
-    let load = shown.load.as_ref().expect("always");
+    let shown = worker(&view, "d").expect("the worker is a member");
+    let load = shown.load.as_ref().expect("every member has a load");
     assert_eq!((load.running_sequences, load.decode_step_ms), (5, 2.5));
     assert_eq!(shown.address, decode.address);
     let mut route = router.route(prompt("r", &[])).await;
@@ -333,14 +340,14 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
         (bad(RoutePrompt { prompt_tokens: 0, ..prompt("r", &[]) }), Code::InvalidArgument),
         (vec![], Code::DeadlineExceeded),
     ] {
-        let Err(status) = router.open(messages).await else { panic!("it must be refused") };
+        let Err(status) = router.open(messages).await else { panic!("the stream must be refused") };
         assert_eq!(status.code(), code, "{status:?}");
     }
-    let mut twice = router.open(vec![good(), good()]).await.expect("the first is good");
+    let mut twice = router.open(vec![good(), good()]).await.expect("the first message is valid");
     twice.placement().await;
-    assert_eq!(twice.reply().await.expect_err("the second is not").code(), Code::InvalidArgument);
+    assert_eq!(twice.reply().await.expect_err("the second start message is refused").code(), Code::InvalidArgument);
     router.until(|view| view.bookings == 0).await;
-    // A failure without an instance id excludes no instance, and a second end of prefill changes nothing.
+    // A failure without an instance id excludes no instance, and a second end of prefill releases nothing.
     let mut odd = router.route(prompt("r", &[1])).await;
     odd.placement().await;
     odd.prefill_finished(None);
@@ -351,7 +358,7 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
 }
 
 #[tokio::test]
-async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
+async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams() {
     for patient in [true, false] {
         let mut decode = FakeWorker::start(Role::Decode, "d").await;
         let router = TestRouter::start(&[&decode], local()).await;
@@ -359,7 +366,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
         router.until_indexed("d", 0).await;
         let mut route = router.route(prompt("r", &[1])).await;
         route.placement().await;
-        // The grace period is longer than the test takes if the streams end by themselves, and else zero.
+        // If the streams end by themselves, the grace period is longer than the test takes; otherwise it is zero.
         let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
         let shutdown = router.shutdown.clone();
         let stopping = tokio::spawn(async move { shutdown.run(grace).await });
@@ -370,20 +377,22 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_them() {
             route.failed("");
             route.placement().await;
             drop(route);
-            soon(router.ended).await.expect("it was not stopped").expect("an orderly end");
+            soon(router.ended).await.expect("the router task does not panic").expect("the router ends without an error");
         } else {
             assert_eq!(route.reply().await.expect_err("the router stops").code(), Code::Unavailable);
         }
         watch.abandoned().await;
-        soon(stopping).await.expect("no panic");
+        soon(stopping).await.expect("the drain task does not panic");
         assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "the port is closed");
     }
 }
 
 #[tokio::test]
 async fn invalid_worker_address_fails_immediately() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
     let settings = RouterSettings { workers: MemberSource::List(vec!["not an address".to_owned()]), ..Default::default() };
-    let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default()).await.expect_err("it cannot run");
+    let error = tandem_router::run(listener, settings, Metrics::default(), Shutdown::default())
+        .await
+        .expect_err("the worker address is invalid");
     assert!(error.to_string().contains("\"not an address\" cannot be used; write host:port"), "{error:?}");
 }

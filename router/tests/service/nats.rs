@@ -23,7 +23,7 @@ async fn broker(server: &Server, key: &ClusterKey, metrics: &Metrics) -> Broker 
         cluster: "c".to_owned(),
         pending_max: 64,
     };
-    Broker::open(&settings, key.clone(), metrics).await.expect("the settings are good")
+    Broker::open(&settings, key.clone(), metrics).await.expect("the settings are valid")
 }
 
 /// Sends heartbeats with this event id, more often than a worker does, until `reaction` resolves.
@@ -123,7 +123,7 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     scenario.router.until(loaded).await;
     assert!(scenario.router.metric("tandem_router_kv_event_lag_seconds_count").is_some());
 
-    // The next message reveals a lost one. Events that arrive before the snapshot wait in the subscription.
+    // An event is lost, and the next event reveals the gap. Events that arrive before the snapshot wait in the subscription.
     scenario.publish(20_005..=20_005).await;
     let request = scenario.worker.snapshot_requested().await;
     scenario.publish(20_006..=20_007).await;
@@ -161,7 +161,7 @@ async fn published_events_beyond_the_workers_capacity_are_replaced_by_a_snapshot
 }
 
 #[tokio::test]
-async fn forged_batches_are_ignored_and_signed_ones_applied() {
+async fn forged_batches_are_ignored_and_signed_batches_are_applied() {
     let mut scenario = Scenario::start_with(ClusterKey::random(), 100_000).await;
     let _watch = scenario.join(3).await;
     scenario.publish_until_indexed(4..=4).await;
@@ -210,7 +210,7 @@ async fn stream_delivers_events_while_nats_is_disconnected() {
 }
 
 #[tokio::test]
-async fn worker_is_watched_directly_if_nats_delivers_nothing() {
+async fn worker_is_watched_directly_if_nats_delivers_no_events() {
     let mut scenario = Scenario::start().await;
     let watch = scenario.join(1).await;
     heartbeat_until(&watch, 2, scenario.worker.snapshot_requested()).await.answer(2, &[1, 2]);

@@ -15,16 +15,16 @@ use tonic::Code;
 async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettings) -> [TestRouter; N] {
     let mut listeners = Vec::new();
     for _ in 0..N {
-        listeners.push(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.expect("a port is free"));
     }
-    let address = |listener: &TcpListener| listener.local_addr().expect("bound").to_string();
+    let address = |listener: &TcpListener| listener.local_addr().expect("the listener is bound").to_string();
     let peers: MemberSource = listeners.iter().map(address).collect();
     let mut routers = Vec::new();
     for listener in listeners {
         let settings = RouterSettings { peers: peers.clone(), ..settings.clone() };
         routers.push(TestRouter::start_at(listener, workers, settings).await);
     }
-    routers.try_into().unwrap_or_else(|_| unreachable!("as many were started"))
+    routers.try_into().unwrap_or_else(|_| unreachable!("N routers were started"))
 }
 
 /// Lets the worker join each router, in any order.
@@ -59,7 +59,7 @@ async fn each_router_counts_the_bookings_of_connected_peers() {
     }
     let long: Vec<u64> = (1..60).collect();
     let mut first = one.route(prompt("a", &long)).await;
-    let (computes, ..) = chosen(first.placement().await.prefill).expect("it is remote");
+    let (computes, ..) = chosen(first.placement().await.prefill).expect("the placement has a prefill worker");
     other.until(counts(0, 1, 1)).await;
     // The same prompt is placed on the worker that is prefilling it, and another prompt on the other worker.
     let mut same = other.route(prompt("b", &long)).await;
@@ -96,7 +96,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
         router.until(|view| view.peers == 1 && view.workers.len() == 2).await;
     }
     let mut route = one.route(prompt("r", &[1, 2])).await;
-    let (instance, ..) = chosen(route.placement().await.decode).expect("placed");
+    let (instance, ..) = chosen(route.placement().await.decode).expect("the placement has a decode worker");
     let shutdown = one.shutdown.clone();
     let draining = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
     route.draining().await;
@@ -104,7 +104,7 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     let mut moved = other.route(RoutePrompt { existing: Some(existing.clone()), ..prompt("r", &[1, 2]) }).await;
     drop(route);
     soon(draining).await.expect("the last stream has closed");
-    soon(one.ended).await.expect("it was not stopped").expect("an orderly end");
+    soon(one.ended).await.expect("the router task does not panic").expect("the router ends without an error");
     let on = |instance: &str, bookings: u32| {
         let name = instance[..2].to_owned();
         move |view: &WorkersReply| {
@@ -114,23 +114,23 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
     };
     other.until(on(&instance, 1)).await;
     assert_eq!(other.metric("tandem_router_rebooked_total"), Some(1.0));
-    // The router knows which worker failed, so the next attempt uses another one.
+    // The router knows which worker failed, so the next attempt uses another worker.
     moved.failed(&instance);
-    let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("placed");
+    let (elsewhere, ..) = chosen(moved.placement().await.decode).expect("the placement has a decode worker");
     assert_ne!(elsewhere, instance);
     drop(moved);
     other.until(on(&instance, 0)).await;
 
     let nowhere = RoutePrompt { existing: Some(ExistingPlacement::default()), ..prompt("r", &[1]) };
     let Err(status) = other.open(vec![tandem_proto::v1::route_request::Message::Prompt(nowhere)]).await else {
-        panic!("it names no worker")
+        panic!("an existing placement without workers must be refused")
     };
     assert_eq!(status.code(), Code::InvalidArgument);
     drop(watches);
 }
 
 #[tokio::test]
-async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers() {
+async fn starting_router_with_peers_places_no_request_before_it_knows_its_workers() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut late = FakeWorker::start(Role::Decode, "late").await;
     for alone in [true, false] {
@@ -146,14 +146,14 @@ async fn starting_router_with_peers_places_nothing_before_it_knows_its_workers()
             Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
             Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
         }
-        // Requests that are already running are booked even so.
+        // Requests that are already running are booked although no request can be placed.
         let existing =
             ExistingPlacement { decode_instance_id: "late-1".to_owned(), prefill_instance_id: None, prefilling: false };
         let running = router.route(RoutePrompt { existing: Some(existing), ..prompt("s", &[1]) }).await;
         router.until(|view| view.bookings == 1).await;
         slow.snapshot(0, &[]);
         let view = router.until(|view| view.unavailable_reason.is_none()).await;
-        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "it counts on its worker");
+        assert_eq!(worker(&view, "late").map(|late| late.bookings), Some(1), "the booking counts on its worker");
         let mut route = router.route(prompt("t", &[1])).await;
         assert!(chosen(route.placement().await.decode).is_some());
         drop((running, route));
@@ -173,13 +173,13 @@ async fn routers_of_other_clusters_receive_no_bookings() {
     };
     for other in [Identity { cluster: "theirs".to_owned(), ..identity.clone() }, Identity { block_size: 32, ..identity.clone() }]
     {
-        let status = ask(other).await.expect_err("it does not belong here");
+        let status = ask(other).await.expect_err("the router refuses another identity");
         assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
     }
-    let mut replies = ask(identity).await.expect("it belongs here").into_inner();
-    let first = soon(replies.message()).await.expect("no error").expect("the full state comes first");
+    let mut replies = ask(identity).await.expect("the router accepts its own identity").into_inner();
+    let first = soon(replies.message()).await.expect("the stream has no error").expect("the full state comes first");
     assert_eq!(first.router_instance_id, router.view().await.instance_id);
-    let heartbeat = soon(replies.message()).await.expect("no error").expect("then a heartbeat");
+    let heartbeat = soon(replies.message()).await.expect("the stream has no error").expect("a heartbeat follows");
     assert_eq!(heartbeat.router_instance_id, first.router_instance_id);
     router.shutdown.stop();
 }

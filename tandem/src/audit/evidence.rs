@@ -46,7 +46,7 @@ pub struct ReportedUsage {
     pub prompt_tokens: u64,
     /// `usage.prompt_tokens_details.cached_tokens`
     pub cached_tokens: u64,
-    /// `tandem.cached_tokens_source`. An answer to several prompts names the least certain of their sources.
+    /// `tandem.cached_tokens_source`. An answer to several prompts names the least certain source of all prompts.
     #[serde(default)]
     pub source: Source,
 }

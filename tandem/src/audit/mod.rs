@@ -1,5 +1,8 @@
 //! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
 //!
+//! An attempt has *won* if the ledger has the outcome `won` for it: its decode worker recorded that it sent the prompt's first token to the
+//! frontend. The last attempt that won is the prompt's *winning attempt*, whose token counts apply to the prompt.
+//!
 //! This module is pure: evidence is its input, findings are its output. `docs/adr/007-ledger.md` has the rules.
 
 mod evidence;
@@ -21,30 +24,38 @@ use tandem_worker::{LedgerLine, Outcome};
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum Finding {
     #[error(
-        "prompt {prompt} attempt {attempt}: {worker}'s line does not add up (computed + cached = prompt, tiers = cached < prompt)"
+        "prompt {prompt} attempt {attempt}: the ledger line of {worker} does not add up \
+         (it must have computed + cached = prompt, sum of the tiers = cached, cached < prompt)"
     )]
     Arithmetic { prompt: String, attempt: u32, worker: String },
-    #[error("prompt {prompt} attempt {attempt}: counted {times} times, an attempt is counted once")]
+    #[error("prompt {prompt} attempt {attempt}: counted {times} times instead of once; is a ledger listed twice?")]
     Twice { prompt: String, attempt: u32, times: usize },
-    #[error("prompt {prompt} attempt {attempt}: won, but no worker has counted it; is a worker's ledger missing?")]
+    #[error(
+        "prompt {prompt} attempt {attempt}: the attempt won, but no ledger has its token counts; is a worker's ledger missing?"
+    )]
     Uncounted { prompt: String, attempt: u32 },
     #[error(
-        "request {request}: the client has an answer to {prompts} prompts, of which {won} have a winning attempt; is a worker's ledger missing?"
+        "request {request}: the client received an answer to {prompts} prompts, but the ledgers have a winning attempt for {won}; \
+         is a worker's ledger missing?"
     )]
     NoWinner { request: String, prompts: usize, won: usize },
     #[error(
-        "request {request}: the client received a usage of {reported} {what} tokens, but the winning attempts ({attempts}) counted {counted}"
+        "request {request}: the client's usage has {reported} {what} tokens, \
+         but the workers counted {counted} for the winning attempts ({attempts})"
     )]
     Differs { request: String, what: &'static str, reported: u64, counted: Range, attempts: String },
     #[error(
-        "{count} requests in the ledgers are of no client (such as {example}); {explained} clients disconnected before they received their request's id"
+        "{count} requests in the ledgers (such as {example}) are in no client file, \
+         but only {explained} clients disconnected before they received their request's id; is a client file missing?"
     )]
     WithoutClient { count: usize, example: String, explained: usize },
     #[error("{series} is {found}, but the sum of the finished answers is {expected}")]
     FrontendSum { series: &'static str, found: f64, expected: Range },
-    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of its ledger is {expected}")]
+    #[error("{series}{{worker=\"{worker}\"}} is {found}, but the sum of the worker's ledger is {expected}")]
     WorkerSum { series: &'static str, worker: String, found: f64, expected: f64 },
-    #[error("worker {worker} is in the ledger but not in the metrics; add them, or set --lost-worker {worker} if it was killed")]
+    #[error(
+        "worker {worker} is in the ledger but not in the metrics; add its metrics, or set --lost-worker {worker} if it was killed"
+    )]
     NoMetrics { worker: String },
     #[error("worker {worker} has lost {lines} lines of its ledger, which cannot be checked")]
     LinesLost { worker: String, lines: f64 },
@@ -55,7 +66,7 @@ pub enum Finding {
 }
 
 /// The bounds of a sum. Three things can be uncertain: whether the frontend finished the answers of clients that disconnected, which
-/// attempt won if a worker was killed, and what a killed frontend had counted.
+/// attempt is the winning one if a worker was killed, and how much a killed frontend had counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Range {
     /// The lower bound, from certain values only.
@@ -100,17 +111,19 @@ impl Range {
 struct Attempt {
     /// Worker, prompt tokens and cached tokens of each `scheduled` line. More than one line is a finding.
     counted: Vec<(String, u32, u32)>,
+    /// Whether the outcome `won` is recorded.
     won: bool,
     /// Whether an outcome is recorded. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
-/// The attempt whose count applies to a prompt.
+/// The winning attempt of a prompt, whose token counts apply to the prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The count of the attempt that won. If a killed worker leaves the winner uncertain: the counts of all attempts that may have won.
+    /// The counts of the winning attempt. If it is uncertain which attempt won, because a worker was killed: the counts of all attempts
+    /// that may have won.
     counts: Vec<Count<'a>>,
-    /// Whether one of these counts is lost, because the worker that recorded it was killed.
+    /// Whether one of these counts is lost, because the worker that had recorded it was killed.
     unknown: bool,
 }
 
@@ -142,7 +155,7 @@ pub struct Checked {
     pub attempts: usize,
     /// Workers whose metrics were read.
     pub workers: usize,
-    /// Answers whose usage cannot be compared with a count, because every count of theirs was lost with a killed worker.
+    /// Answers whose usage cannot be compared with the ledgers, because the counts of a prompt were lost with a killed worker.
     pub unverified: usize,
 }
 
@@ -231,8 +244,9 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// Returns the last attempt that won, or `None` if no attempt has won. If several attempts won, the frontend had abandoned the earlier ones
-/// while their first token was in flight. If workers were `lost`, later attempts without an outcome may have won, too.
+/// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have
+/// won: the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have
+/// won, too, so their counts are included.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -248,7 +262,7 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
     (winner.unknown || !winner.counts.is_empty()).then_some(winner)
 }
 
-/// The winners of a request's prompts.
+/// The winning attempts of each request's prompts, by the request's id.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
 /// The name of a metric, and text that the labels of the summed series contain.
@@ -326,7 +340,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // An answer marks an estimate as such, so the estimate may differ from the count.
+        // The answer states that its number is an estimate, so the number may differ from the workers' count.
         if usage.source == Source::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }

@@ -1,7 +1,9 @@
 //! `tandem audit report`: the sums of the ledgers, for invoices.
 //!
-//! Only a prompt's winning attempt is summed, so other attempts are not billed. A prompt is in no sum if its count or outcome is missing
-//! because a worker was killed before it had written that line. The report has the number of such prompts.
+//! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not
+//! billed. A prompt is in no sum if its count or outcome is missing because a worker was killed before it had written that line. The report
+//! has the number of such prompts. A prompt whose cached tokens the engine did not report is summed as computed, and counted in
+//! `unreported_prompts`.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -14,7 +16,7 @@ use tandem_worker::LedgerLine;
 struct Key {
     /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
     day: String,
-    /// `-` if the request had no account.
+    /// The account; `-` if the request had none.
     account: String,
     model: String,
 }
@@ -26,25 +28,30 @@ struct Sum {
     prompt_tokens: u64,
     cached_tokens: u64,
     computed_tokens: u64,
+    /// Prompts whose cached tokens are not known.
+    unreported_prompts: u64,
 }
 
 /// The sums of a ledger.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that are in no sum: their outcome is missing, or they have won and their count is missing.
+    /// Prompts that are in no sum, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
     unsettled: usize,
 }
 
 /// Lines of the ledgers contradict each other, so nothing can be summed.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} lines contradict each other (such as: {first}); run `tandem audit check` for all of them; no sum is printed")]
+#[error(
+    "no sums are printed, because {count} lines of the ledgers contradict others (such as: {first}); \
+     run `tandem audit check` to see all"
+)]
 pub struct Contradiction {
     count: usize,
     first: Finding,
 }
 
-/// Sums up the winning attempts.
+/// Sums up the winning attempts of all prompts.
 ///
 /// # Errors
 /// Lines of the ledger contradict each other.
@@ -67,7 +74,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             continue;
         };
         for count in &winner.counts {
-            let Some(LedgerLine::Scheduled { at, model, account, .. }) = scheduled.get(&(prompt, count.attempt)) else {
+            let Some(LedgerLine::Scheduled { at, model, account, cached, .. }) = scheduled.get(&(prompt, count.attempt)) else {
                 continue;
             };
             let named = |name: &str| if name.is_empty() { "-".to_owned() } else { name.to_owned() };
@@ -79,6 +86,7 @@ pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
             sum.prompt_tokens += count.prompt;
             sum.cached_tokens += count.cached;
             sum.computed_tokens += count.prompt - count.cached;
+            sum.unreported_prompts += u64::from(cached.is_none());
         }
     }
     for (key, requests) in requests {
@@ -108,17 +116,26 @@ impl Report {
             sum: &'a Sum,
         }
         let lines: Vec<Line<'_>> = self.sums.iter().map(|(key, sum)| Line { key, sum }).collect();
-        serde_json::to_string_pretty(&lines).expect("sums are plain values") + "\n"
+        serde_json::to_string_pretty(&lines).expect("sums can be serialized") + "\n"
     }
 
     /// Returns CSV as RFC 4180 defines it, with a header line.
     pub fn csv(&self) -> String {
-        const NAMES: [&str; 8] =
-            ["day", "account", "model", "requests", "prompts", "prompt_tokens", "cached_tokens", "computed_tokens"];
+        const NAMES: [&str; 9] = [
+            "day",
+            "account",
+            "model",
+            "requests",
+            "prompts",
+            "prompt_tokens",
+            "cached_tokens",
+            "computed_tokens",
+            "unreported_prompts",
+        ];
         let mut writer = csv::WriterBuilder::new().has_headers(false).from_writer(Vec::new());
         let written = writer.write_record(NAMES).and_then(|()| self.sums.iter().try_for_each(|line| writer.serialize(line)));
-        written.expect("memory takes all");
-        String::from_utf8(writer.into_inner().expect("memory takes all")).expect("the fields are text")
+        written.expect("writing to memory does not fail");
+        String::from_utf8(writer.into_inner().expect("writing to memory does not fail")).expect("the fields are UTF-8")
     }
 
     /// Returns aligned columns.
@@ -130,7 +147,8 @@ impl Report {
 
     /// Returns a remark on prompts that are in no sum; `None` if there are none.
     pub fn note(&self) -> Option<String> {
-        let note = "prompts are in no sum: a worker was killed before it had written what it counted, or whether they won";
+        let note =
+            "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }
@@ -162,8 +180,7 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// A request with two prompts, a retried one, a cancelled one, one on the next day, one whose worker was killed, and one without a
-    /// time.
+    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -189,18 +206,18 @@ mod tests {
 
     #[test]
     fn winning_attempts_are_summed_by_day_account_and_model() {
-        let report = report(&ledger()).expect("nothing contradicts");
+        let report = report(&ledger()).expect("the ledger has no contradiction");
         assert_eq!(
             report.csv(),
-            "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens\n\
-             -,-,\"m,1\",1,1,5,0,5\n\
-             2026-02-28,-,\"m,1\",1,1,100,64,36\n\
-             2026-02-28,acme,\"m,1\",1,2,150,48,102\n\
-             2026-03-01,acme,\"m,1\",1,1,10,0,10\n"
+            "day,account,model,requests,prompts,prompt_tokens,cached_tokens,computed_tokens,unreported_prompts\n\
+             -,-,\"m,1\",1,1,5,0,5,0\n\
+             2026-02-28,-,\"m,1\",1,1,100,64,36,0\n\
+             2026-02-28,acme,\"m,1\",1,2,150,48,102,0\n\
+             2026-03-01,acme,\"m,1\",1,1,10,0,10,0\n"
         );
-        let json: serde_json::Value = serde_json::from_str(&report.json()).expect("JSON");
+        let json: serde_json::Value = serde_json::from_str(&report.json()).expect("the report is JSON");
         let expected = serde_json::json!({ "day": "2026-02-28", "account": "acme", "model": "m,1", "requests": 1, "prompts": 2,
-            "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102 });
+            "prompt_tokens": 150, "cached_tokens": 48, "computed_tokens": 102, "unreported_prompts": 0 });
         assert_eq!((&json[2], json.as_array().map(Vec::len)), (&expected, Some(4)));
         let table = report.table();
         assert!(
@@ -212,7 +229,8 @@ mod tests {
                 "2",
                 "150",
                 "48",
-                "102"
+                "102",
+                "0"
             ])),
             "{table}"
         );
@@ -220,17 +238,36 @@ mod tests {
         assert!(note(&report).starts_with("1 prompts are in no sum"), "{}", note(&report));
         let mut killed = ledger();
         killed.push(ended("g-0", 1, Outcome::Won));
-        let killed = super::report(&killed).expect("a count is missing, and nothing contradicts");
+        let killed = super::report(&killed).expect("a missing count is not a contradiction");
         assert_eq!((&killed.sums, note(&killed).get(..1)), (&report.sums, Some("2")));
-        let nothing = super::report(&[]).expect("nothing");
+        let nothing = super::report(&[]).expect("an empty ledger has no contradiction");
         assert!(nothing.table().starts_with("day") && nothing.note().is_none());
+    }
+
+    #[test]
+    fn prompts_without_a_reported_count_are_counted_as_such() {
+        let mut ledger = vec![
+            scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)),
+            ended("a-0", 1, Outcome::Won),
+            scheduled("b-0", 1, [30, 0], "acme", Some(FEBRUARY)),
+            ended("b-0", 1, Outcome::Won),
+            scheduled("c-0", 1, [70, 0], "acme", Some(FEBRUARY)),
+            ended("c-0", 1, Outcome::Cancelled),
+        ];
+        for line in &mut ledger[2..] {
+            if let LedgerLine::Scheduled { cached, computed, by_tier, .. } = line {
+                (*cached, *computed, *by_tier) = (None, None, BTreeMap::new());
+            }
+        }
+        let csv = report(&ledger).expect("nothing contradicts").csv();
+        assert_eq!(csv.lines().nth(1), Some(r#"2026-02-28,acme,"m,1",2,2,130,48,82,1"#));
     }
 
     #[test]
     fn report_of_contradicting_ledgers_fails() {
         let mut twice = ledger();
         twice.push(scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)));
-        let error = report(&twice).expect_err("counted twice").to_string();
+        let error = report(&twice).expect_err("an attempt that was counted twice is refused").to_string();
         assert!(error.contains("counted 2 times") && error.contains("tandem audit check"), "{error}");
     }
 

@@ -57,8 +57,8 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// Consistent evidence: a plain answer, one after a failed attempt, one with an estimate, one with a cached prefix, and a client that
-/// disconnected.
+/// Consistent evidence: a plain answer, an answer after a failed attempt, an answer with an estimate, an answer with a cached prefix, and a
+/// client that disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
     Evidence {
@@ -72,7 +72,7 @@ fn agreeing() -> Evidence {
         ledger: vec![
             scheduled("a-0", 1, "p0", 100, 48),
             ended("a-0", 1, Won),
-            // The count that applies is neither that of the failed first attempt nor that of the attempt which resumed.
+            // Attempt 1 failed and attempt 3 resumed the answer. The count of attempt 2 applies, because attempt 2 sent the first token.
             scheduled("b-0", 1, "p0", 100, 0),
             ended("b-0", 1, Failed),
             ended("b-0", 2, Won),
@@ -108,21 +108,21 @@ fn consistent_evidence_has_no_findings() {
 fn every_contradiction_is_found() {
     type Change = Box<dyn Fn(&mut Evidence)>;
     let reported = |at: usize, change: fn(&mut ReportedUsage)| -> Change {
-        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("an answer")))
+        Box::new(move |evidence| change(evidence.client[at].usage.as_mut().expect("the client record has usage")))
     };
     let counted =
         |from: &'static str, to: &'static str| -> Change { Box::new(move |evidence| evidence.metrics = metrics(&[(from, to)])) };
     let without = |at: usize| -> Change { Box::new(move |evidence| drop(evidence.ledger.remove(at))) };
     let cases: Vec<(&str, Change)> = vec![
         (
-            "a usage of 64 cached tokens, but the winning attempts (attempt 1 on p0) counted 48",
+            "usage has 64 cached tokens, but the workers counted 48 for the winning attempts (attempt 1 on p0)",
             reported(0, |usage| usage.cached_tokens = 64),
         ),
-        ("a usage of 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
-        ("an answer to 2 prompts, of which 1 have a winning attempt", reported(0, |usage| usage.prompts = 2)),
-        ("an answer to 1 prompts, of which 0 have a winning attempt", without(1)),
-        ("prompt b-0 attempt 2: won, but no worker has counted it", without(5)),
-        ("prompt_tokens_total{worker=\"p0\"} is 600, but the sum of its ledger is 500", without(2)),
+        ("usage has 101 prompt tokens", reported(2, |usage| usage.prompt_tokens = 101)),
+        ("an answer to 2 prompts, but the ledgers have a winning attempt for 1", reported(0, |usage| usage.prompts = 2)),
+        ("an answer to 1 prompts, but the ledgers have a winning attempt for 0", without(1)),
+        ("prompt b-0 attempt 2: the attempt won, but no ledger has its token counts", without(5)),
+        ("prompt_tokens_total{worker=\"p0\"} is 600, but the sum of the worker's ledger is 500", without(2)),
         ("prompt a-0 attempt 1: counted 2 times", Box::new(|evidence| evidence.ledger.push(scheduled("a-0", 1, "p0", 1, 0)))),
         (
             "does not add up",
@@ -142,7 +142,7 @@ fn every_contradiction_is_found() {
             }),
         ),
         (
-            "2 requests in the ledgers are of no client (such as x-y); 1 clients disconnected",
+            "2 requests in the ledgers (such as x-y) are in no client file, but only 1 clients disconnected",
             Box::new(|evidence| {
                 for prompt in ["x-y-0", "z-0"] {
                     evidence.ledger.extend([scheduled(prompt, 1, "p0", 9, 0), ended(prompt, 1, Outcome::Won)]);
@@ -156,7 +156,10 @@ fn every_contradiction_is_found() {
         ("request_prompt_tokens_sum is 399", counted("prompt_tokens_sum 400", "prompt_tokens_sum 399")),
         ("request_cached_tokens_sum is 161", counted("cached_tokens_sum 160", "cached_tokens_sum 161")),
         ("frontend_cached_tokens_total is 127", counted("\"device\"} 128", "\"device\"} 127")),
-        ("prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of its ledger is 6", counted("\"hit\"} 4", "\"hit\"} 5")),
+        (
+            "prefix_cache_requests_total{worker=\"p0\"} is 7, but the sum of the worker's ledger is 6",
+            counted("\"hit\"} 4", "\"hit\"} 5"),
+        ),
         ("cached_tokens_total{worker=\"p0\"} is 209", counted("\"device\"} 208", "\"device\"} 209")),
         ("has lost 3 lines", counted("lost_total{worker=\"p0\"} 0", "lost_total{worker=\"p0\"} 3")),
         ("60 free + 39 cached + 0 in use blocks are not its capacity of 100", counted("\"cached\"} 40", "\"cached\"} 39")),
@@ -183,17 +186,17 @@ fn only_uncertain_sums_may_differ() {
     let finished_less =
         metrics(&[("tokens_count 4", "tokens_count 3"), ("_sum 400", "_sum 300"), ("_sum 160", "_sum 144"), ("} 128", "} 112")]);
     let not_finished = |evidence: &mut Evidence| (evidence.client[3].usage, evidence.metrics) = (None, finished_less.clone());
-    assert_eq!(findings(not_finished), [], "or it may not have finished the answer");
+    assert_eq!(findings(not_finished), [], "the frontend may not have finished an answer whose client disconnected");
     assert_ne!(
         findings(|evidence| evidence.metrics = finished_less.clone()),
         [],
-        "but the answer counts when its client has received it"
+        "an answer that its client has received must be finished"
     );
     let counted_less = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (finished_less.clone(), true);
     assert_eq!(findings(counted_less), [], "a killed frontend's counters are lost");
     let counted_more = metrics(&[("_sum 400", "_sum 600")]);
     let counted_more = |evidence: &mut Evidence| (evidence.metrics, evidence.lost_frontend) = (counted_more.clone(), true);
-    assert_ne!(findings(counted_more), [], "but the remaining counters may not exceed the sum");
+    assert_ne!(findings(counted_more), [], "the remaining counters must not exceed the sum");
     let lost = |evidence: &mut Evidence| {
         evidence.ledger.push(scheduled("gone-0", 2, "p9", 100, 0));
         evidence.lost_workers.insert("p9".to_owned());
@@ -211,17 +214,21 @@ fn only_counts_of_killed_workers_are_unverified() {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // Each case has the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding, if workers were
-    // killed; and the number of answers that cannot be verified.
+    // Each case has three fields: the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding if
+    // workers were killed; and the number of answers that cannot be verified.
     let cases = [
-        // The first decode worker was killed before it recorded `won`; another one resumed.
+        // The first decode worker was killed before it recorded `won`; another decode worker resumed the answer.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
-        (vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)], Some("attempt 1 on p0) counted 48"), 0),
+        (
+            vec![scheduled("b-0", 1, "p0", 100, 48), ended("b-0", 2, Outcome::Superseded)],
+            Some("counted 48 for the winning attempts (attempt 1 on p0)"),
+            0,
+        ),
         // Attempt 1 won. Attempt 2 may have won as well, because its outcome is lost.
         (vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 64)], None, 0),
         (
             vec![scheduled("b-0", 1, "p0", 100, 0), ended("b-0", 1, Outcome::Won), scheduled("b-0", 2, "p0", 100, 48)],
-            Some("attempt 1 on p0, attempt 2 on p0) counted 0 to 48"),
+            Some("counted 0 to 48 for the winning attempts (attempt 1 on p0, attempt 2 on p0)"),
             0,
         ),
         // An attempt with an outcome other than `won` has not won.
@@ -250,22 +257,26 @@ fn only_counts_of_killed_workers_are_unverified() {
 
 #[test]
 fn errors_in_files_name_file_and_line() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, text).expect("it can be written");
+        std::fs::write(&path, text).expect("the folder is writable");
         vec![path]
     };
     let client = file("client", "{\"request_id\":\"a\",\"usage\":{\"prompt_tokens\":5,\"cached_tokens\":0}}\n\n{}\n");
-    let ledger = file("ledger", &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("plain values") + "\n"));
+    let ledger = file(
+        "ledger",
+        &(serde_json::to_string(&ended("a-0", 1, Outcome::Won)).expect("the ledger line can be serialized") + "\n"),
+    );
     let evidence = read(&client, &ledger, &file("metrics", "x 1\n")).expect("all lines are valid");
     assert_eq!(evidence.client, [answered("a", 1, 5, 0, Source::Worker), ClientLine { request_id: None, usage: None }]);
     assert_eq!(evidence.ledger, [ended("a-0", 1, Outcome::Won)]);
     assert_eq!(evidence.metrics.sum("x", ""), 1.0);
     let cut = file("cut", "{\"line\":\"ended\",\"request_id\":\"a-0\",\"att\n");
-    assert_eq!(read(&client, &cut, &[]).expect("a killed process leaves half a line").ledger, []);
-    assert!(read(&cut, &ledger, &[]).is_err(), "half a line of a client is invalid");
-    let bad = read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a number is no usage").to_string();
+    assert_eq!(read(&client, &cut, &[]).expect("an incomplete last ledger line is ignored").ledger, []);
+    assert!(read(&cut, &ledger, &[]).is_err(), "an incomplete line of a client is invalid");
+    let bad =
+        read(&file("bad", "{}\n{\"usage\":7}"), &ledger, &[]).expect_err("a line whose usage is a number is refused").to_string();
     assert!(bad.contains("bad line 2"), "{bad}");
     assert!(read(&[folder.path().join("none")], &ledger, &[]).is_err());
 }

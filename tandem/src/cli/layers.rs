@@ -38,8 +38,8 @@ impl Cli {
             matches = command.clone().try_get_matches_from(&args)?;
         }
         let cli = Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
-        if let Some((_, given)) = matches.subcommand() {
-            rules::check(given).map_err(|problem| clap::Error::raw(ErrorKind::ArgumentConflict, problem + "\n"))?;
+        if let Some((role, given)) = matches.subcommand() {
+            rules::check(role, given).map_err(|problem| clap::Error::raw(ErrorKind::ArgumentConflict, problem + "\n"))?;
         }
         Ok(cli)
     }
@@ -50,7 +50,7 @@ fn serves(subcommand: &clap::Command) -> bool {
     subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
 
-/// Returns the path given by `--config`.
+/// Returns the path given by `--config`; `None` if the flag is not set.
 fn config(role: &ArgMatches) -> Option<PathBuf> {
     role.try_get_one::<PathBuf>("config").ok().flatten().cloned()
 }

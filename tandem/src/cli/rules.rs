@@ -1,6 +1,7 @@
 //! Rules that concern several settings. clap would check such rules for flags and variables only, because it takes values of the file for
 //! defaults.
 
+use crate::settings::EngineKind;
 use clap::ArgMatches;
 use tandem_frontend::CacheIsolation;
 
@@ -28,10 +29,14 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["nats-password", "nats-password-file"], &["nats-user"]),
     (&["nats-cert"], &["nats-key"]),
     (&["nats-key"], &["nats-cert"]),
+    (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
 ];
 
+/// Settings of engines in Tandem's processes. An external engine has its own.
+const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
+
 /// Checks the settings of a role, whichever layers they come from.
-pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
+pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
     let is_set = |flag: &&&str| given.try_contains_id(&flag.replace('-', "_")).unwrap_or(false);
     for alternatives in ALTERNATIVES {
         let mut set = alternatives.iter().filter(is_set);
@@ -46,6 +51,7 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
             return Err(format!("--{flag} needs --{}", needed.join(" or --")));
         }
     }
+    check_engine(role, given, is_set)?;
     let header = given.try_get_one::<String>("account_header").ok().flatten();
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
     match header {
@@ -59,5 +65,25 @@ pub(super) fn check(given: &ArgMatches) -> Result<(), String> {
              it in --trusted-proxies (127.0.0.1 for one on this machine)"
         )),
         _ => Ok(()),
+    }
+}
+
+/// Checks the settings of an external engine.
+fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
+    let urls = given.try_get_many::<String>("engine_url").ok().flatten().map_or(0, Iterator::count);
+    if engine != Some(&EngineKind::Vllm) {
+        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm".to_owned()) };
+    }
+    if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
+        return Err(format!("--{flag} has no effect with --engine vllm; leave it out, and configure the vLLM server"));
+    }
+    match (role, urls) {
+        ("frontend", _) if !is_set(&&"model") => {
+            Err("--engine vllm needs --model here: the model of the vLLM servers, for its tokenizer and chat template".to_owned())
+        }
+        ("frontend", _) | ("up", 1..) | (_, 1) => Ok(()),
+        (_, 0) => Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
+        _ => Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned()),
     }
 }

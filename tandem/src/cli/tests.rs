@@ -13,7 +13,7 @@ fn command(args: &[&str]) -> Result<Command, String> {
 
 fn up(args: &[&str], config: &str) -> Result<UpSettings, String> {
     let file = file(config);
-    match command(&[&["up", "--config", file.path().to_str().expect("the path is text")], args].concat())? {
+    match command(&[&["up", "--config", file.path().to_str().expect("the path is UTF-8")], args].concat())? {
         Command::Up(up) => Ok(up.role),
         other => unreachable!("the command is up: {other:?}"),
     }
@@ -27,33 +27,33 @@ fn router(args: &[&str]) -> Result<Box<Serve<RouterProcess>>, String> {
 }
 
 fn file(text: &str) -> tempfile::NamedTempFile {
-    let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
-    file.write_all(text.as_bytes()).expect("a temporary file takes a few bytes");
+    let mut file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
+    file.write_all(text.as_bytes()).expect("the temporary file is writable");
     file
 }
 
 fn toml_of(role: &impl Serialize) -> String {
-    toml::to_string(role).expect("plain values")
+    toml::to_string(role).expect("the settings can be serialized")
 }
 
 #[test]
 fn flags_override_the_file_and_the_file_overrides_defaults() {
     let config =
         "decode-workers = 3\nprefill-workers = 5\nlisten = \"127.0.0.1:9\"\nno-prefix-caching = true\nsim-speedup = 2.5\n";
-    let settings = up(&["--prefill-workers", "4"], config).expect("all is valid");
+    let settings = up(&["--prefill-workers", "4"], config).expect("all settings are valid");
     assert_eq!((settings.prefill_workers, settings.decode_workers), (4, 3));
     assert_eq!(settings.common.listen.port(), 9);
     assert!(settings.worker.no_prefix_caching);
     assert_eq!(settings.worker.sim.sim_speedup, 2.5);
     assert_eq!(settings.router.policy, PolicyKind::KvAware);
-    assert!(!up(&[], "no-prefix-caching = false").expect("valid").worker.no_prefix_caching);
+    assert!(!up(&[], "no-prefix-caching = false").expect("the settings are valid").worker.no_prefix_caching);
 }
 
 #[test]
 fn trace_collector_defaults_to_opentelemetrys_environment_variable() {
     let read = |args: &[&str], named: &str| {
         let args = ["tandem", "router"].iter().chain(args).map(OsString::from).collect();
-        match Cli::read(args, Some(named.into())).expect("valid").command {
+        match Cli::read(args, Some(named.into())).expect("the settings are valid").command {
             Command::Router(router) => router.role.common.telemetry.otlp_endpoint,
             other => unreachable!("the command is router: {other:?}"),
         }
@@ -90,18 +90,18 @@ fn error_in_the_config_file_names_the_file() {
 #[test]
 fn conflicting_settings_of_flags_and_file_are_refused() {
     let etcd = file("etcd = \"e:1\"\nnats-token = \"t\"");
-    let path = etcd.path().to_str().expect("the path is text");
-    let error = router(&["--config", path, "--workers", "w:1"]).expect_err("both are set");
+    let path = etcd.path().to_str().expect("the path is UTF-8");
+    let error = router(&["--config", path, "--workers", "w:1"]).expect_err("two worker lists are refused");
     assert!(error.contains("--workers cannot be used with --etcd"), "{error}");
-    let error = router(&["--config", path]).expect_err("there are no servers");
+    let error = router(&["--config", path]).expect_err("a NATS token without servers is refused");
     assert!(error.contains("--nats-token needs --nats"), "{error}");
-    router(&["--config", path, "--nats", "n:1"]).expect("the flag completes the file");
+    router(&["--config", path, "--nats", "n:1"]).expect("the settings of file and flags are valid together");
 }
 
 #[test]
 fn printed_settings_can_be_read_back() {
     let mut settings = UpSettings::defaults();
-    settings.model.model = Some("pypi:x==1".parse().expect("a source"));
+    settings.model.model = Some("pypi:x==1".parse().expect("the model source is valid"));
     settings.router.policy = PolicyKind::LeastLoaded;
     settings.worker.sim.sim_kv_bytes_per_token = 1e6;
     settings.worker.no_prefix_caching = true;
@@ -142,7 +142,7 @@ fn every_setting_has_an_environment_variable_and_help() {
 
 #[test]
 fn hugging_face_token_is_never_shown() {
-    let settings = up(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("valid");
+    let settings = up(&["--hf-token", "secret"], "models-dir = \"/x\"").expect("the settings are valid");
     assert_eq!(settings.model.store.models_dir, Some(PathBuf::from("/x")));
     for shown in [format!("{settings:?}"), toml_of(&settings)] {
         assert!(!shown.contains("secret"), "{shown}");
@@ -152,13 +152,13 @@ fn hugging_face_token_is_never_shown() {
 #[test]
 fn roles_listen_on_different_ports_and_find_each_other_by_default() {
     Cli::command().debug_assert();
-    let router = router(&[]).expect("defaults").role;
+    let router = router(&[]).expect("the default settings are valid").role;
     assert_eq!((router.common.listen.port(), router.process.admin_listen.port()), (7000, 9000));
-    let Ok(Command::PrefillWorker(prefill)) = command(&["prefill-worker"]) else { panic!("defaults") };
+    let Ok(Command::PrefillWorker(prefill)) = command(&["prefill-worker"]) else { panic!("the default settings are valid") };
     assert_eq!((prefill.role.common.listen.port(), prefill.role.process.admin_listen.port()), (7100, 9100));
-    let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("defaults") };
+    let Ok(Command::DecodeWorker(decode)) = command(&["decode-worker"]) else { panic!("the default settings are valid") };
     assert_eq!((decode.role.common.listen.port(), decode.role.process.admin_listen.port()), (7200, 9200));
-    let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("defaults") };
+    let Ok(Command::Frontend(frontend)) = command(&["frontend"]) else { panic!("the default settings are valid") };
     let routers = MemberSource::List(vec!["127.0.0.1:7000".to_owned()]);
     assert_eq!((frontend.role.common.listen.port(), frontend.role.routers()), (8000, routers));
     let workers = [prefill.role.common.listen, decode.role.common.listen].map(|address| address.to_string());
@@ -196,8 +196,19 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["router", "--peers", "h"], "write host:port"),
         (&["decode-worker", "--worker-id", "a b"], "letters"),
         (&["decode-worker", "--cluster", "a.b"], "letters"),
+        (&["decode-worker", "--engine", "vllm"], "--engine vllm needs --engine-url"),
+        (&["up", "--engine", "vllm"], "--engine vllm needs --engine-url"),
+        (&["up", "--engine-url", "http://e:1"], "--engine-url needs --engine vllm"),
+        (&["up", "--prefill-engine-url", "http://e:1"], "--prefill-engine-url needs --engine-url"),
+        (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
+        (&["frontend", "--engine", "vllm"], "--engine vllm needs --model"),
+        (
+            &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
+            "--kv-capacity-tokens has no effect with --engine vllm",
+        ),
+        (&["up", "--engine-events", "e:1"], "write discover, none, tcp://host:port or ipc://path"),
     ] {
-        let error = command(args).expect_err("it is a mistake");
+        let error = command(args).expect_err("the arguments are invalid");
         assert!(error.contains(expected), "{args:?}: {error}");
         assert!(!error.contains("does not apply") || error.trim_end().lines().count() == 1, "{args:?}: {error}");
     }
@@ -207,28 +218,45 @@ fn invalid_command_line_is_refused_with_an_explanation() {
 fn one_config_file_serves_all_roles_and_printed_settings_can_be_read_back() {
     let text = "block-size = 64\nprefill = \"remote\"\nworkers = \"a:1,b:2\"\nrouter = \"r:1,r:2\"\npeers = \"r:2\"\nsim-speedup = 9.0\n";
     let config = file(text);
-    let path = config.path().to_str().expect("the path is text");
-    let settings = router(&["--config", path]).expect("all of it is known");
+    let path = config.path().to_str().expect("the path is UTF-8");
+    let settings = router(&["--config", path]).expect("the file has only known settings");
     assert_eq!(settings.role.common.block_size, 64);
     let list = |list: &[&str]| list.iter().map(|&address| address.to_owned()).collect::<MemberSource>();
     assert_eq!((settings.role.workers(), settings.role.peers()), (list(&["a:1", "b:2"]), list(&["r:2"])));
-    let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else { panic!("all of it is known") };
+    let Ok(Command::Frontend(frontend)) = command(&["frontend", "--config", path]) else {
+        panic!("the file has only known settings")
+    };
     assert_eq!(frontend.role.routers(), list(&["r:1", "r:2"]));
 
     let printed = settings.to_toml();
     assert!(printed.contains("workers = \"a:1,b:2\"") && !printed.contains("sim-speedup"), "{printed}");
     let config = file(&printed);
-    let again = router(&["--config", config.path().to_str().expect("the path is text")]).expect("printed settings are valid");
+    let again = router(&["--config", config.path().to_str().expect("the path is UTF-8")]).expect("printed settings are valid");
     assert_eq!((again.role.clone(), again.to_toml()), (settings.role.clone(), printed));
     let config = file("wrokers = 1");
-    let path = config.path().to_str().expect("the path is text");
+    let path = config.path().to_str().expect("the path is UTF-8");
     assert!(router(&["--config", path]).is_err_and(|error| error.contains("unknown key `wrokers`")));
 }
 
 #[test]
-fn etcd_replaces_lists_and_passwords_are_not_shown() {
+fn several_servers_are_listed_with_commas_or_one_flag_each() {
+    let lists = ["--engine-url http://e:1,http://f:2", "--engine-url http://e:1 --engine-url http://f:2"];
+    for list in lists {
+        let args: Vec<&str> = "--engine vllm".split(' ').chain(list.split(' ')).collect();
+        let settings = up(&args, "engine-key-file = \"/dev/null\"").map_err(|error| assert!(error.contains("empty"), "{error}"));
+        assert!(settings.is_err(), "the file with the key is empty");
+        let settings = up(&args, "").expect("valid");
+        assert_eq!(settings.worker.external.engine_url, ["http://e:1", "http://f:2"], "{list}");
+        let printed = toml_of(&settings);
+        assert!(printed.contains("engine-url = \"http://e:1,http://f:2\""), "{printed}");
+        assert_eq!(up(&[], &printed).expect("printed settings are valid"), settings);
+    }
+}
+
+#[test]
+fn etcd_replaces_member_lists_and_passwords_are_not_shown() {
     let args = "--etcd e:1,f:2 --cluster c --etcd-user u --etcd-password hidden --etcd-ca ca --etcd-cert cert --etcd-key key";
-    let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("valid");
+    let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("the settings are valid");
     let MemberSource::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
     assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
     assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
@@ -238,14 +266,14 @@ fn etcd_replaces_lists_and_passwords_are_not_shown() {
     assert!(printed.contains("etcd = \"e:1,f:2\"") && !printed.contains("workers"), "{printed}");
     assert!(!printed.contains("hidden") && !format!("{settings:?}").contains("hidden"));
     let config = file(&printed.replace("etcd-user = \"u\"\n", ""));
-    router(&["--config", config.path().to_str().expect("the path is text")]).expect("printed settings are valid");
+    router(&["--config", config.path().to_str().expect("the path is UTF-8")]).expect("printed settings are valid");
 }
 
 #[test]
-fn registered_address_is_one_that_other_processes_can_connect_to() {
+fn registered_address_is_reachable_for_other_processes() {
     let registered = |args: &[&str], listens: &str| {
-        let discovery = router(args).expect("valid").role.process.discovery;
-        discovery.registration(listens.parse().expect("an address")).map_err(|error| error.to_string())
+        let discovery = router(args).expect("the settings are valid").role.process.discovery;
+        discovery.registration(listens.parse().expect("the address is valid")).map_err(|error| error.to_string())
     };
     let address = |args, listens| registered(args, listens).map(|found| found.map(|(_, address)| address));
     assert_eq!(address(&[], "0.0.0.0:1"), Ok(None));
@@ -253,6 +281,7 @@ fn registered_address_is_one_that_other_processes_can_connect_to() {
     assert_eq!(address(&["--etcd", "e:1", "--advertise", "h:2"], "0.0.0.0:1"), Ok(Some("h:2".to_owned())));
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     assert_eq!(address(&["--etcd", "e:1"], "[::]:1"), Ok(Some(format!("{name}:1"))));
-    let files = registered(&["--etcd", "e:1", "--etcd-ca", "/none"], "10.0.0.1:7").expect_err("there is no such file");
+    let files =
+        registered(&["--etcd", "e:1", "--etcd-ca", "/none"], "10.0.0.1:7").expect_err("a missing certificate file is refused");
     assert!(files.contains("/none cannot be read") && files.contains("--etcd-ca"), "{files}");
 }

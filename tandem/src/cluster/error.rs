@@ -12,7 +12,7 @@ use tandem_node::{events::NatsError, trace::TraceError};
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum StartError {
-    #[error("cannot listen on {address}; stop what listens there, or choose another address with {flag}")]
+    #[error("cannot listen on {address}; stop the process that listens there, or choose another address with {flag}")]
     Listen { address: SocketAddr, flag: &'static str, source: io::Error },
     #[error(transparent)]
     Discovery(#[from] DiscoveryArgsError),
@@ -24,24 +24,38 @@ pub enum StartError {
     Trace(#[from] TraceError),
     #[error("the ledger {} cannot be opened; choose another file with --ledger", .path.display())]
     Ledger { path: PathBuf, source: io::Error },
-    #[error("the address of a socket cannot be read")]
+    #[error("the address of a listening socket cannot be read")]
     LocalAddress(#[source] io::Error),
-    #[error("--tp needs --engine cuda; leave it out, or see --threads for the CPU")]
+    #[error("--tp needs --engine cuda; leave --tp out, or set --threads to use more of the CPU")]
     OneDevice,
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("--prefill remote needs a prefill worker; set --prefill-workers to 1 or more")]
+    #[error(
+        "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
+    )]
     NoPrefillWorker,
+    #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
+    EngineCa { path: PathBuf, source: io::Error },
+    #[error("the engine at {url} cannot be used")]
+    ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error(
+        "the engines serve different models ({0} and {1}); run a cluster for each model, or set --served-model-name if both are the same model"
+    )]
+    SeveralModels(String, String),
+    #[error(
+        "the engine at {url} does not say where its model comes from; set --model to the model, for its tokenizer and chat template"
+    )]
+    UnknownModel { url: String },
     #[error(transparent)]
     Model(#[from] ModelError),
-    #[error("{} cannot be served", .path.display())]
+    #[error("the model {} cannot be served", .path.display())]
     Unservable { path: PathBuf, source: Box<dyn Error + Send + Sync> },
     #[error("the engine cannot be created; change --kv-capacity-tokens or --block-size")]
     Engine(#[source] Box<dyn Error + Send + Sync>),
-    #[error("the {part} failed; restart it; if it fails again, see the log (--log debug)")]
+    #[error("the {part} failed; restart the process; if it fails again, see the log (--log debug)")]
     Part { part: String, source: Box<dyn Error + Send + Sync> },
     /// A part has ended without an error.
-    #[error("the {0} ended unexpectedly; restart it; if it happens again, see the log (--log debug)")]
+    #[error("the {0} ended unexpectedly; restart the process; if it happens again, see the log (--log debug)")]
     PartEnded(String),
     /// All parts run, but the frontend is not ready.
     #[error("the cluster was not ready in time; see the log (--log debug)")]

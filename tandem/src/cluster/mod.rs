@@ -1,6 +1,7 @@
 //! A whole cluster in one process: the parts that also run as processes of their own, connected by gRPC on loopback sockets.
 
 mod error;
+mod external;
 mod parts;
 mod process;
 mod weights;
@@ -10,11 +11,12 @@ pub use process::Process;
 
 use crate::{
     http,
-    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
+    settings::{CLUSTER, EngineKind, KeyArgs, KvConnector, PrefillPlace, UpSettings},
 };
 use parts::Parts;
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
+use tandem_frontend::ServedModel;
 use tandem_node::{Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
@@ -25,7 +27,7 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::{EngineConfig, Loaded};
+use weights::EngineConfig;
 
 /// Limit on the time from the loaded model to a ready frontend. Connecting takes milliseconds, so a longer time means that something is
 /// broken.
@@ -66,19 +68,20 @@ pub struct Worker {
     pub id: String,
     /// Prefill or decode.
     pub role: Role,
-    /// The address of its gRPC listener.
+    /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker, if it differs from `address`.
+    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
-    /// The engine that the worker runs.
-    pub engine: EngineHandle,
+    /// The engine in this process; `None`: the worker's engine is another process.
+    pub engine: Option<EngineHandle>,
+    /// The tokens that fit into the engine's KV memory.
+    kv_tokens: u64,
 }
 
-impl Worker {
-    fn kv_tokens(&self) -> u64 {
-        let info = self.engine.info();
-        u64::from(info.capacity_blocks) * u64::from(info.block_size)
-    }
+/// Returns the tokens that fit into the engine's KV memory.
+fn kv_tokens(engine: &EngineHandle) -> u64 {
+    let info = engine.info();
+    u64::from(info.capacity_blocks) * u64::from(info.block_size)
 }
 
 impl Cluster {
@@ -89,12 +92,15 @@ impl Cluster {
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
-        if settings.router.prefill == PrefillPlace::Remote && settings.prefill_workers == 0 {
+        let prefills = match settings.model.engine {
+            EngineKind::Vllm => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
+        };
+        if settings.router.prefill == PrefillPlace::Remote && !prefills {
             return Err(StartError::NoPrefillWorker);
         }
         let frontend = listen(settings.common.listen, "--listen").await?;
-        let loaded = config.clone().load().await?;
-        let mut cluster = Self::run(settings, &config, loaded, frontend).await?;
+        let mut cluster = Self::run(settings, config, frontend).await?;
         cluster.wait_until_ready().await?;
         Ok(cluster)
     }
@@ -109,36 +115,25 @@ impl Cluster {
         self.drain(Duration::ZERO).await;
     }
 
-    async fn run(settings: UpSettings, config: &EngineConfig, loaded: Loaded, frontend: TcpListener) -> Result<Self, StartError> {
+    async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
         // All users of this machine can connect to the cluster's sockets. The key keeps them from calling its services.
         let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
-        let mut workers = Vec::new();
-        let engines = settings.prefill_workers + settings.decode_workers;
-        let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
-        for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
-            let listener = loopback().await?;
-            let worker = Worker {
-                id: format!("{}-{index}", role.name()),
-                role,
-                address: local_address(&listener)?,
-                advertise: None,
-                engine: EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key)),
-            };
-            parts.worker(&worker, listener, config, &loaded.served, &back);
-            workers.push(worker);
-        }
+        let (workers, served) = match settings.model.engine {
+            EngineKind::Vllm => external_workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => own_workers(&parts, &settings, &config, &back).await?,
+        };
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
-        let (model_id, address) = (loaded.served.id.clone(), local_address(&frontend)?);
+        let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &back);
         // The frontend refuses a prompt that does not fit on any worker.
-        let capacity_tokens = workers.iter().map(Worker::kv_tokens).min().unwrap_or_default();
-        let served = loaded.served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
+        let capacity_tokens = workers.iter().map(|worker| worker.kv_tokens).min().unwrap_or_default();
+        let served = served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
         parts.frontend((frontend, None), routers, settings.frontend, (served, sequences_max), &front);
         Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
@@ -167,9 +162,10 @@ impl Served for Cluster {
             EngineKind::Cpu => "on the CPU",
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
+            EngineKind::Vllm => "on vLLM",
         };
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
-        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens());
+        let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
@@ -199,6 +195,71 @@ impl Drop for Cluster {
     }
 }
 
+/// Starts the workers with engines in this process, and loads their model.
+async fn own_workers(
+    parts: &Parts,
+    settings: &UpSettings,
+    config: &EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, ServedModel), StartError> {
+    let loaded = config.clone().load().await?;
+    let mut workers = Vec::new();
+    let engines = settings.prefill_workers + settings.decode_workers;
+    let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
+    for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
+        let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
+        let address = local_address(&listener)?;
+        let engine = EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key));
+        let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
+        parts.worker(plan, listener, engine.clone(), shutdown);
+        workers.push(Worker { id, role, address, advertise: None, kv_tokens: kv_tokens(&engine), engine: Some(engine) });
+    }
+    Ok((workers, loaded.served))
+}
+
+/// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizer of their model.
+async fn external_workers(
+    parts: &Parts,
+    settings: &UpSettings,
+    config: &mut EngineConfig,
+    shutdown: &Shutdown,
+) -> Result<(Vec<Worker>, ServedModel), StartError> {
+    let urls = [(Role::Prefill, &settings.prefill_engine_url), (Role::Decode, &settings.worker.external.engine_url)];
+    if !settings.prefill_engine_url.is_empty() {
+        config.worker.external.engine_kv_connector = KvConnector::Nixl;
+    }
+    let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
+    let inspections = all.map(|(role, url)| (role, config.vllm(url, &parts.key)));
+    let inspections =
+        inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
+    let servers = futures::future::try_join_all(inspections).await?;
+    let name = settings.common.served_model_name.clone();
+    let (_, (engines, first)) = servers.first().expect("the command line demands one");
+    if let Some((_, (_, other))) = servers.iter().find(|(_, (_, server))| name.is_none() && server.model != first.model) {
+        return Err(StartError::SeveralModels(first.model.clone(), other.model.clone()));
+    }
+    let source = match &settings.model.model {
+        Some(source) => source.clone(),
+        None => external::source(first).ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url.clone() })?,
+    };
+    let id = name.unwrap_or_else(|| first.model.clone());
+    let served = weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?;
+    let context_length = servers.iter().map(|(_, (_, server))| server.context_length).min().unwrap_or(u32::MAX);
+    let served = served.with_context_length(context_length);
+    let mut workers: Vec<Worker> = Vec::new();
+    for (role, (engines, _)) in servers {
+        for (engine, kv_tokens) in engines {
+            let listener = loopback().await?;
+            let index = workers.iter().filter(|worker| worker.role == role).count();
+            let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
+            let plan = parts.plan((&id, role), None, config, (&served.id, &served.revision));
+            parts.external_worker(plan, listener, engine, None, shutdown)?;
+            workers.push(Worker { id, role, address, advertise: None, engine: None, kv_tokens });
+        }
+    }
+    Ok((workers, served))
+}
+
 async fn loopback() -> Result<TcpListener, StartError> {
     listen(([127, 0, 0, 1], 0).into(), "--listen").await
 }
@@ -210,7 +271,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous one are still closing.
+        // A restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;

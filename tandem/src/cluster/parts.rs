@@ -1,9 +1,15 @@
 //! The parts of a cluster as tasks, and reports of those that ended.
 
-use super::{EngineConfig, StartError, Worker, reachable};
+use super::{
+    EngineConfig, StartError,
+    external::{ExternalWorker, Registration},
+    reachable,
+};
 use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use std::{future::Future, net::SocketAddr, time::Duration};
-use tandem_decode_worker::DecodeWorkerSettings;
+use tandem_adapter::vllm::VllmSettings;
+use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
+use tandem_engine::EngineHandle;
 use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_node::{
     Metrics, Shutdown,
@@ -20,11 +26,10 @@ use tandem_proto::{
 };
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
-use tandem_worker::{Ledger, WorkerSettings};
+use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// How long a prefill worker waits for a ticket. Before the decode worker can send one, it may have to wait for blocks that other requests
-/// release.
+/// How long a prefill worker waits for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
@@ -104,13 +109,12 @@ impl Parts {
 
     /// Resolves with the first part that ends. Cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
-        self.ends.recv().await.expect("this value holds a sender")
+        self.ends.recv().await.expect("`self` keeps a sender")
     }
 
     /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a runtime.
     pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
-        let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
-        Network::tcp(self.key.clone()).connect_lazy(&endpoint)
+        channel_to(listens, &self.key)
     }
 
     /// Wraps the socket so that calls to it are authenticated with the cluster key.
@@ -118,48 +122,55 @@ impl Parts {
         Listener::tcp(socket, self.key.clone())
     }
 
-    pub(super) fn worker(
+    /// Starts a worker with an engine in this process.
+    pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
+        let (id, metrics, stop, listener) = (plan.id(), self.metrics.clone(), shutdown.child(), self.listener(listener));
+        self.spawn(&id, shutdown, plan.run(listener, engine, metrics, stop));
+    }
+
+    /// Starts a worker with an engine in another process.
+    pub(super) fn external_worker(
         &self,
-        worker: &Worker,
-        listener: TcpListener,
-        config: &EngineConfig,
-        model: &ServedModel,
+        plan: WorkerPlan,
+        socket: TcpListener,
+        engine: VllmSettings,
+        registration: Option<Registration>,
         shutdown: &Shutdown,
-    ) {
-        let shared = WorkerSettings {
-            worker_id: worker.id.clone(),
+    ) -> Result<(), StartError> {
+        let socket = socket.into_std().map_err(StartError::LocalAddress)?;
+        let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
+        let worker = ExternalWorker { plan, engine, socket, key: self.key.clone(), registration };
+        self.spawn(&id, shutdown, worker.run(metrics, stop));
+        Ok(())
+    }
+
+    /// Returns all that a worker needs besides its engine and its socket. `advertise` is the host:port at which other workers reach it, if it
+    /// differs from the socket's address.
+    pub(super) fn plan(
+        &self,
+        (id, role): (&str, Role),
+        advertise: Option<String>,
+        config: &EngineConfig,
+        (model, revision): (&str, &str),
+    ) -> WorkerPlan {
+        let settings = WorkerSettings {
+            worker_id: id.to_owned(),
             cluster: self.cluster.clone(),
-            model: model.id.clone(),
-            revision: model.revision.clone(),
+            model: model.to_owned(),
+            revision: revision.to_owned(),
             ledger: self.ledger.clone(),
             broker: self.broker.clone(),
             tracer: self.tracer.clone(),
             withhold_cached_tokens: config.worker.withhold_cached_tokens,
         };
-        let engine = worker.engine.clone();
         let transfer_mode = match (config.worker.kv_transfer, config.model.engine) {
             (_, EngineKind::Sim) => TransferMode::Simulated { block: config.sim().block_transfer() },
             (KvTransfer::Auto, _) => TransferMode::Auto,
             (KvTransfer::Tcp, _) => TransferMode::Tcp,
         };
-        let (metrics, stop, listener) = (self.metrics.clone(), shutdown.clone(), self.listener(listener));
-        match worker.role {
-            Role::Prefill | Role::Unspecified => {
-                let settings = PrefillWorkerSettings { worker: shared, ticket_wait: TICKET_WAIT, transfer_mode };
-                self.spawn(&worker.id, shutdown, tandem_prefill_worker::run(listener, engine, settings, metrics, stop));
-            }
-            Role::Decode => {
-                let settings = DecodeWorkerSettings {
-                    worker: shared,
-                    advertise: worker.advertise.clone(),
-                    // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
-                    remote_waiting_max: config.model.max_concurrent_requests as usize,
-                    receive_timeout: FIRST_TOKEN_WAIT,
-                    transfer_mode,
-                };
-                self.spawn(&worker.id, shutdown, tandem_decode_worker::run(listener, engine, settings, metrics, stop));
-            }
-        }
+        // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
+        let remote_waiting_max = config.model.max_concurrent_requests as usize;
+        WorkerPlan { role, settings, advertise, remote_waiting_max, transfer_mode }
     }
 
     pub(super) fn router(
@@ -215,7 +226,7 @@ impl Parts {
             audit_result: args.audit_result,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
-            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("the flag is checked")),
+            account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
             cache_isolation: tenants.isolation(),
             trusted_proxies: tenants.trusted_proxies,
             expose_details: tenants.expose_details,
@@ -234,6 +245,51 @@ impl Parts {
         // After a shutdown has begun, a part ends by itself once its clients have been answered.
         shutdown.track(report.after(run));
     }
+}
+
+/// All that a worker needs besides its engine and its socket.
+#[derive(Clone)]
+pub(super) struct WorkerPlan {
+    role: Role,
+    pub(super) settings: WorkerSettings,
+    /// `host:port` at which other workers reach this one, if it differs from the socket's address.
+    advertise: Option<String>,
+    remote_waiting_max: usize,
+    transfer_mode: TransferMode,
+}
+
+impl WorkerPlan {
+    fn id(&self) -> String {
+        self.settings.worker_id.clone()
+    }
+
+    /// Runs the worker until it drains or its engine ends.
+    pub(super) async fn run(
+        self,
+        listener: Listener,
+        engine: impl Backend,
+        metrics: Metrics,
+        shutdown: Shutdown,
+    ) -> Result<(), DecodeWorkerError> {
+        let Self { role, settings: worker, advertise, remote_waiting_max, transfer_mode } = self;
+        match role {
+            Role::Prefill | Role::Unspecified => {
+                let settings = PrefillWorkerSettings { worker, ticket_wait: TICKET_WAIT, transfer_mode };
+                Ok(tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await?)
+            }
+            Role::Decode => {
+                let receive_timeout = FIRST_TOKEN_WAIT;
+                let settings = DecodeWorkerSettings { worker, advertise, remote_waiting_max, receive_timeout, transfer_mode };
+                tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await
+            }
+        }
+    }
+}
+
+/// Returns a connection to the process that listens on `listens`, authenticated with the cluster key. Must be called within a runtime.
+pub(super) fn channel_to(listens: SocketAddr, key: &ClusterKey) -> Channel {
+    let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
+    Network::tcp(key.clone()).connect_lazy(&endpoint)
 }
 
 impl Report {

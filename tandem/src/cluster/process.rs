@@ -1,7 +1,10 @@
 //! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
 
-use super::{EngineConfig, Parts, Served, StartError, Worker, listen, local_address, reachable, weights::load_served};
-use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
+use super::{
+    EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
+    weights::load_served,
+};
+use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
@@ -35,7 +38,7 @@ pub struct Process {
     /// The addresses and sizes in the introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    /// Runs before the shutdown of `service`, so that no new client connects to a service that drains.
+    /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
     /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
@@ -112,14 +115,34 @@ impl Process {
         process.parts.open_ledger(&settings.worker)?;
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
         let registration = discovery.registration(address)?;
-        let loaded = config.clone().load().await?;
         let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
-        let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
         let registered = registration.as_ref().map(|(_, address)| address.clone());
-        let worker = Worker { id, role, address, advertise: registered.or_else(|| discovery.advertise.clone()), engine };
-        process.name = format!("{} worker {} of {}", role.name(), worker.id, loaded.served.id);
-        process.places.push(("KV", format!("{} tokens", worker.kv_tokens())));
-        process.parts.worker(&worker, listener, &config, &loaded.served, &process.service);
+        let advertise = registered.or_else(|| discovery.advertise.clone());
+        if settings.model.engine == EngineKind::Vllm {
+            let url = settings.worker.external.engine_url.first().expect("the command line demands one");
+            process.name = format!("{} worker {id}", role.name());
+            process.places.push(("engine", format!("vLLM at {url}")));
+            let registration = registration.map(|(etcd, address)| Registration {
+                etcd: EtcdSettings { key: process.parts.key.clone(), ..etcd },
+                address,
+                shutdown: process.registration.clone(),
+            });
+            let plan = process.parts.plan(
+                (&id, role),
+                advertise,
+                &config,
+                (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
+            );
+            let engine = config.vllm(url, &process.parts.key)?;
+            process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
+            return Ok(process);
+        }
+        let loaded = config.clone().load().await?;
+        let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
+        process.name = format!("{} worker {id} of {}", role.name(), loaded.served.id);
+        process.places.push(("KV", format!("{} tokens", kv_tokens(&engine))));
+        let plan = process.parts.plan((&id, role), advertise, &config, (&loaded.served.id, &loaded.served.revision));
+        process.parts.worker(plan, listener, engine, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = process.parts.channel(address);
             process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
@@ -201,7 +224,8 @@ impl Process {
                 if draining {
                     return Err("draining".to_owned());
                 }
-                timeout(PROBE_WAIT, answer).await.unwrap_or_else(|_| Err("the process does not answer its own probe".to_owned()))
+                let unanswered = |_| Err("this process's gRPC port does not answer the readiness check".to_owned());
+                timeout(PROBE_WAIT, answer).await.unwrap_or_else(unanswered)
             }
         };
         let run = admin::run(admin, self.parts.metrics.clone(), ready, self.admin.clone());
@@ -237,7 +261,7 @@ impl Drop for Process {
 }
 
 /// Reads the description of this process's worker, and retries until it succeeds.
-async fn description(own: Channel) -> WorkerInfo {
+pub(super) async fn description(own: Channel) -> WorkerInfo {
     let mut control = ControlClient::new(own);
     loop {
         if let Ok(info) = control.describe(DescribeRequest {}).await {
@@ -247,13 +271,13 @@ async fn description(own: Channel) -> WorkerInfo {
     }
 }
 
-/// The router's probe: it is ready when a request could be placed.
+/// The readiness probe of a router: succeeds if the router could place a request now.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
     view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
-/// The worker's probe: it is ready when it answers. Whether requests are routed to it is the router's decision.
+/// The readiness probe of a worker: succeeds if the worker answers. Whether requests are placed on the worker is the router's decision.
 async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }

@@ -3,7 +3,7 @@
 
 use super::StartError;
 use crate::{
-    model::{Store, StoredModel},
+    model::{Source, Store, StoreArgs, StoredModel},
     settings::{CommonArgs, EngineKind, ModelArgs, WorkerArgs},
 };
 use std::{error::Error, path::Path, sync::Arc, time::Duration};
@@ -14,7 +14,7 @@ use tandem_engine::{
     sim::{SimEngine, SimSettings, Vocabulary},
 };
 use tandem_frontend::ServedModel;
-use tandem_model::{Gguf, HfDirectory, ModelFile};
+use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
 use tandem_proto::ClusterKey;
 
 /// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. The events cover more than a
@@ -52,12 +52,12 @@ impl EngineConfig {
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
             EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
-            EngineKind::Sim | EngineKind::Cpu if self.worker.tp > 1 => Err(StartError::OneDevice),
-            EngineKind::Sim | EngineKind::Cpu => Ok(()),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm if self.worker.tp > 1 => Err(StartError::OneDevice),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm => Ok(()),
         }
     }
 
-    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds.
+    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds. Not for external engines.
     pub(super) async fn load(self) -> Result<Loaded, StartError> {
         on_blocking_thread(move || {
             let Some((stored, revision)) = stored(&self.model)? else {
@@ -68,6 +68,7 @@ impl EngineConfig {
                 EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
+                EngineKind::Vllm => unreachable!("the caller starts no engine"),
             };
             Ok(Loaded { served, device })
         })
@@ -115,7 +116,7 @@ impl EngineConfig {
     }
 
     fn cpu(&self) -> CpuSettings {
-        let capacity_blocks = self.capacity_blocks().expect("the CPU has a default");
+        let capacity_blocks = self.capacity_blocks().expect("the CPU engine has a default capacity");
         CpuSettings { block_size: self.block_size, capacity_blocks, threads: self.worker.threads as usize, isa: Isa::detect() }
     }
 
@@ -124,7 +125,7 @@ impl EngineConfig {
         let milliseconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         SimSettings {
             block_size: self.block_size,
-            capacity_blocks: self.capacity_blocks().expect("the simulator has a default"),
+            capacity_blocks: self.capacity_blocks().expect("the simulator has a default capacity"),
             prefill_tokens_per_second: sim.sim_prefill_tokens_per_second,
             prefill_overhead: milliseconds(sim.sim_prefill_overhead_ms),
             decode_step: milliseconds(sim.sim_decode_step_ms),
@@ -150,11 +151,33 @@ impl Loaded {
     }
 }
 
-/// Reads what a frontend needs of the model, downloading it first if necessary.
+/// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
+    if model.engine == EngineKind::Vllm {
+        return load_tokenizer(model.store, model.model.unwrap_or_default(), served_model_name).await;
+    }
     on_blocking_thread(move || match stored(&model)? {
         None => Ok(sim_served(served_model_name)),
         Some((stored, revision)) => Ok(open(&stored, &revision, served_model_name, model.engine)?.1),
+    })
+    .await
+}
+
+/// Reads the tokenizer and the chat template of a model that external engines compute, downloading them first if necessary. The model has
+/// no revision: engines do not report that of their weights.
+pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
+    on_blocking_thread(move || {
+        let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
+        // vLLM has the repository's name as its default, too.
+        let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
+        let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));
+        if path.is_dir() {
+            let files = HfTokenizer::read(&path).map_err(|error| unservable(error.into()))?;
+            let context_length = files.context_length.unwrap_or(u32::MAX);
+            return ServedModel::from_tokenizer(id, "", files, context_length).map_err(|error| unservable(error.into()));
+        }
+        let file = Gguf::open(&path).map_err(|error| unservable(error.into()))?;
+        ServedModel::from_gguf(id, "", &file).map_err(|error| unservable(error.into()))
     })
     .await
 }
@@ -163,7 +186,7 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
 async fn on_blocking_thread<T: Send + 'static>(
     load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
-    tokio::task::spawn_blocking(load).await.expect("loading returns its errors")
+    tokio::task::spawn_blocking(load).await.expect("the loading task does not panic")
 }
 
 /// Returns the model in the store and its revision; `None` if the simulator runs without a model.
@@ -182,7 +205,7 @@ fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
 
-/// Opens the model's file or directory, and reads from it what a frontend needs.
+/// Opens the model's file or directory, and loads its tokenizer, chat template and limits for a frontend.
 fn open(
     model: &StoredModel,
     revision: &str,

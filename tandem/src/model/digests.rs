@@ -101,38 +101,53 @@ mod tests {
 
     #[test]
     fn hash_is_remembered_until_the_file_changes() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
-        fs::write(&file, "one").expect("ours");
+        fs::write(&file, "one").expect("the folder is writable");
         let digests = Digests::new(&folder.path().join("store"));
-        let original = digests.of(&file).expect("it is there");
-        assert_eq!(original, sha256(&b"one"[..]).expect("memory"));
+        let original = digests.of(&file).expect("the file is readable");
+        assert_eq!(original, sha256(&b"one"[..]).expect("reading from memory does not fail"));
 
         // The stored digest is returned without reading the file again.
-        let entry = fs::read_dir(&digests.dir).expect("made").next().expect("one entry").expect("readable").path();
-        let changed = fs::read_to_string(&entry).expect("text").replace(&original, "remembered");
-        fs::write(&entry, changed).expect("ours");
-        assert_eq!(digests.of(&file).expect("it is there"), "remembered");
+        let entry = fs::read_dir(&digests.dir)
+            .expect("the folder of digests exists")
+            .next()
+            .expect("the folder has one entry")
+            .expect("the folder entry is readable")
+            .path();
+        let changed = fs::read_to_string(&entry).expect("the file is UTF-8").replace(&original, "remembered");
+        fs::write(&entry, changed).expect("the folder is writable");
+        assert_eq!(digests.of(&file).expect("the file is readable"), "remembered");
 
         // The size and the mtime stay the same, so only the ctime differs.
-        let modified = fs::metadata(&file).expect("there").modified().expect("known");
+        let modified =
+            fs::metadata(&file).expect("the file exists").modified().expect("the file system records modification times");
         std::thread::sleep(Duration::from_millis(20)); // the file system's clock ticks every 10 ms at most
-        fs::write(&file, "two").expect("ours");
-        File::options().write(true).open(&file).and_then(|file| file.set_modified(modified)).expect("ours");
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..]).expect("memory"));
+        fs::write(&file, "two").expect("the folder is writable");
+        File::options().write(true).open(&file).and_then(|file| file.set_modified(modified)).expect("the file's time can be set");
+        assert_eq!(
+            digests.of(&file).expect("the file is readable"),
+            sha256(&b"two"[..]).expect("reading from memory does not fail")
+        );
 
-        fs::write(&entry, "{").expect("ours");
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"two"[..]).expect("memory"));
+        fs::write(&entry, "{").expect("the folder is writable");
+        assert_eq!(
+            digests.of(&file).expect("the file is readable"),
+            sha256(&b"two"[..]).expect("reading from memory does not fail")
+        );
         assert!(modified < SystemTime::now());
     }
 
     #[test]
-    fn store_that_cannot_be_written_still_gives_the_hash() {
-        let folder = tempfile::tempdir().expect("a folder");
+    fn hash_is_returned_even_if_it_cannot_be_stored() {
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
-        fs::write(&file, "one").expect("ours");
-        // A file has the path of the directory, so no hash can be stored.
+        fs::write(&file, "one").expect("the folder is writable");
+        // The path of the store's directory is a file, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
-        assert_eq!(digests.of(&file).expect("it is there"), sha256(&b"one"[..]).expect("memory"));
+        assert_eq!(
+            digests.of(&file).expect("the file is readable"),
+            sha256(&b"one"[..]).expect("reading from memory does not fail")
+        );
     }
 }

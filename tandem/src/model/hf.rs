@@ -4,7 +4,7 @@
 //! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
 use super::{
-    Download, ModelError, Source, StoreArgs,
+    Contents, Download, ModelError, Source, StoreArgs,
     digests::sha256_of,
     progress::{self, HubProgress},
     source::is_path,
@@ -33,21 +33,26 @@ const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
 /// Downloads one file of the repository `ORG/NAME`, or its model if no file is named, into `partial`. The files end up below a folder named
-/// after the commit.
+/// after the commit. For [`Contents::Tokenizer`] weights are left out.
 pub(super) fn download(
     settings: &StoreArgs,
     source: &Source,
     (repository, revision): (&str, Option<&str>),
     file: Option<&str>,
+    contents: Contents,
     partial: &Path,
 ) -> Result<Download, ModelError> {
     let api = api(settings, partial, source)?;
     let at = |revision: &str| api.repo(Repo::with_revision(repository.to_owned(), RepoType::Model, revision.to_owned()));
     let listing = listing(source, &at(revision.unwrap_or(MAIN)), revision)?;
     let commit = Commit { repo: at(&listing.sha), files: &listing.siblings, source };
-    let gguf = file.map_or_else(|| commit.only_gguf(), |file| Ok(Some(file.to_owned())))?;
+    let gguf = match file {
+        Some(file) => Some(file.to_owned()),
+        None if contents == Contents::Tokenizer && REQUIRED.into_iter().all(|name| commit.has(name)) => None,
+        None => commit.only_gguf()?,
+    };
     let name = gguf.as_deref().or(repository.rsplit('/').next()).unwrap_or(repository);
-    let file = if gguf.is_some() { commit.fetch(name)? } else { commit.directory(partial)? };
+    let file = if gguf.is_some() { commit.fetch(name)? } else { commit.directory(contents, partial)? };
     Ok(Download { file, place: Path::new(&listing.sha).join(name) })
 }
 
@@ -68,10 +73,10 @@ struct Listing {
 struct Listed {
     rfilename: String,
     size: Option<u64>,
-    /// Git's SHA-1 of the file.
+    /// Git's SHA-1 of the file; `None`: the hub does not list it.
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    /// Present for files in the large-file storage, which holds all weights.
+    /// The entry of a file in the large-file storage, which holds all weights; `None` for other files.
     lfs: Option<Lfs>,
 }
 
@@ -150,7 +155,7 @@ impl Commit<'_> {
     }
 
     /// Downloads a model's files into one directory.
-    fn directory(&self, partial: &Path) -> Result<PathBuf, ModelError> {
+    fn directory(&self, contents: Contents, partial: &Path) -> Result<PathBuf, ModelError> {
         let directory = partial.join("model");
         fs::create_dir_all(&directory).map_err(ModelError::io(&directory))?;
         let fetch = |name: &str| {
@@ -160,7 +165,9 @@ impl Commit<'_> {
         for name in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(|name| self.has(name))) {
             fetch(name)?;
         }
-        if self.has(INDEX) {
+        if contents == Contents::Tokenizer {
+            // Weights are not needed.
+        } else if self.has(INDEX) {
             let index = fetch(INDEX)?;
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;
             let unreadable = |error| ModelError::Index { model: self.source.clone(), source: Box::new(error) };

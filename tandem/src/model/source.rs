@@ -61,7 +61,7 @@ impl FromStr for Source {
     }
 }
 
-/// Parses the text after `pypi:`.
+/// Parses the text after `pypi:`; `None` if it is invalid.
 fn pypi(requirement: &str) -> Option<Source> {
     let (requirement, sha256) = cut(requirement, "#sha256=");
     let (package, version) = cut(requirement, "==");
@@ -75,7 +75,7 @@ fn pypi(requirement: &str) -> Option<Source> {
     })
 }
 
-/// Parses the text after `hf:`. A revision with slashes (`refs/pr/1`) looks like a file; use its commit instead.
+/// Parses the text after `hf:`; `None` if it is invalid. A revision with slashes (`refs/pr/1`) looks like a file; use its commit instead.
 fn hub(path: &str) -> Option<Source> {
     let (organisation, path) = path.split_once('/')?;
     let (repository, file) = cut(path, "/");

@@ -1,14 +1,15 @@
 //! The directory that holds downloaded models.
 //!
 //! Every remote source has a folder of its own (`pypi/PACKAGE==VERSION#HASH/`, `hf/ORG/NAME@REVISION/COMMIT/`). Invariants:
-//! - A file `*.gguf` in it is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
+//! - A file `*.gguf` in such a folder is complete: it is written under another name, checked, flushed to the disk, then renamed. So is a
 //!   directory with `config.json` and safetensors.
+//! - `hf-tokenizers` has the same folders as `hf`, with models that lack their weights.
 //! - A process that writes into a folder holds the lock on its `.lock` file. Readers need no lock.
 //! - An interrupted download (`.partial-*`) is never read, and the next download into the folder deletes it.
 
+use super::{Contents, ModelError, Source, digests::Digests, model_id};
 #[cfg(feature = "model")]
 use super::{Download, Pip, hf, progress, pypi};
-use super::{ModelError, Source, digests::Digests, model_id};
 use crate::secrets::secret_file;
 use clap::{Args, builder::FalseyValueParser};
 use serde::Serialize;
@@ -17,7 +18,7 @@ use std::{
     io::Read,
     path::{Path, PathBuf},
 };
-use tandem_model::{HfDirectory, revision};
+use tandem_model::{HfDirectory, HfTokenizer, revision};
 use tandem_node::Secret;
 
 /// The store of models, and the places that they are downloaded from.
@@ -43,20 +44,21 @@ pub struct StoreArgs {
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,
 
-    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate step
+    /// Never download a model: exit with an error if it is not in the store. For deployments in which `tandem model fetch` is a separate
+    /// step
     #[arg(long, env = "TANDEM_OFFLINE", value_parser = FalseyValueParser::new())]
     pub offline: bool,
 }
 
 #[cfg(feature = "model")]
 impl StoreArgs {
-    /// The Hugging Face token from either setting.
+    /// The Hugging Face token, from the setting or from the file; `None` if neither is set.
     pub(super) fn token(&self) -> Option<&Secret> {
         self.hf_token.as_ref().or(self.hf_token_file.as_ref())
     }
 }
 
-/// The models on this machine, and downloads of more. Its calls block, so async threads must not make them.
+/// Finds models on this machine and downloads further models. The methods block, so async code must not call them directly.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
@@ -107,7 +109,22 @@ impl Store {
     /// # Errors
     /// There is no such model, or it cannot be downloaded, checked or stored.
     pub fn get(&self, source: &Source) -> Result<StoredModel, ModelError> {
+        self.get_contents(source, Contents::All)
+    }
+
+    /// Returns at least the tokenizer and the chat template of the model, as [`Store::get`] returns a whole model.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    pub fn get_tokenizer(&self, source: &Source) -> Result<StoredModel, ModelError> {
+        self.get_contents(source, Contents::Tokenizer)
+    }
+
+    fn get_contents(&self, source: &Source, contents: Contents) -> Result<StoredModel, ModelError> {
         match source {
+            Source::Path(path) if contents == Contents::Tokenizer && HfTokenizer::is_at(path) => {
+                stored(path.clone(), path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
+            }
             Source::Path(path) if path.is_dir() => {
                 let file = only_model(path)?;
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
@@ -118,17 +135,21 @@ impl Store {
                 let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
                 let folder = sha256.as_ref().map_or_else(|| requirement.clone(), |hash| format!("{requirement}#{hash}"));
-                self.fetched(source, &self.dir.join("pypi").join(folder))
+                self.fetched(source, Contents::All, &self.dir.join("pypi").join(folder))
             }
             Source::HuggingFace { repository, revision, .. } => {
                 let folder = revision.as_ref().map_or_else(|| repository.clone(), |revision| format!("{repository}@{revision}"));
-                self.fetched(source, &self.dir.join("hf").join(folder))
+                let whole = self.dir.join("hf").join(&folder);
+                if contents == Contents::All || present(source, Contents::All, &whole)?.is_some() {
+                    return self.fetched(source, Contents::All, &whole);
+                }
+                self.fetched(source, Contents::Tokenizer, &self.dir.join("hf-tokenizers").join(folder))
             }
         }
     }
 
-    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
-    /// file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once
+    /// for each file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
     ///
     /// # Errors
     /// One of its files cannot be read.
@@ -142,29 +163,29 @@ impl Store {
     /// # Errors
     /// A directory or file of the store cannot be read.
     pub fn list(&self) -> Result<Vec<StoredModel>, ModelError> {
-        complete_under(&self.dir)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
+        complete_under(&self.dir, Contents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
     /// Returns the model of `source` in `folder`, downloading it if it is not stored.
-    fn fetched(&self, source: &Source, folder: &Path) -> Result<StoredModel, ModelError> {
-        match present(source, folder)? {
+    fn fetched(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
+        match present(source, contents, folder)? {
             Some(model) => Ok(model),
             None if self.settings.offline => Err(ModelError::Offline(source.clone())),
-            None => self.download(source, folder),
+            None => self.download(source, contents, folder),
         }
     }
 
     #[cfg(not(feature = "model"))]
-    fn download(&self, source: &Source, _: &Path) -> Result<StoredModel, ModelError> {
+    fn download(&self, source: &Source, _: Contents, _: &Path) -> Result<StoredModel, ModelError> {
         Err(ModelError::NoDownloads(source.clone()))
     }
 
     #[cfg(feature = "model")]
-    fn download(&self, source: &Source, folder: &Path) -> Result<StoredModel, ModelError> {
+    fn download(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
         fs::create_dir_all(folder).map_err(ModelError::io(folder))?;
         let _lock = lock(folder)?;
         // Another process may have downloaded the model while this process was waiting for the lock.
-        if let Some(model) = present(source, folder)? {
+        if let Some(model) = present(source, contents, folder)? {
             return Ok(model);
         }
         for entry in entries(folder)?.into_iter().filter(|entry| name_of(entry).starts_with(".partial-")) {
@@ -178,7 +199,8 @@ impl Store {
                 pypi::download(&self.pip, source, &requirement, sha256.as_deref(), partial.path())?
             }
             Source::HuggingFace { repository, revision, file } => {
-                hf::download(&self.settings, source, (repository, revision.as_deref()), file.as_deref(), partial.path())?
+                let repository = (&**repository, revision.as_deref());
+                hf::download(&self.settings, source, repository, file.as_deref(), contents, partial.path())?
             }
         };
         check(&file)?;
@@ -192,8 +214,8 @@ impl Store {
 }
 
 /// Returns the model of `source` if `folder` has it.
-fn present(source: &Source, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
-    let mut files = complete_under(folder)?;
+fn present(source: &Source, contents: Contents, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
+    let mut files = complete_under(folder, contents)?;
     files.retain(|file| is_meant(source, folder, file));
     match files.as_slice() {
         [] => Ok(None),
@@ -259,7 +281,7 @@ fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<Stored
 
 /// Checks that a file is GGUF. A directory is checked when it is opened.
 fn check(path: &Path) -> Result<(), ModelError> {
-    if HfDirectory::is_at(path) {
+    if HfTokenizer::is_at(path) {
         return Ok(());
     }
     let mut magic = [0; 4];
@@ -267,13 +289,18 @@ fn check(path: &Path) -> Result<(), ModelError> {
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
 }
 
-/// Returns all `.gguf` files and all directories with safetensors below `dir`, ordered by path. Unfinished downloads are left out.
-fn complete_under(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
+/// Returns all `.gguf` files and all directories with these contents of a model below `dir`, ordered by path. Unfinished downloads are
+/// left out.
+fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelError> {
+    let is_model = match contents {
+        Contents::All => HfDirectory::is_at,
+        Contents::Tokenizer => HfTokenizer::is_at,
+    };
     let mut files = Vec::new();
     let mut folders = vec![dir.to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in entries(&folder)? {
-            if is_gguf(&entry) || HfDirectory::is_at(&entry) && !name_of(&entry).starts_with('.') {
+            if is_gguf(&entry) || is_model(&entry) && !name_of(&entry).starts_with('.') {
                 files.push(entry);
             } else if entry.is_dir() && !name_of(&entry).starts_with('.') {
                 folders.push(entry);

@@ -71,7 +71,8 @@ pub struct DiscoveryArgs {
 pub enum DiscoveryArgsError {
     /// The process listens on all addresses, and the host has no usable name.
     #[error(
-        "{0} is no address that other processes can connect to, and this host has no usable name; set --advertise to the host:port at which they reach this process"
+        "{0} is not an address that other processes can connect to, and this host has no usable name; \
+         set --advertise to the host:port at which they reach this process"
     )]
     NoAdvertisedAddress(SocketAddr),
     /// A file for the connection to etcd cannot be used.

@@ -24,8 +24,8 @@ fn without_passwords<S: Serializer>(servers: &[String], serializer: S) -> Result
 #[command(next_help_heading = "KV events over NATS")]
 #[serde(rename_all = "kebab-case")]
 pub struct NatsArgs {
-    /// host:port of the NATS servers, separated by commas. Workers publish KV events there once for all routers [default: each worker streams
-    /// its events to each router]
+    /// host:port of the NATS servers, separated by commas. Workers publish KV events there once for all routers [default: each worker
+    /// streams its events to each router]
     #[arg(long, env = "TANDEM_NATS", value_name = "ADDRESSES", value_delimiter = ',')]
     #[serde(serialize_with = "without_passwords")]
     pub nats: Vec<String>,
@@ -120,9 +120,9 @@ mod tests {
     }
 
     #[test]
-    fn one_kind_of_nats_authentication_is_accepted_and_its_secrets_are_not_shown() {
-        let file = tempfile::NamedTempFile::new().expect("a file");
-        std::fs::write(file.path(), "hidden\n").expect("ours");
+    fn at_most_one_kind_of_nats_authentication_is_accepted_and_secrets_are_not_shown() {
+        let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
+        std::fs::write(file.path(), "hidden\n").expect("the folder is writable");
         let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());
         for (args, auth) in [
             ("", NatsAuth::None),
@@ -132,10 +132,10 @@ mod tests {
             ("--nats-creds f", NatsAuth::Credentials("f".into())),
             ("--nats-nkey f", NatsAuth::Nkey("f".into())),
         ] {
-            let flags = read(&format!("--nats h:1,i:2 {args}")).expect("valid");
+            let flags = read(&format!("--nats h:1,i:2 {args}")).expect("the settings are valid");
             let settings = flags.settings("c");
             assert_eq!((settings.servers.len(), &settings.auth), (2, &auth));
-            let printed = toml::to_string(&flags).expect("plain values");
+            let printed = toml::to_string(&flags).expect("the settings can be serialized");
             assert!(!printed.contains("hidden") && !format!("{flags:?}").contains("hidden"), "{printed}");
         }
         for bad in [

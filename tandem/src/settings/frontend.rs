@@ -15,8 +15,8 @@ pub struct FrontendArgs {
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
     pub resumes: u32,
 
-    /// Recent requests that /dashboard shows, with token counts, workers and times but never their text; each takes a few KiB of memory.
-    /// 0 turns the page off
+    /// Number of recent requests that /dashboard shows, with token counts, workers and times but never their text; each takes a few KiB of
+    /// memory. 0 turns the page off
     #[arg(long, env = "TANDEM_DASHBOARD_REQUESTS", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(0..=4_096))]
     pub dashboard_requests: u32,
 

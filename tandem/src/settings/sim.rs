@@ -8,7 +8,7 @@ use serde::Serialize;
 #[command(next_help_heading = "Simulated device (--engine sim)")]
 #[serde(rename_all = "kebab-case")]
 pub struct SimArgs {
-    /// Factor by which simulated time is shorter than the cost model says
+    /// Factor by which the simulated device is faster than the cost model says
     #[arg(long, env = "TANDEM_SIM_SPEEDUP", value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     pub sim_speedup: f64,
 

@@ -9,8 +9,8 @@ use tandem_node::telemetry::LogFormat;
 #[command(next_help_heading = "Logs and traces")]
 #[serde(rename_all = "kebab-case")]
 pub struct TelemetryArgs {
-    /// Filter of the log on stderr: a level, or directives such as `tandem_router=debug,info`. The default logs changes of state and sampled
-    /// requests
+    /// Filter of the log on stderr: a level, or directives such as `tandem_router=debug,info`. The default logs changes of state and
+    /// sampled requests
     #[arg(long, env = "TANDEM_LOG", value_name = "FILTER", default_value = "info")]
     pub log: String,
 
@@ -18,8 +18,8 @@ pub struct TelemetryArgs {
     #[arg(long, env = "TANDEM_LOG_FORMAT", value_enum, default_value_t)]
     pub log_format: LogFormat,
 
-    /// Send traces to this collector, in OTLP over gRPC, such as http://localhost:4317 [default: the value of OTEL_EXPORTER_OTLP_ENDPOINT, else
-    /// no traces are sent]
+    /// Send traces to this collector, in OTLP over gRPC, such as http://localhost:4317 [default: the value of OTEL_EXPORTER_OTLP_ENDPOINT,
+    /// else no traces are sent]
     #[arg(long, env = "TANDEM_OTLP_ENDPOINT", value_name = "URL")]
     pub otlp_endpoint: Option<String>,
 

@@ -21,15 +21,15 @@ pub struct TenantArgs {
     #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum)]
     pub cache_isolation: Option<CacheIsolation>,
 
-    /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account header
-    /// and `traceparent`, and request details [default: programs on this machine while --listen is a loopback address, for requests without
-    /// a forwarding header such as X-Forwarded-For; else none]
+    /// Addresses or networks (10.0.0.0/8) of the proxies in front of the frontend, separated by commas. Only they may set the account
+    /// header and `traceparent`, and request details [default: programs on this machine while --listen is a loopback address, for requests
+    /// without a forwarding header such as X-Forwarded-For; else none]
     #[arg(long, env = "TANDEM_TRUSTED_PROXIES", value_name = "NETWORKS", value_delimiter = ',', value_parser = network)]
     #[serde(serialize_with = "with_commas")]
     pub trusted_proxies: Vec<IpNet>,
 
-    /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted, because
-    /// the answers show which prompts are cached and where
+    /// Which clients may use the headers x-tandem-details and x-tandem-explain, and open /dashboard on --listen. The default is trusted,
+    /// because the answers show which prompts are cached and where
     #[arg(long, env = "TANDEM_EXPOSE_DETAILS", value_enum, default_value_t)]
     pub expose_details: ExposeDetails,
 }
@@ -79,13 +79,13 @@ mod tests {
             (&["--cache-isolation", "shared"], Shared),
         ] {
             let args = [args, &["--trusted-proxies", "10.0.0.1"]].concat();
-            assert_eq!(read(&args).expect("valid").frontend.tenants.isolation(), expected, "{args:?}");
+            assert_eq!(read(&args).expect("the settings are valid").frontend.tenants.isolation(), expected, "{args:?}");
         }
     }
 
     #[test]
     fn cache_isolation_by_account_needs_an_account_header() {
-        let error = read(&["--cache-isolation", "account"]).expect_err("there is no account");
+        let error = read(&["--cache-isolation", "account"]).expect_err("account isolation without an account header is refused");
         assert!(error.contains("--account-header <NAME>"), "{error}");
     }
 
@@ -93,19 +93,21 @@ mod tests {
     fn account_header_without_trusted_proxies_is_refused() {
         const ACCOUNT: [&str; 2] = ["--account-header", "x-account"];
         for listen in ["0.0.0.0:8000", "[::1]:8000"] {
-            let error = read(&[&ACCOUNT[..], &["--listen", listen]].concat()).expect_err("no proxy is trusted");
+            let error = read(&[&ACCOUNT[..], &["--listen", listen]].concat())
+                .expect_err("an account header without a trusted proxy is refused");
             assert!(error.contains("x-account") && error.contains("--trusted-proxies"), "{error}");
         }
-        read(&[&ACCOUNT[..], &["--trusted-proxies", "127.0.0.1"]].concat()).expect("a proxy is listed");
-        read(&["--listen", "0.0.0.0:8000"]).expect("there are no accounts");
+        read(&[&ACCOUNT[..], &["--trusted-proxies", "127.0.0.1"]].concat())
+            .expect("an account header with a trusted proxy is valid");
+        read(&["--listen", "0.0.0.0:8000"]).expect("a public address without accounts is valid");
     }
 
     #[test]
     fn trusted_proxies_are_addresses_or_networks_and_can_be_read_back() {
-        let settings = read(&["--trusted-proxies", "10.0.0.0/8,192.168.1.7,fd00::/8"]).expect("valid");
+        let settings = read(&["--trusted-proxies", "10.0.0.0/8,192.168.1.7,fd00::/8"]).expect("the settings are valid");
         let written: Vec<_> = settings.frontend.tenants.trusted_proxies.iter().map(IpNet::to_string).collect();
         assert_eq!(written, ["10.0.0.0/8", "192.168.1.7/32", "fd00::/8"]);
-        let toml = toml::to_string(&settings).expect("plain values");
+        let toml = toml::to_string(&settings).expect("the settings can be serialized");
         assert!(toml.contains("trusted-proxies = \"10.0.0.0/8,192.168.1.7/32,fd00::/8\""), "{toml}");
         for wrong in ["proxy.example", "10.0.0.0/33", "10.0.0.1,x"] {
             let error = read(&["--trusted-proxies", wrong]).expect_err(wrong);

@@ -1,6 +1,6 @@
 //! Settings of workers: their engine, the simulated device, and how they transfer KV.
 
-use super::{EngineKind, SimArgs};
+use super::{EngineKind, ExternalArgs, SimArgs};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -10,8 +10,8 @@ use std::path::PathBuf;
 #[command(next_help_heading = "Workers")]
 #[serde(rename_all = "kebab-case")]
 pub struct WorkerArgs {
-    /// KV memory of each worker [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim; with --engine
-    /// cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
+    /// KV memory of each worker, in tokens [default: 16384 on the CPU, 360 MiB a worker for the default model; 65536 with --engine sim;
+    /// with --engine cuda what fits in nine tenths of the memory that the weights leave free, shared by all workers of the process]
     #[arg(long, env = "TANDEM_KV_CAPACITY_TOKENS", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub kv_capacity_tokens: Option<u32>,
 
@@ -33,7 +33,8 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub prefill_chunk_budget: Option<u32>,
 
-    /// Sequences in one step of an engine; more are queued, because each one makes the step longer
+    /// Sequences in one step of an engine; more are queued, because each one makes the step longer. With --engine vllm it is the server's
+    /// --max-num-seqs
     #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub batch_max: u32,
 
@@ -62,6 +63,11 @@ pub struct WorkerArgs {
     #[serde(skip)]
     pub withhold_cached_tokens: bool,
 
+    /// The server that computes for the worker.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub external: ExternalArgs,
+
     /// The cost model of the simulated device.
     #[command(flatten)]
     #[serde(flatten)]
@@ -73,7 +79,7 @@ impl WorkerArgs {
     pub fn capacity_blocks(&self, engine: EngineKind, block_size: u32) -> Option<u32> {
         let by_default = match engine {
             EngineKind::Cpu => Some(16_384),
-            EngineKind::Cuda => None,
+            EngineKind::Cuda | EngineKind::Vllm => None,
             EngineKind::Sim => Some(65_536),
         };
         self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / block_size).max(1))
@@ -82,7 +88,7 @@ impl WorkerArgs {
     /// Returns the maximum number of tokens that are computed in one step of an engine.
     pub fn chunk_budget(&self, engine: EngineKind) -> u32 {
         self.prefill_chunk_budget.unwrap_or(match engine {
-            EngineKind::Cpu | EngineKind::Sim => 512,
+            EngineKind::Cpu | EngineKind::Sim | EngineKind::Vllm => 512,
             EngineKind::Cuda => 8_192,
         })
     }

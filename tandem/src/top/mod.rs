@@ -29,7 +29,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// The arguments of `tandem top`.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// The router's gRPC address, host:port. `tandem up` prints its own; to connect to it, give both commands the same --cluster-key-file
+    /// The router's gRPC address, host:port. `tandem up` prints that of its router; to connect to it, give both commands the same
+    /// --cluster-key-file
     #[arg(default_value = "127.0.0.1:7000", value_parser = crate::settings::address)]
     router: String,
     /// The cluster key.
@@ -44,7 +45,7 @@ pub struct TopArgs {
     /// Sort in descending order
     #[arg(long)]
     reverse: bool,
-    /// Print one table after one interval and exit, as without a terminal
+    /// Print one table after one interval and exit; without a terminal this is the default
     #[arg(long)]
     once: bool,
 }
@@ -68,7 +69,8 @@ struct View {
 
 impl Router {
     fn connect(address: &str, key: ClusterKey) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("no thread can be started")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
         let endpoint = channel::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
@@ -81,14 +83,14 @@ impl Router {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
         let unreachable = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
         let reply = reply.with_context(unreachable)?.map_err(|status| match status.code() {
-            Code::Unauthenticated => anyhow!("the router at {} refuses: {}", self.address, status.message()),
+            Code::Unauthenticated => anyhow!("the router at {} refuses the call: {}", self.address, status.message()),
             _ => anyhow!("{}", status.message()).context(unreachable()),
         })?;
         Ok(View { at: Instant::now(), reply: reply.into_inner() })
     }
 }
 
-/// Shows the view until the user quits; without a terminal, or with `--once`, returns one table to print.
+/// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table to print.
 ///
 /// # Errors
 /// The cluster key cannot be read, the router does not answer, or the terminal cannot be used.
@@ -102,7 +104,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
         let now = router.view()?;
         return Ok(Some(screen.sorted(Table::new(&now.reply, &before.reply, now.at - before.at)).plain()));
     }
-    let mut terminal = ratatui::try_init().context("the terminal cannot be drawn on; --once prints a plain table")?;
+    let mut terminal = ratatui::try_init().context("cannot draw on this terminal; set --once to print a plain table")?;
     let shown = (|| -> Result<()> {
         let (mut before, mut now) = (None, before);
         let mut problem = None;

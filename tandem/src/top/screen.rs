@@ -51,7 +51,7 @@ impl Screen {
         table
     }
 
-    /// Draws the table; `problem` says why it is not up to date.
+    /// Draws the table. `problem` says why the table is not up to date; `None`: it is up to date.
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
         let notes: Vec<Line<'_>> =
             problem.into_iter().chain(table.notes.iter().map(String::as_str)).map(|note| note.red().into()).collect();
@@ -98,9 +98,9 @@ mod tests {
     use ratatui::{Terminal, backend::TestBackend};
 
     fn drawn(screen: &mut Screen, problem: Option<&str>) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("memory");
+        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("the test terminal does not fail");
         let table = screen.sorted(table());
-        terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("memory");
+        terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("the test terminal does not fail");
         let buffer = terminal.backend().buffer();
         let cells: Vec<&str> = buffer.content().iter().map(|cell| cell.symbol()).collect();
         cells.chunks(130).map(|line| line.concat().trim_end().to_owned()).collect()
@@ -137,7 +137,7 @@ mod tests {
         press(&mut screen, KeyCode::Left);
         assert!(drawn(&mut screen, None)[2].contains("requests▼"));
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Continue));
-        assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last stays");
+        assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last row stays on the screen");
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Continue));
         assert!(drawn(&mut screen, None)[3].starts_with("d0"));
         assert_eq!(press(&mut screen, KeyCode::Char('q')), Flow::Quit);

@@ -1,4 +1,4 @@
-//! A router's view of its workers as a table. Pure.
+//! A router's view of its workers as a table. This module is pure.
 
 use crate::text_table::text_table;
 use clap::ValueEnum;
@@ -133,15 +133,16 @@ impl Table {
         let mut title =
             format!("{} serves {}", identity.cluster, if identity.model.is_empty() { "nothing yet" } else { &identity.model });
         write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
-            .expect("a string takes all");
+            .expect("writing to a string does not fail");
         if now.peers > 0 {
-            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("a string takes all");
+            write!(title, ", {} by {} other routers", now.peer_bookings, now.peers).expect("writing to a string does not fail");
         }
         let reasons = now.unavailable.iter().map(|absent| format!("{}: {}", absent.address, absent.reason));
-        Self { title, rows: rows.chain(absent).collect(), notes: now.unavailable_reason.iter().cloned().chain(reasons).collect() }
+        let notes = now.unavailable_reason.iter().cloned().chain(reasons).chain(now.workers.iter().flat_map(notes)).collect();
+        Self { title, rows: rows.chain(absent).collect(), notes }
     }
 
-    /// Sorts the rows; equal ones are ordered by worker id.
+    /// Sorts the rows. Rows with equal values are ordered by worker id.
     pub(super) fn sort(&mut self, by: Column, reverse: bool) {
         self.rows.sort_by(|one, other| one[Column::Worker as usize].order(&other[Column::Worker as usize]));
         self.rows.sort_by(|one, other| {
@@ -180,7 +181,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .map(|column| match column {
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
-            Column::Health => Cell::Text(if worker.circuit_open { "circuit_open" } else { "healthy" }.to_owned()),
+            Column::Health => Cell::Text(health(worker).to_owned()),
             Column::Requests => Cell::Count(worker.bookings.into()),
             Column::Batch => Cell::Count(load.running_sequences.into()),
             Column::Queue => Cell::Count(load.waiting_requests.into()),
@@ -194,6 +195,23 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Decode => rate(|steps| steps.generated_tokens),
         })
         .collect()
+}
+
+/// Returns what the operator should know about a member.
+fn notes(worker: &WorkerView) -> Vec<String> {
+    let Some(info) = &worker.info else { return Vec::new() };
+    let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
+    let approximate = info.approximate_index.then(|| assumed.to_owned());
+    let notes = worker.unpaired_reason.iter().cloned().chain(approximate);
+    notes.map(|note| format!("{}: {note}", info.worker_id)).collect()
+}
+
+fn health(worker: &WorkerView) -> &'static str {
+    match worker {
+        WorkerView { circuit_open: true, .. } => "circuit_open",
+        WorkerView { unpaired_reason: Some(_), .. } => "unpaired",
+        _ => "healthy",
+    }
 }
 
 #[cfg(test)]
@@ -226,6 +244,7 @@ pub(super) mod tests {
             circuit_open,
             ..Default::default()
         };
+
         let found = CacheTotals { prompt_tokens: 20_000, cached_tokens: 17_500, ..Default::default() };
         let prefilling = StepTotals { prefilled_tokens: 125 + later * 300, ..Default::default() };
         let generating = StepTotals { generated_tokens: 7 + later * 50, ..Default::default() };
@@ -262,13 +281,25 @@ pub(super) mod tests {
         assert_eq!(plain.lines().last(), Some("h:7100: another model"));
         let starts: Vec<usize> =
             plain.lines().skip(2).take(3).filter_map(|line| line.find("  healthy").or(line.find("  circuit_open"))).collect();
-        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns stand under each other:\n{plain}");
+        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "columns are not aligned:\n{plain}");
+    }
+
+    #[test]
+    fn unpaired_worker_and_approximate_index_have_notes() {
+        let mut now = cluster(2);
+        now.workers[1].info.as_mut().expect("it is set").approximate_index = true;
+        now.workers[0].unpaired_reason = Some("it has another family".to_owned());
+        let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
+        let found = &table.notes[table.notes.len() - 2..];
+        assert_eq!(found[0], "p0: it has another family");
+        assert!(found[1].starts_with("d0: the router assumes its cache"), "{found:?}");
+        assert_eq!(table.rows[0][Column::Health as usize], Cell::Text("unpaired".to_owned()));
     }
 
     #[test]
     fn restarted_worker_has_no_rate_yet() {
         let mut before = cluster(0);
-        before.workers[0].info.as_mut().expect("it is said").instance_id = "another".to_owned();
+        before.workers[0].info.as_mut().expect("the view has the worker's info").instance_id = "another".to_owned();
         let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
         assert_eq!(table.rows[0][Column::Prefill as usize], Cell::Nothing);
         assert_eq!(table.rows[1][Column::Decode as usize], Cell::Count(50.0));
@@ -284,7 +315,7 @@ pub(super) mod tests {
         assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);
         assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
         assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
-        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "equal ones by their names");
+        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "workers with equal values are sorted by name");
         let all = Column::all().iter().copied().fold(Column::Worker, |column, _| column.step(1));
         assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
         assert!(Column::all().iter().copied().enumerate().all(|(at, column)| column as usize == at));

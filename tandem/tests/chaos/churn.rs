@@ -62,7 +62,8 @@ struct ClientRecord {
     arrivals: Vec<Instant>,
 }
 
-/// Sends a request. Its client reads the whole answer, or disconnects before the first token or after some chunks.
+/// Sends a request. Its client reads the whole answer, or disconnects before the first token or after some chunks. Returns `None` if the
+/// client disconnected.
 async fn complete(client: Client, number: usize) -> Option<ClientRecord> {
     let (request, reads_answer) = nth(number);
     let (path, sent) = (Endpoint::Chat.path(), Instant::now());

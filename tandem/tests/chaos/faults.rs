@@ -47,7 +47,7 @@ fn streaming(rig: &Rig) {
 fn prefilling(rig: &Rig) {
     let computed = || series(rig.process("p0"), "tandem_worker_step_duration_seconds_count");
     let before = computed();
-    until("the prefill worker computes", computed, |steps| *steps >= before + 4.0);
+    until("the prefill worker computes prompts", computed, |steps| *steps >= before + 4.0);
 }
 
 /// The time after which keep-alive closes connections to a process that does not respond.

@@ -50,8 +50,9 @@ const TICKS: f64 = 100.0;
 fn cpu_seconds(process: &Up) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("the process runs");
     // The process's name, which may contain any character, is followed by the state, ten other numbers, and the times.
-    let numbers = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("Linux writes them");
-    numbers.map(|ticks| ticks.parse::<f64>().expect("a number")).sum::<f64>() / TICKS
+    let numbers =
+        stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("the stat line has the CPU times");
+    numbers.map(|ticks| ticks.parse::<f64>().expect("the process time is a number")).sum::<f64>() / TICKS
 }
 
 /// Measures an idle cluster of ten workers, two routers, two frontends, etcd and NATS.
@@ -136,7 +137,7 @@ impl Control for Worker {
 fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);
-        let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port");
+        let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).expect("a port is free");
         let record = MemberRecord::of_worker(&worker.info, listener.local_addr().expect("the listener is bound").to_string());
         let (etcd, metrics, own_shutdown) = (etcd.clone(), metrics.clone(), shutdown.clone());
         let _entered = runtime.enter();
@@ -154,7 +155,7 @@ fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metr
 
 /// Measures a router with a thousand workers, which have four million blocks in total.
 pub fn router() {
-    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
     let (etcd, plan) = (Server::etcd(&[]), Plan::new());
     let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
     let settings = EtcdSettings {

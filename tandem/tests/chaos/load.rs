@@ -1,4 +1,4 @@
-//! Clients that send one request after the other. If a frontend ends, its clients use another one.
+//! Clients that send one request after the other. If a frontend ends, its clients use another frontend.
 
 use crate::{
     requests::{AnswerText, answer_text, request},

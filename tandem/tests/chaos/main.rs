@@ -1,7 +1,7 @@
 //! Faults of real processes under load: no answer is lost or changed, usage reconciles, and nothing leaks.
 //!
-//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures of
-//! docs/reliability.md come from the long forms, which need a machine that does nothing else:
+//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures
+//! of docs/reliability.md come from the long forms, which need a machine that does nothing else:
 //! `cargo test --release -p tandem --test chaos -- --ignored --nocapture`.
 
 mod churn;
@@ -52,7 +52,7 @@ fn repeated_worker_kills_and_client_disconnects_lose_no_answer() {
 }
 
 #[test]
-fn failure_of_any_process_with_etcd_and_nats_loses_no_answer() {
+fn failure_of_any_process_in_a_cluster_with_etcd_and_nats_loses_no_answer() {
     several::run(Form::Short, |row| print_and_check(&row));
 }
 
@@ -65,7 +65,7 @@ fn run_alone() -> MutexGuard<'static, ()> {
 /// Runs the scenarios in their long form and prints the tables of docs/reliability.md.
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn faults_of_workers_lose_no_answer_in_the_long_form() {
+fn long_run_of_worker_faults_loses_no_answer() {
     let _alone = run_alone();
     let mut rows: Vec<Row> = [
         faults::decode_killed,
@@ -87,7 +87,7 @@ fn faults_of_workers_lose_no_answer_in_the_long_form() {
 
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
-fn faults_with_etcd_and_nats_lose_no_answer_in_the_long_form() {
+fn long_run_of_faults_in_a_cluster_with_etcd_and_nats_loses_no_answer() {
     let _alone = run_alone();
     let mut rows = Vec::new();
     several::run(Form::Long, |row| rows.push(row));

@@ -18,7 +18,7 @@ pub enum Gate {
     Open,
     /// Delivers no bytes until the gate is open again.
     Stalled(Dialers),
-    /// Closes existing connections and new ones.
+    /// Closes existing and new connections.
     Broken(Dialers),
 }
 
@@ -70,14 +70,14 @@ impl Proxy {
     }
 }
 
-/// Forwards one connection until either side or the gate closes it.
+/// Forwards one connection until either side or the gate closes it. `dialer` is the id of the connecting process, if it is known.
 async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<u32>, gate: watch::Receiver<Gate>) {
     let mut breaking = gate.clone();
     let breaks = breaking.wait_for(|gate| matches!(gate, Gate::Broken(dialers) if dialers.include(dialer)));
     let forwarded = async {
         let Ok(to) = TcpStream::connect(target).await else { return };
         for stream in [&from, &to] {
-            stream.set_nodelay(true).expect("a connected socket");
+            stream.set_nodelay(true).expect("a connected socket accepts options");
         }
         let ((from_read, from_write), (to_read, to_write)) = (from.into_split(), to.into_split());
         let to_target = forward(from_read, to_write, dialer, gate.clone());

@@ -60,9 +60,9 @@ impl Usage {
         let prompts = details["prompts"].as_array().map_or(std::slice::from_ref(details), Vec::as_slice);
         let mut by_tier = 0;
         for prompt in prompts {
-            let source = prompt["cached_tokens_source"].as_str().expect("a source");
-            for (tier, tokens) in prompt["cached_tokens_by_tier"].as_object().expect("tiers") {
-                let tokens = tokens.as_u64().expect("a number");
+            let source = prompt["cached_tokens_source"].as_str().expect("cached_tokens_source is a string");
+            for (tier, tokens) in prompt["cached_tokens_by_tier"].as_object().expect("cached_tokens_by_tier is an object") {
+                let tokens = tokens.as_u64().expect("the token count is a number");
                 *self.cached.entry([source.to_owned(), tier.clone()]).or_default() += tokens;
                 by_tier += tokens;
             }
@@ -77,11 +77,11 @@ impl Usage {
     fn of_frontend(page: &str) -> Self {
         let label = |series: &str, name: &str| {
             let value = series.split(&format!("{name}=\"")).nth(1).and_then(|rest| rest.split('"').next());
-            value.unwrap_or_else(|| panic!("no {name} in {series}")).to_owned()
+            value.unwrap_or_else(|| panic!("{series} has no label {name}")).to_owned()
         };
         let mut counted = Self::default();
         for (series, value) in page.lines().filter_map(|line| line.rsplit_once(' ')) {
-            let value = || value.parse::<f64>().expect("a sample") as u64;
+            let value = || value.parse::<f64>().expect("the sample has a number") as u64;
             if series.starts_with("tandem_frontend_requests_total{") {
                 let [endpoint, model, code] = ["endpoint", "model", "code"].map(|name| label(series, name));
                 let model = if code == "499" { String::new() } else { model };
@@ -144,7 +144,7 @@ async fn complete(client: &Client, number: usize) -> anyhow::Result<Usage> {
             body["max_tokens"] = json!(MANY_TOKENS);
             body["ignore_eos"] = json!(true);
             body["stream"] = json!(number.is_multiple_of(2));
-            body.as_object_mut().expect("an object").remove("stop");
+            body.as_object_mut().expect("the body is an object").remove("stop");
         }
         _ => {}
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use tandem_tests::{Endpoint, prose};
 use tokio::time::Instant;
 
-/// Returns request `number`. Half of the requests are greedy, half are sampled with a seed. Requests with different salts have equal answers,
-/// but share no cached blocks.
+/// Returns request `number`. Half of the requests are greedy, half are sampled with a seed. Requests with different salts have equal
+/// answers, but share no cached blocks.
 pub fn request(number: usize, salt: &str, prompt_tokens: usize, max_tokens: usize) -> Value {
     let mut text = prose(&number.to_string(), prompt_tokens);
     text.truncate(prompt_tokens);

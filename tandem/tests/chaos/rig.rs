@@ -25,8 +25,8 @@ const RETRIED: &str = "tandem_frontend_attempts_failed_total";
 /// Returns a process's resident memory in KiB.
 pub fn resident(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
-    line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number")
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the status has VmRSS");
+    line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("VmRSS is a number")
 }
 
 /// The processes of a cluster: frontends `f0`, …, routers `r0`, …, prefill workers `p0`, …, and decode workers `d0`, ….
@@ -134,15 +134,15 @@ impl Rig {
     /// Starts a process, which must not be running, at the address that the rig has assigned to it.
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
-        let member = self.members.get_mut(name).expect("a process of the rig");
-        assert!(member.process.is_none(), "{name} runs");
+        let member = self.members.get_mut(name).expect("the rig has this process");
+        assert!(member.process.is_none(), "{name} runs already");
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         member.process = Some(self.plan.start(member.role, name, member.at, &args));
     }
 
     fn args_of(&self, name: &str) -> Vec<String> {
         let member = &self.members[name];
-        let path = |file: PathBuf| file.to_str().expect("text").to_owned();
+        let path = |file: PathBuf| file.to_str().expect("the path is UTF-8").to_owned();
         let (list, routers, ledger) = (path(self.plan.file("workers")), self.plan.router_list(), path(self.ledger(name)));
         let own: &[&str] = match (member.role, &self.services) {
             ("frontend", None) => &["--engine", "sim", "--router", &routers],
@@ -229,7 +229,7 @@ impl Rig {
                 *self.ended_counts.entry(counter).or_default() += series(self.process(name), counter);
             }
         }
-        self.members.get_mut(name).expect("a process of the rig").process.take().expect("the process runs")
+        self.members.get_mut(name).expect("the rig has this process").process.take().expect("the process runs")
     }
 
     /// Sends all requests to the first frontend at the same time.
@@ -288,17 +288,20 @@ impl Rig {
     }
 
     fn audit(&self) -> AuditResult {
-        let lines =
-            self.clients.iter().flat_map(Client::lines).map(|line| serde_json::to_string(&line).expect("plain values") + "\n");
+        let lines = self
+            .clients
+            .iter()
+            .flat_map(Client::lines)
+            .map(|line| serde_json::to_string(&line).expect("the client line can be serialized") + "\n");
         let clients = self.plan.file("clients");
-        fs::write(&clients, lines.collect::<String>()).expect("a temporary file");
+        fs::write(&clients, lines.collect::<String>()).expect("the folder is writable");
         let mut evidence = vec![("--client", clients)];
         let mut leaked_blocks = 0.0;
         for (name, process) in self.running() {
             let page = process.get("/metrics");
-            let (_, metrics) = page.split_once("\r\n\r\n").expect("an answer has a head");
+            let (_, metrics) = page.split_once("\r\n\r\n").expect("the answer has a head");
             let file = self.plan.file(&format!("{name}.metrics"));
-            fs::write(&file, metrics).expect("a temporary file");
+            fs::write(&file, metrics).expect("the folder is writable");
             evidence.push(("--metrics", file));
             let of_state = |state| series(process, &format!("tandem_worker_kv_blocks{{worker=\"{name}\",state=\"{state}\""));
             let [free, cached, in_use] = ["free", "cached", "in_use"].map(of_state);
@@ -314,7 +317,7 @@ impl Rig {
         }
         let output = evidence.iter().fold(&mut audit, |audit, (flag, value)| audit.arg(flag).arg(value)).output();
         let output = output.expect("the binary runs");
-        let printed = String::from_utf8(output.stdout).expect("text");
+        let printed = String::from_utf8(output.stdout).expect("the output is UTF-8");
         let mut findings: Vec<String> = printed.lines().map(str::to_owned).collect();
         let sum = findings.pop().unwrap_or_default();
         let before = sum.split(" counted by killed workers").next().and_then(|text| text.rsplit(' ').next());

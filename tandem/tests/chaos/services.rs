@@ -27,10 +27,10 @@ pub struct Services {
 
 impl Services {
     pub fn start(workers: &BTreeMap<String, SocketAddr>) -> Self {
-        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
         let proxy = |target| Proxy::start(address(), target, runtime.handle());
         let (etcd, nats) = (Server::etcd(&[]), Server::nats(&[]));
-        let [to_etcd, to_nats] = [&etcd, &nats].map(|server| proxy(server.address().parse().expect("an address")));
+        let [to_etcd, to_nats] = [&etcd, &nats].map(|server| proxy(server.address().parse().expect("the address is valid")));
         let to_workers = workers.iter().map(|(name, at)| (name.clone(), proxy(*at))).collect();
         Self { etcd, nats, to_etcd, to_nats, to_workers, _runtime: runtime }
     }

@@ -35,7 +35,7 @@ struct Scenario {
     short: bool,
     /// Injects the fault, waits until another process has detected it, ends the fault, and returns the time of its end.
     inject: fn(&mut Rig, Form) -> Instant,
-    /// Whether frontends end, so that clients repeat requests at another one.
+    /// Whether the fault ends frontends, so that their clients repeat requests at another frontend.
     frontends_end: bool,
     gap_max: Duration,
 }
@@ -61,7 +61,9 @@ const SCENARIOS: [Scenario; 13] = [
     Scenario { frontends_end: true, ..Scenario::new("kill -9 of a frontend", false, |rig, form| killed(rig, form, &["f0"])) },
     Scenario {
         frontends_end: true,
-        ..Scenario::new("kill -9 of one of each kind in turn", true, |rig, form| killed(rig, form, &["r0", "p0", "d0", "f0"]))
+        ..Scenario::new("kill -9 of one process of each kind in turn", true, |rig, form| {
+            killed(rig, form, &["r0", "p0", "d0", "f0"])
+        })
     },
     Scenario { frontends_end: true, ..Scenario::new("rolling restart, all processes in turn", true, rolling_restart) },
 ];
@@ -73,7 +75,7 @@ fn length(form: Form, long: Duration) -> Duration {
 fn router_stopped(rig: &mut Rig, form: Form) -> Instant {
     rig.process("r0").signal("-STOP");
     let frontend = rig.process("f0");
-    until("the frontend uses the other router only", || series(frontend, "tandem_frontend_routers "), |healthy| *healthy == 1.0);
+    until("the frontend uses only the other router", || series(frontend, "tandem_frontend_routers "), |healthy| *healthy == 1.0);
     std::thread::sleep(length(form, SHORT_STOP));
     rig.process("r0").signal("-CONT");
     Instant::now()
@@ -224,7 +226,7 @@ fn rolling_restart(rig: &mut Rig, _: Form) -> Instant {
     Instant::now()
 }
 
-/// Runs all scenarios of the form on one cluster; in the long form also one that kills processes repeatedly.
+/// Runs all scenarios of the form on one cluster; in the long form, also a scenario that kills processes repeatedly.
 pub fn run(form: Form, mut row: impl FnMut(Row)) {
     let args = ["--sim-speedup", "1", "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { frontends: 2, routers: 2, prefill_workers: 3, decode_workers: 2, services: true, args });

@@ -9,7 +9,7 @@ pub enum Form {
     Long,
 }
 
-/// Added to every time limit when the scenarios run in their short form, beside other tests: there processes wait for a processor.
+/// Added to every time limit in the short form, whose processes wait for a processor because other tests run at the same time.
 const BUSY_MACHINE: Duration = Duration::from_secs(15);
 
 /// The result of one scenario: a row of the table.
@@ -18,7 +18,7 @@ pub struct Row {
     pub requests: usize,
     /// Requests without a complete answer although their client did not disconnect.
     pub failed: usize,
-    /// How often a client repeated its request at another frontend, because its own had ended.
+    /// How often a client repeated its request at another frontend, because the frontend that it used had ended.
     pub repeated: usize,
     /// Answers that failed over to another worker after their first token.
     pub resumed: u64,

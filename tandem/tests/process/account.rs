@@ -13,7 +13,8 @@ use std::collections::BTreeMap;
 fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>) {
     let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 1 });
     let (answer, _) = post_chat(frontend, headers, &body);
-    let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+    let answer: Value =
+        serde_json::from_str(answer.split_once("\r\n\r\n").expect("the answer has a head").1).expect("the body is JSON");
     let workers = answer["prompts"][0]["workers"].as_array().into_iter().flatten();
     let overlap = workers.filter_map(|worker| worker["overlap_blocks"].as_u64()).max();
     (answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64(), overlap)
@@ -32,7 +33,7 @@ fn prompt_of_another_account_is_not_found_in_the_cache() {
     let acme = "x-account: acme\r\n";
     cached(&frontend, acme, SECRET);
     let explain = |account: &str| cached(&frontend, &format!("{account}x-tandem-explain: true\r\n"), SECRET).1;
-    until("the router knows what is cached", || explain(acme), |blocks| blocks.is_some_and(|blocks| blocks > 0));
+    until("the router has the cached blocks in its index", || explain(acme), |blocks| blocks.is_some_and(|blocks| blocks > 0));
     for stranger in ["x-account: zoo\r\n", ""] {
         assert_eq!(explain(stranger), Some(0), "{stranger:?}");
         assert_eq!(cached(&frontend, stranger, SECRET).0, Some(0), "{stranger:?}");
@@ -44,7 +45,7 @@ fn report(ledgers: &[String], format: &str) -> (bool, String) {
     let mut command = tandem(&["audit", "report", format]);
     let output = ledgers.iter().fold(&mut command, |command, ledger| command.args(["--ledger", ledger])).output();
     let output = output.expect("the binary runs");
-    (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
+    (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))
 }
 
 #[test]
@@ -52,7 +53,7 @@ fn audit_report_sums_the_usage_of_each_account() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);
-    let ledgers = ["p", "d"].map(|name| plan.file(&format!("{name}.ledger")).to_str().expect("text").to_owned());
+    let ledgers = ["p", "d"].map(|name| plan.file(&format!("{name}.ledger")).to_str().expect("the path is UTF-8").to_owned());
     let (router, frontend) = (
         plan.router(&["--prefill", "auto"]),
         plan.frontend(&["--account-header", "X-Account", "--trusted-proxies", "127.0.0.1"]),
@@ -68,7 +69,8 @@ fn audit_report_sums_the_usage_of_each_account() {
         let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 3 });
         let headers = if account.is_empty() { String::new() } else { format!("x-account: {account}\r\n") };
         let (answer, _) = post_chat(&frontend, &headers, &body);
-        let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").expect("a head").1).expect("JSON");
+        let answer: Value =
+            serde_json::from_str(answer.split_once("\r\n\r\n").expect("the answer has a head").1).expect("the body is JSON");
         let usage = |pointer| answer["usage"].pointer(pointer).and_then(Value::as_u64).expect("the usage has the number");
         let sums = reported.entry(if account.is_empty() { "-" } else { account }).or_default();
         for (sum, tokens) in sums.iter_mut().zip([1, usage("/prompt_tokens"), usage("/prompt_tokens_details/cached_tokens")]) {
@@ -88,19 +90,19 @@ fn audit_report_sums_the_usage_of_each_account() {
     }
 
     let (ok, json) = report(&ledgers, "--json");
-    let lines: Vec<Value> = serde_json::from_str(&json).expect("a list");
+    let lines: Vec<Value> = serde_json::from_str(&json).expect("the report is a JSON list");
     let mut counted: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
     for line in &lines {
         assert_eq!((line["model"].as_str(), line["day"].as_str().map(str::len)), (Some("sim"), Some(10)), "{line}");
-        let sums = counted.entry(line["account"].as_str().expect("text")).or_default();
+        let sums = counted.entry(line["account"].as_str().expect("the account is a string")).or_default();
         for (sum, key) in sums.iter_mut().zip(["requests", "prompt_tokens", "cached_tokens"]) {
-            *sum += line[key].as_u64().expect("a number");
+            *sum += line[key].as_u64().expect("the count is a number");
         }
     }
     assert_eq!((ok, &counted), (true, &reported));
     assert!(reported.values().any(|[_, _, cached]| *cached > 0), "{reported:?}");
     let (ok, csv) = report(&ledgers, "--csv");
     assert!(ok && csv.starts_with("day,account,model,") && csv.lines().count() == lines.len() + 1, "{csv}");
-    let (ok, printed) = report(&[plan.file("none").to_str().expect("text").to_owned()], "--csv");
+    let (ok, printed) = report(&[plan.file("none").to_str().expect("the path is UTF-8").to_owned()], "--csv");
     assert!(!ok && printed.contains("cannot be read"), "{printed}");
 }

@@ -10,7 +10,7 @@ const IDS: [u32; 6] = [201, 202, 203, 251, 252, 253];
 
 /// Starts `tandem up` with the most detailed log, which is written to a file.
 fn start_with_trace_log(args: &[&str], log: &Path) -> Up {
-    Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("a temporary file"))
+    Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("the folder is writable"))
 }
 
 /// Returns the texts of an answer, as they are encoded in JSON.
@@ -71,7 +71,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
 
 #[test]
 fn logs_contain_no_prompt_or_answer_text_on_the_simulator() {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().expect("the system can create a temporary folder");
     let log = dir.path().join("log");
     for prefill in ["remote", "local"] {
         check_that_log_has_no_text(start_with_trace_log(&["--engine", "sim", "--prefill", prefill], &log), "sim", &log);
@@ -87,7 +87,7 @@ fn logs_contain_no_prompt_or_answer_text_on_the_real_model() {
         }
         return;
     };
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().expect("the system can create a temporary folder");
     let log = dir.path().join("log");
     let up = start_with_trace_log(&["--model", &model, "--served-model-name", "m", "--prefill", "remote"], &log);
     check_that_log_has_no_text(up, "m", &log);

@@ -68,8 +68,10 @@ impl Plan {
     /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
         // The runtime's thread also closes used connections while no call runs.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-        let (folder, routers) = (tempfile::tempdir().expect("a folder"), (0..count).map(|_| address()).collect());
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
+        let (folder, routers) =
+            (tempfile::tempdir().expect("the system can create a temporary folder"), (0..count).map(|_| address()).collect());
         let key = ClusterKey::new(SECRET.as_bytes()).expect("the secret is long enough");
         let plan = Self { folder, routers, key, runtime };
         plan.secret("key", SECRET);
@@ -85,26 +87,26 @@ impl Plan {
     /// Writes a key file.
     pub fn secret(&self, name: &str, secret: &str) {
         let path = self.file(name);
-        fs::write(&path, secret).expect("a temporary file");
+        fs::write(&path, secret).expect("the folder is writable");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("the folder is writable");
     }
 
     /// Writes the list of workers that the router reads.
     pub fn list(&self, workers: &[SocketAddr]) {
         let text: String = workers.iter().map(|worker| format!("{worker} # of the test\n")).collect();
-        fs::write(self.file("workers"), text).expect("a temporary file");
+        fs::write(self.file("workers"), text).expect("the folder is writable");
     }
 
     /// Starts a role with the cluster's key and these arguments only. Its log is in the file `name`.
     pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let key = self.file("key");
-        let key = ["--cluster-key-file", key.to_str().expect("text")];
+        let key = ["--cluster-key-file", key.to_str().expect("the path is UTF-8")];
         self.start_without_key(role, name, listen, &[&key, args].concat())
     }
 
     /// Starts a role without the cluster's key.
     pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
-        let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("a temporary file");
+        let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("the folder is writable");
         let listen = listen.to_string();
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
     }
@@ -122,7 +124,8 @@ impl Plan {
     /// Starts one of several routers.
     pub fn router_at(&self, number: usize, args: &[&str]) -> Up {
         let (list, peers) = (self.file("workers"), self.router_list());
-        let own = ["--admin-listen", "127.0.0.1:0", "--workers-file", list.to_str().expect("text"), "--prefill", "remote"];
+        let own =
+            ["--admin-listen", "127.0.0.1:0", "--workers-file", list.to_str().expect("the path is UTF-8"), "--prefill", "remote"];
         let peers: &[&str] = if self.routers.len() > 1 { &["--peers", &peers] } else { &[] };
         self.start("router", "router", self.routers[number], &[&own, peers, args].concat())
     }
@@ -152,7 +155,7 @@ impl Plan {
 
     /// Returns the view of one of several routers.
     pub fn view_of(&self, number: usize) -> WorkersReply {
-        let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("an address");
+        let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("the address is valid");
         let network = Network::tcp(self.key.clone());
         let reply = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
         self.runtime.block_on(reply).map_or_else(WorkersReply::default, tonic::Response::into_inner)

@@ -27,7 +27,7 @@ fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
     let mut answer = up.send(CHAT, body).expect("the frontend listens");
     let mut head = String::new();
     while !head.contains("data:") {
-        assert_ne!(answer.read_line(&mut head).expect("text"), 0, "the answer ended without an event: {head}");
+        assert_ne!(answer.read_line(&mut head).expect("the answer is UTF-8"), 0, "the answer ended without an event: {head}");
     }
     answer
 }
@@ -40,7 +40,8 @@ fn printed_curl_request_is_answered_and_sigint_ends_the_process_cleanly() {
     for part in ["sim is ready", "router", "prefill-0", "prefill-1", "decode-0"] {
         assert!(up.introduction.contains(part), "{part}: {}", up.introduction);
     }
-    let body = up.introduction.split("-d '").nth(1).and_then(|rest| rest.split("'\n").next()).expect("a curl line");
+    let body =
+        up.introduction.split("-d '").nth(1).and_then(|rest| rest.split("'\n").next()).expect("the output has a curl line");
     let answer = up.answer(CHAT, body);
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert!(answer.contains("\"cached_tokens\":") && answer.contains("data: [DONE]"), "{answer}");
@@ -56,7 +57,7 @@ fn drain_finishes_running_answers() {
     let mut answer = running(&up, &body);
     up.signal("-TERM");
     let mut rest = String::new();
-    answer.read_to_string(&mut rest).expect("text");
+    answer.read_to_string(&mut rest).expect("the answer is UTF-8");
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer is incomplete");
     assert_eq!(up.wait().0.code(), Some(0));
 }
@@ -103,14 +104,14 @@ fn ready_reports_readiness_by_its_exit_code() {
     );
     let (code, errors) = check(router.address());
     assert!(code == Some(1) && errors.contains("no decode worker has joined"), "{errors}");
-    let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port").to_string();
+    let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port is free").to_string();
     let (code, errors) = check(&unused);
     assert!(code == Some(1) && errors.contains("--admin-listen"), "{errors}");
 }
 
 #[test]
 fn port_in_use_is_reported_in_one_line() {
-    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let address = taken.local_addr().expect("the listener is bound").to_string();
     let output = ended(&["up", "--engine", "sim", "--log", "error", "--listen", &address]);
     assert_eq!(output.status.code(), Some(1));
@@ -155,10 +156,10 @@ fn print_config_prints_effective_settings() {
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0));
     assert!(printed.contains("block-size = 32") && printed.contains("engine = \"sim\""), "{printed}");
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = dir.path().join("tandem.toml");
     std::fs::write(&file, &printed).expect("the folder is writable");
-    let from_file = ["up", "--config", file.to_str().expect("text"), "--print-config"];
+    let from_file = ["up", "--config", file.to_str().expect("the path is UTF-8"), "--print-config"];
     let again = ended(&from_file);
     assert_eq!(text(&again.stdout), printed);
     let overridden = tandem(&from_file).env("TANDEM_BLOCK_SIZE", "64").output().expect("the binary runs");
@@ -171,11 +172,11 @@ fn print_config_prints_effective_settings() {
 
 #[test]
 fn model_fetch_prints_the_path_last() {
-    let dir = tempfile::tempdir().expect("a temporary directory");
+    let dir = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = dir.path().join("Tiny.Q4_0.gguf");
     std::fs::write(&file, b"GGUF").expect("the folder is writable");
-    let models = dir.path().to_str().expect("text");
-    let output = ended(&["model", "fetch", file.to_str().expect("text"), "--models-dir", models]);
+    let models = dir.path().to_str().expect("the path is UTF-8");
+    let output = ended(&["model", "fetch", file.to_str().expect("the path is UTF-8"), "--models-dir", models]);
     assert_eq!(text(&output.stdout).lines().last(), file.to_str());
     // The hash is the output of `printf GGUF | sha256sum`.
     let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
@@ -186,18 +187,18 @@ fn model_fetch_prints_the_path_last() {
 
 #[test]
 fn audit_writes_its_result_with_and_without_findings() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let file = |name: &str, text: &str| {
         let path = folder.path().join(name);
         std::fs::write(&path, text).expect("the folder is writable");
-        path.to_str().expect("text").to_owned()
+        path.to_str().expect("the path is UTF-8").to_owned()
     };
     let (nothing, result) = (file("nothing", ""), folder.path().join("result"));
     let client = file("client", r#"{"request_id":"r","usage":{"prompt_tokens":52,"cached_tokens":48}}"#);
     let audit = |client: &str, result: &str| {
         ended(&["audit", "check", "--client", client, "--ledger", &nothing, "--metrics", &nothing, "--result", result])
     };
-    let path = result.to_str().expect("text");
+    let path = result.to_str().expect("the path is UTF-8");
     for (client, code) in [(&client, 1), (&nothing, 0)] {
         let output = audit(client, path);
         let found = text(&output.stdout).lines().count() as u64 - 1;

@@ -22,7 +22,7 @@ fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
 }
 
 #[test]
-fn processes_find_each_other_through_etcd_and_survive_its_loss() {
+fn processes_find_each_other_through_etcd_and_survive_the_loss_of_etcd() {
     let mut etcd = Server::etcd(&[]);
     let (plan, at, anywhere) = (Plan::new(), etcd.address(), SocketAddr::from(([127, 0, 0, 1], 0)));
     let discovery = ["--cluster", "blue", "--etcd", &at];
@@ -104,7 +104,7 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     assert!(!log.contains("hidden"), "{log}");
 }
 
-/// Waits until a function with state returns 1.
+/// Waits until `read_value` returns 1.
 fn wait_for_one(what: &str, read_value: impl FnMut() -> Option<f64>) {
     let read_value = std::cell::RefCell::new(read_value);
     until(what, || read_value.borrow_mut()(), |seen| *seen == Some(1.0));

@@ -3,7 +3,7 @@
 //! The attack has 1,024 idle connections (half of them with an incomplete header), 200 connections that send a byte every 500 ms, 50 bodies
 //! of 32 MiB that need much more memory when they are parsed, and ten requests of 128 samples. It comes from 127.0.0.2; without accounts,
 //! the frontend distinguishes clients by address. The test prints a table. It needs a machine that does nothing else:
-//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another`
+//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another_client`
 #![expect(clippy::print_stdout, reason = "the test prints measurements")]
 
 use crate::{
@@ -50,7 +50,7 @@ const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
 #[ignore = "takes three minutes of a machine that does nothing else"]
-fn one_client_does_not_starve_another() {
+fn one_client_does_not_starve_another_client() {
     let plan = Plan::new();
     let workers = [address(), address()];
     plan.list(&workers);
@@ -65,7 +65,7 @@ fn one_client_does_not_starve_another() {
     for round in 0..ROUNDS {
         let idle: Vec<Answer> =
             (0..QUESTIONS).map(|number| send_question(&frontend, &format!("{round} {number} idle"))).collect();
-        let attack = Attack::start(&plan, frontend.address().parse().expect("its address"));
+        let attack = Attack::start(&plan, frontend.address().parse().expect("the frontend's address is valid"));
         until(
             "the attack has requests in flight",
             || series(&frontend, "tandem_frontend_inflight_requests"),
@@ -78,10 +78,14 @@ fn one_client_does_not_starve_another() {
         measured.live.extend(live.stop());
         assert!(attack.bodies.load(Ordering::Relaxed) >= BODIES, "the bodies were sent");
         drop(attack);
-        // The questions must have had the same answers as they get now, when nothing else runs.
+        // After the attack, the same questions must have the same answers as during the attack.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
-            assert_eq!(answer.text, send_question(&frontend, &format!("{round} {number} attacked")).text, "question {number}");
+            assert_eq!(
+                answer.text,
+                send_question(&frontend, &format!("{round} {number} attacked")).text,
+                "the answer to question {number} differs"
+            );
         }
         measured.rounds.push([times(&idle), times(&attacked)]);
     }
@@ -111,8 +115,8 @@ fn send_question(frontend: &Up, about: &str) -> Answer {
     let mut first = [0];
     stream.read_exact(&mut first).expect("the frontend answers");
     let first_token = sent_at.elapsed();
-    let mut answer = String::from_utf8(first.to_vec()).expect("text");
-    stream.read_to_string(&mut answer).expect("text");
+    let mut answer = String::from_utf8(first.to_vec()).expect("the answer is UTF-8");
+    stream.read_to_string(&mut answer).expect("the answer is UTF-8");
     assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("[DONE]"), "the answer is incomplete: {answer}");
     let chunks = answer.split("\"content\":\"").skip(1).filter_map(|rest| rest.split('"').next());
     Answer { first_token, text: chunks.collect() }
@@ -182,14 +186,14 @@ impl Attack {
     }
 }
 
-/// Repeats an action, each time on a new connection, one second after the last one has ended or was refused.
+/// Repeats an action, each time on a new connection. The next action starts one second after the last one has ended or failed.
 async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
     address: SocketAddr,
     mut act: impl FnMut(tokio::net::TcpStream) -> F,
 ) {
     loop {
-        let socket = TcpSocket::new_v4().expect("a socket");
-        socket.bind(([127, 0, 0, 2], 0).into()).expect("an address of this machine");
+        let socket = TcpSocket::new_v4().expect("the system can create a socket");
+        socket.bind(([127, 0, 0, 2], 0).into()).expect("127.0.0.2 is an address of this machine");
         if let Ok(stream) = socket.connect(address).await {
             // Errors are expected, because the frontend may refuse or close the connection.
             let _ = act(stream).await;
@@ -240,7 +244,7 @@ impl LivenessProbe {
                 let mut answer = String::new();
                 let mut stream = TcpStream::connect(&address).expect("the server listens");
                 write!(stream, "GET /live HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").expect("the process reads");
-                stream.read_to_string(&mut answer).expect("text");
+                stream.read_to_string(&mut answer).expect("the answer is UTF-8");
                 assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
                 times.push(sent_at.elapsed());
                 std::thread::sleep(Duration::from_millis(100));
@@ -259,8 +263,8 @@ impl LivenessProbe {
 /// Returns the peak resident memory of a process in MB.
 fn resident_max_mb(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("Linux reports the peak");
-    let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the status has VmHWM");
+    let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("VmHWM is a number");
     kib * 1_024.0 / 1e6
 }
 

@@ -10,7 +10,7 @@ use std::fs;
 /// Runs the binary to its end. Returns its exit code and its output.
 fn run(args: &[&str]) -> (Option<i32>, String) {
     let output = tandem(args).output().expect("the binary runs");
-    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))
 }
 
 #[test]
@@ -18,7 +18,7 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
     let plan = Plan::new();
     plan.secret("other-key", "the secret of another cluster altogether");
     let other = plan.file("other-key");
-    let other = ["--cluster-key-file", other.to_str().expect("text")];
+    let other = ["--cluster-key-file", other.to_str().expect("the path is UTF-8")];
     let [prefill, decode, stranger, keyless] = [(); 4].map(|()| address());
     plan.list(&[prefill, decode, stranger, keyless]);
     let router = plan.router(&[]);
@@ -32,7 +32,7 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
     plan.joined(&["d", "p"]);
     let absent =
         |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count() == 2;
-    let view = until("both strangers are refused", || plan.view(), absent);
+    let view = until("both workers without the cluster key are refused", || plan.view(), absent);
     for worker in &view.unavailable {
         assert!(worker.reason.contains("give all processes the same --cluster-key-file"), "{}", worker.reason);
     }
@@ -56,7 +56,7 @@ fn processes_without_the_cluster_key_are_refused_with_advice() {
     chat(&frontend, "hello");
 
     let (router_address, key) = (plan.routers[0].to_string(), plan.file("key"));
-    let key = key.to_str().expect("text");
+    let key = key.to_str().expect("the path is UTF-8");
     let (code, output) = run(&["top", &router_address, "--once"]);
     assert!(code == Some(1) && output.contains("--cluster-key-file") && output.lines().count() == 1, "{output}");
     let (code, output) = run(&["top", &router_address, "--once", "--interval", "0.1", "--cluster-key-file", key]);
@@ -75,7 +75,7 @@ fn process_with_an_unusable_key_file_ends_with_advice() {
     plan.secret("short", "0123456789abcdef\n");
     for (name, expected) in [("short", "has 16 bytes, but needs at least 32"), ("missing", "openssl rand -hex 32")] {
         let path = plan.file(name);
-        let key = ["--listen", "127.0.0.1:0", "--cluster-key-file", path.to_str().expect("text")];
+        let key = ["--listen", "127.0.0.1:0", "--cluster-key-file", path.to_str().expect("the path is UTF-8")];
         for role in
             [&["up", "--engine", "sim"][..], &["frontend", "--engine", "sim"], &["router", "--admin-listen", "127.0.0.1:0"]]
         {
@@ -99,7 +99,7 @@ fn process_on_a_public_address_warns_about_a_missing_or_readable_key() {
     assert!(!warned("local", "this cluster has no key"));
 
     let key = plan.file("key");
-    let path = key.to_str().expect("text");
+    let path = key.to_str().expect("the path is UTF-8");
     let _keyed = router("keyed", [0, 0, 0, 0], &["--cluster-key-file", path]);
     assert!(!plan.log("keyed").contains("WARN"), "{}", plan.log("keyed"));
     fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("the folder is writable");

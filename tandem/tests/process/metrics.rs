@@ -56,7 +56,7 @@ const WORKER: &[Family] = &[
 ];
 
 fn page(process: &Up) -> String {
-    process.get("/metrics").split_once("\r\n\r\n").expect("an answer has a head").1.to_owned()
+    process.get("/metrics").split_once("\r\n\r\n").expect("the answer has a head").1.to_owned()
 }
 
 /// Returns the problems of a metrics page, which must have these families.
@@ -98,7 +98,7 @@ fn promtool(page: &str) -> String {
     command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process =
         command.spawn().expect("promtool is missing: apt-get install prometheus, or leave it out: -- --skip a_real_");
-    process.stdin.take().expect("piped").write_all(page.as_bytes()).expect("the process reads");
+    process.stdin.take().expect("stdin is piped").write_all(page.as_bytes()).expect("the process reads");
     let output = process.wait_with_output().expect("the process ends");
     let printed = [output.stdout, output.stderr].concat();
     if output.status.success() { String::new() } else { String::from_utf8_lossy(&printed).into_owned() }

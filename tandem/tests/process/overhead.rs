@@ -28,8 +28,12 @@ fn cpu_ms(process: &Up) -> [f64; 2] {
     const TICK_MS: f64 = 10.0;
     let proc = format!("/proc/{}", process.id());
     let stat = fs::read_to_string(format!("{proc}/stat")).expect("the process runs");
-    let user: f64 =
-        stat.rsplit(')').next().and_then(|rest| rest.split(' ').nth(12)).and_then(|ticks| ticks.parse().ok()).expect("ticks");
+    let user: f64 = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.split(' ').nth(12))
+        .and_then(|ticks| ticks.parse().ok())
+        .expect("the process time is a number");
     let tasks = fs::read_dir(format!("{proc}/task"))
         .expect("the process runs")
         .filter_map(|task| fs::read_to_string(task.ok()?.path().join("schedstat")).ok());
@@ -79,7 +83,7 @@ fn telemetry_costs_little_cpu_time() {
         let own = ["--engine", "sim", "--router", &routers];
         let process = plan.start("frontend", name, (Ipv4Addr::LOCALHOST, 0).into(), &[&own, args].concat());
         ready(&process);
-        let client = Client::new(process.address().parse().expect("host:port"));
+        let client = Client::new(process.address().parse().expect("the address has a host and a port"));
         (process, client)
     };
     let frontends =
@@ -122,5 +126,5 @@ fn telemetry_costs_little_cpu_time() {
     let traced = collector.spans().iter().filter(|(service, _)| service == "tandem-frontend").count();
     print_row(&format!("{traced} of {} requests were traced.", 3 * (ROUNDS + 1) * REQUESTS));
     assert!(traced > (ROUNDS + 1) * REQUESTS, "the collector has all traces of one frontend and some of the other");
-    assert!(user(1) <= RATIO_MAX && all(1)[1] <= RATIO_MAX, "more than {RATIO_MAX} times the CPU time");
+    assert!(user(1) <= RATIO_MAX && all(1)[1] <= RATIO_MAX, "tracing takes more than {RATIO_MAX} times the CPU time");
 }

@@ -41,19 +41,19 @@ impl Control for FromTheFuture {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<WatchReply, Status>> + Send>>;
 
     async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 
     type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotChunk, Status>> + Send>>;
 
     async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
-        Err(Status::internal("this must not be called"))
+        Err(Status::internal("no process may call this method"))
     }
 }
 
 /// Serves a worker of a future version until the runtime is dropped.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
-    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port is free");
     let address = listener.local_addr().expect("the listener is bound");
     let server =
         channel::server().add_service(ControlServer::new(FromTheFuture { key_fingerprint: plan.key.fingerprint().to_owned() }));
@@ -63,13 +63,14 @@ fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
 
 #[test]
 fn incompatible_worker_receives_no_requests() {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
     let plan = Plan::new();
     let (prefill, decode) = (address(), address());
     let incompatible = [
-        ("c", &["--cluster", "other"][..], "its cluster is other, the cluster's is tandem"),
-        ("m", &["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
-        ("b", &["--block-size", "32"], "its block size is 32, the cluster's is 16"),
+        ("c", &["--cluster", "other"][..], "the process's cluster is other, but the cluster's is tandem"),
+        ("m", &["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
+        ("b", &["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
         ("d", &[], "has the same id d; give each a --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
@@ -94,7 +95,7 @@ fn incompatible_worker_receives_no_requests() {
     }
     let reason =
         &view.unavailable.iter().find(|absent| absent.address == future.to_string()).expect("the view has the address").reason;
-    assert!(reason.contains("its version is 99.0.0, the cluster's is"), "{reason}");
+    assert!(reason.contains("the process's version is 99.0.0, but the cluster's is"), "{reason}");
 
     ready(&frontend);
     (0..8).for_each(|number| drop(chat(&frontend, &format!("request {number}"))));
@@ -114,9 +115,9 @@ fn incompatible_frontend_refuses_requests() {
     let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
     for (args, expected) in [
-        (["--cluster", "other"], "its cluster is other, the cluster's is tandem"),
-        (["--block-size", "32"], "its block size is 32, the cluster's is 16"),
-        (["--served-model-name", "llama"], "its model is llama, the cluster's is sim"),
+        (["--cluster", "other"], "the process's cluster is other, but the cluster's is tandem"),
+        (["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
+        (["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
     ] {
         let frontend = plan.frontend(&args);
         let unready = frontend.get("/ready");
@@ -137,7 +138,7 @@ fn incompatible_frontend_refuses_requests() {
 fn error_at_start_advises_the_operator() {
     let no_gpu =
         if std::path::Path::new("/dev/nvidiactl").exists() { "there is no GPU number" } else { "needs an NVIDIA driver" };
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let taken = taken.local_addr().expect("the listener is bound").to_string();
     for (args, expected) in [
         (&["router", "--admin-listen", &taken][..], "choose another address with --admin-listen"),
@@ -150,7 +151,7 @@ fn error_at_start_advises_the_operator() {
         let free = free.filter(|flag| args[0] != "frontend" || *flag == "--listen").flat_map(|flag| [flag, "127.0.0.1:0"]);
         let args: Vec<&str> = args.iter().copied().chain(free).collect();
         let output = tandem(&args).output().expect("the binary runs");
-        let errors = String::from_utf8(output.stderr).expect("text");
+        let errors = String::from_utf8(output.stderr).expect("the output is UTF-8");
         let last = errors.lines().last().unwrap_or_default();
         assert_eq!(output.status.code(), Some(1), "{args:?}: {errors}");
         assert!(last.starts_with("tandem: ") && last.contains(expected), "{args:?}: {errors}");

@@ -87,7 +87,7 @@ fn restarted_worker_joins_as_a_new_instance() {
     let long = prompt("in place");
     chat(&frontend, &long);
     let indexed = || metric(&router, r#"tandem_router_index_blocks{worker="p",tier="device"}"#);
-    until("the index knows the prompt", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
+    until("the index has the prompt's blocks", indexed, |blocks| blocks.is_some_and(|blocks| blocks > 20.0));
     prefill.signal("-KILL");
     prefill.wait();
     let _again = plan.worker("prefill", "p", at, &[]);
@@ -140,7 +140,7 @@ fn draining_workers_lose_no_answer() {
         }
         both_left.store(true, Ordering::Relaxed);
     });
-    until("the bookings end", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
+    until("the router releases all bookings", || plan.joined(&["d2", "p2"]).bookings, |bookings| *bookings == 0);
     chat(&frontend, &prompt("afterwards"));
 }
 
@@ -155,13 +155,17 @@ fn restarted_router_serves_again() {
     let mut running = frontend.send("/v1/chat/completions", &chat_body("a long story", 600, true)).expect("the frontend listens");
     let mut answer = String::new();
     while !answer.contains("data:") {
-        assert_ne!(running.read_line(&mut answer).expect("text"), 0, "the answer ended without an event: {answer}");
+        assert_ne!(
+            running.read_line(&mut answer).expect("the answer is UTF-8"),
+            0,
+            "the answer ended without an event: {answer}"
+        );
     }
     router.signal("-KILL");
     router.wait();
     let refused = frontend.answer("/v1/chat/completions", &chat_body("refused", 8, false));
     assert!(refused.starts_with("HTTP/1.1 503") && refused.to_lowercase().contains("retry-after"), "{refused}");
-    running.read_to_string(&mut answer).expect("text");
+    running.read_to_string(&mut answer).expect("the answer is UTF-8");
     assert!(
         answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]"),
         "a running request needs no router"

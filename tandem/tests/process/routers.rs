@@ -99,7 +99,7 @@ fn killed_router_loses_no_answer() {
         let both = |cluster: &Cluster| [0, 1].map(|number| cluster.plan.view_of(number));
         let synced =
             |views: &[tandem_proto::v1::WorkersReply; 2]| views.iter().all(|view| view.bookings > 0 && view.peer_bookings > 0);
-        until("both routers have bookings and those of the other", || both(cluster), synced);
+        until("both routers have their own bookings and those of the other router", || both(cluster), synced);
         let router = cluster.routers[0].take().expect("the process runs");
         router.signal("-KILL");
         router.wait();
@@ -111,9 +111,9 @@ fn killed_router_loses_no_answer() {
     });
     let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
     assert!(rebooked > 0.0, "running requests are booked with the other router");
-    // The frontend does not count a booking whose answer ended while it was being made.
+    // A router also counts a booking whose answer ends while the booking is being made, but the frontend does not.
     let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
-    assert!(counted_by_router >= rebooked, "{counted_by_router} of {rebooked}");
+    assert!(counted_by_router >= rebooked, "the router counted {counted_by_router} of {rebooked} bookings");
     cluster.assert_no_bookings();
 }
 
@@ -139,7 +139,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
 }
 
 #[test]
-fn two_routers_place_equal_prompts_where_the_first_is_computed() {
+fn two_routers_place_equal_prompts_on_the_worker_that_computes_the_first() {
     const CLIENTS: usize = 16;
     // Each prompt takes two seconds to compute.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);
@@ -147,7 +147,7 @@ fn two_routers_place_equal_prompts_where_the_first_is_computed() {
         let mut answer = String::new();
         let mut reader =
             cluster.frontends[client % 2].send("/v1/chat/completions", &chat_body(text, 2, false)).expect("the frontend listens");
-        reader.read_to_string(&mut answer).expect("text");
+        reader.read_to_string(&mut answer).expect("the answer is UTF-8");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     };
     let sum = |what: &str| -> f64 {
@@ -173,9 +173,9 @@ fn two_routers_place_equal_prompts_where_the_first_is_computed() {
     let placed = || [0, 1].map(|number| series(cluster.router(number), "tandem_router_placements_total"));
     let once = computed(&prompt("known"), true);
     let both = placed();
-    assert!(both.iter().all(|placed| *placed >= 8.0), "both routers have placed: {both:?}");
-    assert!(once < 2.0, "computed {once} times");
+    assert!(both.iter().all(|placed| *placed >= 8.0), "both routers placed requests: {both:?}");
+    assert!(once < 2.0, "the prompt was computed {once} times");
     let burst = computed(&prompt("at once"), false);
-    assert!(burst < 4.0, "computed {burst} times");
+    assert!(burst < 4.0, "the prompt was computed {burst} times");
     cluster.assert_no_bookings();
 }

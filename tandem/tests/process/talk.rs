@@ -24,12 +24,12 @@ impl Up {
     /// Sends a request and returns the complete answer with its head.
     pub fn answer(&self, path: &str, body: &str) -> String {
         let mut answer = String::new();
-        self.send(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("text");
+        self.send(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("the answer is UTF-8");
         answer
     }
 }
 
-/// Returns the value of a series, such as `tandem_router_workers{state="joined"}`.
+/// Returns the value of a series, such as `tandem_router_workers{state="joined"}`; `None` if the process does not export it.
 pub fn metric(process: &Up, series: &str) -> Option<f64> {
     let page = process.get("/metrics");
     page.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
@@ -55,7 +55,7 @@ pub fn chat(frontend: &Up, text: &str) -> (String, u64) {
 pub fn streamed_chat(frontend: &Up, text: &str, max_tokens: u32) {
     let mut answer = String::new();
     let mut reader = frontend.send("/v1/chat/completions", &chat_body(text, max_tokens, true)).expect("the frontend listens");
-    reader.read_to_string(&mut answer).expect("text");
+    reader.read_to_string(&mut answer).expect("the answer is UTF-8");
     let complete = answer.contains("\"finish_reason\":\"length\"") && answer.contains("data: [DONE]");
     assert!(complete, "the answer is incomplete: {}", &answer[answer.len().saturating_sub(500)..]);
 }
@@ -67,7 +67,7 @@ pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (Str
     write!(stream, "{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
         .expect("the process reads");
     let mut answer = String::new();
-    stream.read_to_string(&mut answer).expect("text");
+    stream.read_to_string(&mut answer).expect("the answer is UTF-8");
     let id = answer.lines().find_map(|line| line.strip_prefix("x-request-id: ")).expect("every answer has an id").to_owned();
     (answer, id)
 }

@@ -8,9 +8,10 @@ use crate::{
 
 fn top(plan: &Plan, args: &[&str]) -> (Option<i32>, String) {
     let key = plan.file("key");
-    let output =
-        tandem(&[&["top", "--cluster-key-file", key.to_str().expect("text")], args].concat()).output().expect("the binary runs");
-    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("text"))
+    let output = tandem(&[&["top", "--cluster-key-file", key.to_str().expect("the path is UTF-8")], args].concat())
+        .output()
+        .expect("the binary runs");
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))
 }
 
 #[test]

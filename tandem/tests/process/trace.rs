@@ -27,9 +27,9 @@ pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 #[tonic::async_trait]
 impl TraceService for Collector {
     async fn export(&self, request: Request<ExportTraceServiceRequest>) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut received = self.0.lock().expect("no holder panics");
+        let mut received = self.0.lock().expect("no test panics with the lock");
         for service_spans in request.into_inner().resource_spans {
-            let resource = service_spans.resource.expect("a resource").attributes;
+            let resource = service_spans.resource.expect("the spans have a resource").attributes;
             let service = text(&resource, "service.name");
             let spans = service_spans.scope_spans.into_iter().flat_map(|scope| scope.spans);
             received.extend(spans.map(|span| (service.clone(), span)));
@@ -48,7 +48,7 @@ impl Collector {
     }
 
     pub fn spans(&self) -> Vec<(String, Span)> {
-        self.0.lock().expect("no holder panics").clone()
+        self.0.lock().expect("no test panics with the lock").clone()
     }
 }
 
@@ -143,7 +143,7 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
         });
         let mut body = body;
         if number % 2 == 1 {
-            body.as_object_mut().expect("an object").remove("stream_options");
+            body.as_object_mut().expect("the body is an object").remove("stream_options");
         }
         let headers =
             if number == 0 { format!("traceparent: 00-{CALLERS_TRACE}-b7ad6b7169203331-01\r\n") } else { String::new() };
@@ -174,7 +174,7 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
     let edges: BTreeSet<_> = edges.map(|(service, parent, name)| (service.to_owned(), parent.to_owned(), name.to_owned())).into();
     for trace in traces.values() {
         assert_eq!((tree(trace), trace.len()), (edges.clone(), edges.len()));
-        let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("the tree has the span").1;
+        let of = |name: &str| &trace.iter().find(|(_, span)| span.name == name).expect("the trace has the span").1;
         let (root, prefill) = (of("chat sim"), of("prefill"));
         let (answer, completion) = &answers[&text(&root.attributes, "gen_ai.response.id")];
         let usage = |key: &str| {
@@ -192,8 +192,9 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
             assert!(child.1.start_time_unix_nano >= root.start_time_unix_nano, "{child:?}");
         }
     }
-    let callers_trace: Vec<u8> =
-        (0..16).map(|at| u8::from_str_radix(&CALLERS_TRACE[2 * at..2 * at + 2], 16).expect("hex")).collect();
+    let callers_trace: Vec<u8> = (0..16)
+        .map(|at| u8::from_str_radix(&CALLERS_TRACE[2 * at..2 * at + 2], 16).expect("the trace id is hexadecimal"))
+        .collect();
     assert!(traces.contains_key(&callers_trace), "the caller's trace is continued");
 
     // Neither spans nor logs contain any text of a prompt or an answer.
@@ -205,7 +206,8 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
     let ids: BTreeSet<String> = traces.keys().map(|id| id.iter().map(|byte| format!("{byte:02x}")).collect()).collect();
     for name in ["frontend", "router", "d", "p"] {
         let log = plan.log(name);
-        let lines: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).expect("a line is JSON")).collect();
+        let lines: Vec<serde_json::Value> =
+            log.lines().map(|line| serde_json::from_str(line).expect("a log line is JSON")).collect();
         let sampled = lines.iter().filter(|line| line["target"] == "tandem_trace").map(|line| line["trace_id"].as_str());
         let sampled: Vec<&str> = sampled.map(|id| id.expect("the line has a trace id")).collect();
         assert_eq!(sampled.iter().map(|id| (*id).to_owned()).collect::<BTreeSet<_>>(), ids, "{name}: {log}");
@@ -218,7 +220,7 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
 #[test]
 fn unresponsive_collector_delays_no_request() {
     // One collector accepts connections and never answers; the other one does not exist.
-    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let closed = address();
     for collector in [silent.local_addr().expect("the listener is bound"), closed] {
         let plan = Plan::new();

@@ -28,7 +28,7 @@ impl Up {
     /// Starts a subcommand that serves, and waits until it prints its introduction.
     pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
-        let mut stdout = BufReader::new(process.stdout.take().expect("piped"));
+        let mut stdout = BufReader::new(process.stdout.take().expect("stdout is piped"));
         let mut introduction = String::new();
         while !introduction.contains("Ctrl-C") {
             let read = stdout.read_line(&mut introduction).expect("the binary writes text");
@@ -52,7 +52,7 @@ impl Up {
         let mut stream = TcpStream::connect(self.address()).expect("the server listens");
         write!(stream, "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", self.address())
             .expect("the process reads");
-        stream.read_to_string(&mut answer).expect("text");
+        stream.read_to_string(&mut answer).expect("the answer is UTF-8");
         answer
     }
 
@@ -69,10 +69,10 @@ impl Up {
     pub fn wait(mut self) -> (ExitStatus, String) {
         let status = self.process.wait().expect("the process is a child of this one");
         let mut rest = String::new();
-        self.stdout.read_to_string(&mut rest).expect("text");
+        self.stdout.read_to_string(&mut rest).expect("the output is UTF-8");
         let mut errors = String::new();
         if let Some(mut stderr) = self.process.stderr.take() {
-            stderr.read_to_string(&mut errors).expect("text");
+            stderr.read_to_string(&mut errors).expect("the output is UTF-8");
         }
         (status, errors)
     }

@@ -31,7 +31,7 @@ impl Cache {
     }
 
     /// Finds the leading blocks of a prompt with this salt, stores its other blocks, and drops the oldest blocks beyond the capacity. If
-    /// `report_hits`, the events include the found blocks. Without `lookup` no block is found.
+    /// `report_hits` is true, the events include the found blocks. If `lookup` is false, no block is found.
     pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
         let hashes = hashes(tokens, salt, self.block_size);
         // The last token is always computed.
@@ -62,6 +62,13 @@ impl Cache {
         if report_hits && found > 0 {
             events.push(stored(hits, 0));
         }
+        // As in vLLM, blocks are removed before others are stored in their place, so that the events never exceed the capacity.
+        while self.used.len() + new.len() > self.capacity {
+            let Some(hash) = self.used.pop_front() else { break };
+            self.held.remove(&hash);
+            let hashes = vec![EngineHash::Number(hash)];
+            events.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
+        }
         if !new.is_empty() {
             events.push(stored(&hashes[hashes.len() - new.len()..], hashes.len() - new.len()));
         }
@@ -69,14 +76,6 @@ impl Cache {
             self.held.insert(hash);
             self.used.push_back(hash);
         }
-        let mut dropped = Vec::new();
-        while self.used.len() > self.capacity {
-            let Some(hash) = self.used.pop_front() else { break };
-            self.held.remove(&hash);
-            let hashes = vec![EngineHash::Number(hash)];
-            dropped.push(EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) }));
-        }
-        events.extend(dropped);
         Stored { cached_tokens: found * self.block_size, events }
     }
 
@@ -143,9 +142,9 @@ mod tests {
         let mut cache = Cache::new(4, 3);
         let prompt: Vec<u32> = (0..12).collect();
         assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 8, "the last token is computed");
+        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 8, "the last block is computed again for its last token");
         assert_eq!(cache.store(&prompt, "other", true, true).cached_tokens, 0);
         assert_eq!(cache.len(), 3);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0, "it was dropped");
+        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0, "the oldest prompt was dropped");
     }
 }

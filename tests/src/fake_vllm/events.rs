@@ -108,7 +108,7 @@ impl Publisher {
         self.command(Command::Forget).await
     }
 
-    /// Sets whether the publisher answers requests for a replay.
+    /// Sets whether the publisher answers requests for a replay from now on.
     pub async fn answer_replays(&self, answers: bool) -> Result<()> {
         self.command(|reply| Command::Replay(answers, reply)).await
     }
@@ -190,7 +190,7 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // An error only means that one subscriber has disconnected. The first byte of a subscription is 1.
+                // An error only means that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
                 received = sockets.publish.recv() => {
                     if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
@@ -231,7 +231,7 @@ impl State {
                 self.settings.topic = topic;
                 let _ = reply.send(());
             }
-            Command::Reopen { .. } => unreachable!("the caller reopens"),
+            Command::Reopen { .. } => unreachable!("the caller handles Reopen"),
         }
     }
 
@@ -296,11 +296,11 @@ pub fn encode(time: f64, events: &[EngineEvent], data_parallel_rank: u32) -> Vec
     let events = events.iter().map(event).collect();
     let mut bytes = Vec::new();
     let batch = Value::Array(vec![time.into(), Value::Array(events), data_parallel_rank.into()]);
-    rmpv::encode::write_value(&mut bytes, &batch).expect("a vector can be written");
+    rmpv::encode::write_value(&mut bytes, &batch).expect("writing to a vector does not fail");
     bytes
 }
 
-/// Fields with a default value are left out if they have it; the others are nil.
+/// Encodes an event as vLLM does: an absent field is left out if vLLM's definition has a default value for it, and is nil otherwise.
 fn event(event: &EngineEvent) -> Value {
     let map = |fields: Vec<(&str, Option<Value>)>| {
         Value::Map(fields.into_iter().filter_map(|(name, value)| Some((name.into(), value?))).collect())

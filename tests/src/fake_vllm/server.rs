@@ -20,6 +20,7 @@ use std::{
     collections::HashMap,
     convert::Infallible,
     net::SocketAddr,
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -45,6 +46,12 @@ pub struct FakeSettings {
     pub lease: Duration,
     /// The network from which the engine pulls the KV of other engines.
     pub fabric: Fabric,
+    /// The id of the engine's model.
+    pub model: String,
+    /// The directory from which the engine reports to have loaded its model; `None`: it reports none.
+    pub root: Option<PathBuf>,
+    /// The port at which the server listens; 0 stands for any free port.
+    pub port: u16,
 }
 
 impl Default for FakeSettings {
@@ -57,6 +64,9 @@ impl Default for FakeSettings {
             step: Duration::from_millis(1),
             lease: Duration::from_secs(30),
             fabric: Fabric::default(),
+            model: "fake".to_owned(),
+            root: None,
+            port: 0,
         }
     }
 }
@@ -87,10 +97,10 @@ struct Engine {
 }
 
 impl FakeVllm {
-    /// Starts a server at a free port.
+    /// Starts a server.
     pub async fn start(settings: FakeSettings) -> Result<Self> {
         let publisher = if settings.events { Some(Publisher::bind().await?) } else { None };
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        let listener = TcpListener::bind(("127.0.0.1", settings.port)).await?;
         let address = listener.local_addr()?;
         let engine = Arc::new(Engine {
             id: format!("engine-{}", address.port()),
@@ -109,7 +119,7 @@ impl FakeVllm {
         let routes = Router::new()
             .route("/health", get(async || StatusCode::OK))
             .route("/version", get(async || Json(json!({ "version": "0.32.0" }))))
-            .route("/v1/models", get(async || Json(json!({ "data": [{ "id": "fake", "max_model_len": 4096 }] }))))
+            .route("/v1/models", get(models))
             .route("/metrics", get(metrics))
             .route("/kv_event_sources", get(event_sources))
             .route("/inference/v1/generate", post(generate))
@@ -125,6 +135,11 @@ impl FakeVllm {
     /// Returns the URL of the server.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
+    }
+
+    /// Returns the server's port.
+    pub fn port(&self) -> u16 {
+        self.address.port()
     }
 
     /// Returns the number of running requests.
@@ -147,7 +162,7 @@ impl FakeVllm {
         self.engine.cache.lock().len()
     }
 
-    /// Returns the publisher of the engine's KV events, if the engine publishes them.
+    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
         self.engine.publisher.as_ref()
     }
@@ -166,6 +181,11 @@ impl FakeVllm {
     pub fn lose_held_kv(&self) {
         self.engine.settings.fabric.lock().retain(|(engine, _), _| *engine != self.engine.id);
     }
+}
+
+async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
+    let FakeSettings { model, root, .. } = &engine.settings;
+    Json(json!({ "data": [{ "id": model, "root": root, "max_model_len": 4096 }] }))
 }
 
 async fn metrics(State(engine): State<Arc<Engine>>) -> String {
@@ -240,7 +260,7 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let transfer = &body["kv_transfer_params"];
     let pulled = if transfer["do_remote_prefill"] == true {
         let key = (text(&transfer["remote_engine_id"]), text(&transfer["remote_request_id"]));
-        // Like vLLM, the fake checks neither that the KV belongs to this prompt nor that the lease is still valid.
+        // Like vLLM, the fake server checks neither that the KV belongs to this prompt nor that the lease is still valid.
         match engine.settings.fabric.lock().remove(&key) {
             Some(held) if held.tokens.len() == tokens.len() => Some(held.tokens),
             _ if body["stream"] == true => {

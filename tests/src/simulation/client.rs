@@ -41,7 +41,7 @@ pub(super) enum End {
     Complete,
 }
 
-/// Failures that the simulated faults can explain, and which are therefore allowed.
+/// The kinds of failure that the simulated faults can explain, and that are therefore allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
     /// Errors that allow a retry.
@@ -87,7 +87,7 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
         }
         anyhow::Ok(())
     };
-    // If the connection fails, the exchange fails, too.
+    // The result of the connection is not needed: if the connection fails, the exchange fails, too.
     join(exchange, connection).await.0
 }
 
@@ -119,7 +119,7 @@ impl Outcome {
         };
         let status = match (self.end, self.status) {
             (End::ConnectionBroke, _) if !allowed.broken => {
-                return Err("its connection broke, and no fault explains that".to_owned());
+                return Err("the client's connection broke without a fault".to_owned());
             }
             (End::ClientLeft | End::ConnectionBroke, None) => return Ok(()),
             (_, None) => return Err("the response has no status".to_owned()),

@@ -36,7 +36,7 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// Both limits are the same as in production (`tandem/cluster/parts`).
+/// This limit and the next one have the same values as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
@@ -112,7 +112,7 @@ impl SimulatedCluster {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number that means the clients' host in a fault.
+    /// Returns the number that a fault uses for the clients' host.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -303,7 +303,8 @@ impl SimulatedCluster {
         Ok(text.lines().find(|line| line.starts_with(inflight) && !line.ends_with(" 0")).map(str::to_owned))
     }
 
-    /// Checks for each worker that the overlap of a prompt that the router reports is the number of leading blocks in the worker's cache.
+    /// Checks, for each worker, that the router reports as a prompt's overlap the number of the prompt's leading blocks that the worker has
+    /// cached.
     pub(super) async fn check_index(&self, hashes: &[SequenceHash], prompt_tokens: u32) -> Result<(), String> {
         let request = tandem_proto::v1::ExplainRequest {
             model: "sim".to_owned(),

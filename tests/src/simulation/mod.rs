@@ -40,10 +40,10 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-/// The longest time that a request may take after all faults have ended: a last attempt's wait for its first token, and the tokens after
-/// it, on the slowest engine.
+/// The longest time that a request may take after all faults have ended. It covers the last attempt on the slowest engine: the wait for the
+/// first token, and the tokens after it.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// How long after the last request everything must be released and every process must know the state of the others.
+/// Time limit, from the end of the last request, until all resources are released and every process knows the state of the others.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// Interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -86,7 +86,7 @@ pub fn run(seed: u64) -> Report {
     let expected = [expected(&plan.requests), expected(&plan.afterwards)];
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     let ledger = folder.path().join("ledger");
     let (log, metrics, cluster_run) = runtime.block_on(async {
         let log = Log::new();

@@ -1,6 +1,6 @@
 //! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or interrupted.
 //!
-//! It affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
+//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
 //! connection broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
@@ -37,7 +37,8 @@ pub(super) struct Link {
     pub(super) open: bool,
     /// The shortest delay of a chunk. A random time of up to half this delay is added for each chunk.
     pub(super) delay: Duration,
-    /// The pause between two chunks. It does not depend on their size, which varies between runs because HTTP headers contain the date.
+    /// The pause between two chunks. It does not depend on the sizes of the chunks, which vary between runs because HTTP headers contain
+    /// the date.
     pub(super) pause: Duration,
 }
 
@@ -60,8 +61,8 @@ struct State {
     next_connection: u64,
 }
 
-/// A link and the tasks that wait until it opens. The tasks wake in the order in which they began to wait, which a `watch` does not
-/// guarantee.
+/// A link and the tasks that wait until it opens. The tasks are woken in the order in which they began to wait, which a `watch` channel
+/// would not guarantee.
 struct Gate {
     link: Mutex<Link>,
     opened: Notify,
@@ -77,7 +78,8 @@ struct Open {
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// The host that dialled, or the host that was dialled, is down: the other host detects that when the network delivers a packet.
+    /// One host is down: the one that was dialled if `dialled`, otherwise the one that dialled. The remaining host detects this when the
+    /// network delivers a packet.
     HostDown { dialled: bool },
 }
 
@@ -144,7 +146,7 @@ impl SimulatedNetwork {
         let broken: Vec<_> =
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
-            let open = state.connections.remove(&id).expect("its id was just read");
+            let open = state.connections.remove(&id).expect("the connection exists");
             // The send fails if the connection has just ended by itself.
             let _ = open.broken.send(how);
         }
@@ -383,7 +385,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn partition_in_one_direction_delays_bytes_until_it_ends() {
+    async fn partition_in_one_direction_delays_bytes_until_the_partition_ends() {
         let mut hosts = two_hosts();
         let (mut near, mut far) = hosts.connect().await;
         hosts.set(0, Link { open: false, ..Link::CLEAR });
@@ -392,14 +394,14 @@ mod tests {
         assert_eq!(read(&mut near, LONG).await, b"answer");
         assert_eq!(read(&mut far, LONG).await, [0u8; 0]);
         let mut dialling = (hosts.dial)("b:1");
-        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes");
+        assert!(tokio::time::timeout(LONG, &mut dialling).await.is_err(), "no packet passes a blocked link");
         hosts.set(0, Link::CLEAR);
         assert_eq!(read(&mut far, LONG).await, b"question");
         assert!(dialling.await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn crashed_host_is_detected_once_packets_can_pass() {
+    async fn crashed_host_is_detected_as_soon_as_packets_can_pass() {
         let mut hosts = two_hosts();
         let (mut near, _far) = hosts.connect().await;
         hosts.set(1, Link { open: false, ..Link::CLEAR });

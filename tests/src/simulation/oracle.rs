@@ -23,7 +23,7 @@ pub(super) struct Choice {
     pub(super) finish: &'static str,
 }
 
-/// Runs the request alone and returns its answer.
+/// Runs the request on an engine without other requests and returns the answer.
 pub(super) fn expected(spec: &RequestSpec) -> Expected {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");

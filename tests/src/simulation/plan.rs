@@ -6,7 +6,7 @@ use std::time::Duration;
 use tandem_engine::{EngineSettings, sim::SimSettings};
 use tandem_router::PrefillPlace;
 
-/// Requests and faults start within this time, in milliseconds.
+/// The time within which all requests and faults start, in milliseconds.
 const ACTIVE_MS: u64 = 12_000;
 /// Tokens of a block in the cluster.
 pub(super) const BLOCK_SIZE: u32 = 16;
@@ -89,7 +89,7 @@ pub(super) enum Fault {
     Partition { from: usize, to: usize, both_ways: bool },
     /// Delivers no bytes to or from the host.
     Isolation { host: usize },
-    /// Breaks all connections between two hosts; new ones can be made.
+    /// Breaks all connections between two hosts; new connections can be opened.
     Cut { between: (usize, usize) },
     /// Kills the process, which restarts later.
     Crash { host: usize },
@@ -122,7 +122,7 @@ impl Plan {
         let faults = faults(random);
         for request in &mut requests {
             if random.chance(50) && !faults.is_empty() {
-                // Many requests arrive about when a fault starts.
+                // Many requests arrive at about the time at which a fault starts.
                 request.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
             }
         }

@@ -23,7 +23,7 @@ async fn export(adapter: &Adapter, tokens: &[TokenId]) -> Result<(Option<Option<
             other => anyhow::bail!("{other:?}"),
         }
     }
-    anyhow::bail!("no handle")
+    anyhow::bail!("the engine returned no KV handle")
 }
 
 async fn pull(adapter: &Adapter, tokens: &[TokenId], handle: KvHandle) -> Result<Report> {
@@ -34,7 +34,7 @@ async fn pull(adapter: &Adapter, tokens: &[TokenId], handle: KvHandle) -> Result
 }
 
 #[tokio::test]
-async fn pulled_prompt_is_continued_and_only_the_prefilling_engine_counts_it() -> Result<()> {
+async fn pulled_prompt_is_continued_and_only_the_prefilling_engine_counts_the_prompt() -> Result<()> {
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);
     for cached in [0, 96] {
@@ -48,7 +48,7 @@ async fn pulled_prompt_is_continued_and_only_the_prefilling_engine_counts_it() -
 }
 
 #[tokio::test]
-async fn lost_kv_fails_its_pull_but_no_later_one() -> Result<()> {
+async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);
     let (_, handle) = export(&prefill.adapter, &prompt).await?;
@@ -56,6 +56,20 @@ async fn lost_kv_fails_its_pull_but_no_later_one() -> Result<()> {
     assert_eq!(pull(&decode.adapter, &prompt, handle).await?.other, ["PullFailed"]);
     let (_, handle) = export(&prefill.adapter, &prompt).await?;
     assert_eq!(pull(&decode.adapter, &prompt, handle).await?.tokens_of(0), continuation(&prompt, 6, None));
+    Ok(())
+}
+
+#[tokio::test]
+async fn cancelled_prefill_ends_with_its_count_and_without_a_handle() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(50), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    let prompt = prompt(1, 100);
+    let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
+    let mut job = adapter.prefill(prefill).await?;
+    until("the engine has it", || fake.running() == 1).await?;
+    job.cancel();
+    let report = read(&mut *job).await?;
+    assert_eq!(report, Report { cached: Some(Some(CachedTokens::on_device(0))), ..Report::default() });
     Ok(())
 }
 

@@ -125,7 +125,7 @@ async fn cached_tokens_are_unreported_if_the_engine_does_not_report_them() -> Re
 }
 
 #[tokio::test]
-async fn cancelled_job_reports_cached_tokens_and_a_dropped_one_is_aborted() -> Result<()> {
+async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for cancels in [true, false] {
@@ -143,6 +143,29 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_one_is_aborted() -> R
     Ok(())
 }
 
+/// The first sample has the count, and any of them may end first.
+#[tokio::test]
+async fn cancelled_samples_end_with_their_count() -> Result<()> {
+    let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    for round in 0..20 {
+        let mut job = adapter.generate(Generate { samples: 3, ..generate(&prompt(round, 100), 3_000) }).await?;
+        // In every other round the job is cancelled before its first token.
+        let mut begun = [round % 2 == 1; 3];
+        while begun.contains(&false) {
+            if let Some(Event::Token { sample, .. }) = next(&mut *job).await? {
+                begun[sample as usize] = true;
+            }
+        }
+        until("the engine has it", || fake.running() > 0).await?;
+        job.cancel();
+        let report = read(&mut *job).await?;
+        assert_eq!((report.cached, report.finished), (on_device(0), Vec::new()), "round {round}");
+        until("the engine is idle", || fake.running() == 0).await?;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
@@ -153,7 +176,7 @@ async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     let mut second = adapter.generate(generate(&prompt(2, 40), 1)).await?;
     assert!(matches!(adapter.generate(generate(&prompt(3, 40), 1)).await, Err(Refusal::Full)));
     until("the first runs", || fake.running() == 1).await?;
-    assert_eq!(fake.seen().len(), 1, "the second waits in the worker");
+    assert_eq!(fake.seen().len(), 1, "the second job waits in the worker");
     drop(first);
     assert!(matches!(next(&mut *second).await?, Some(Event::Submitted)));
     assert_eq!(read(&mut *second).await?.finished, [(0, FinishReason::Length)]);
@@ -182,7 +205,7 @@ fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
 #[tokio::test]
 async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
     let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let mut watch = adapter.watch().await.context("the engine runs")?;
+    let mut watch = adapter.watch().await.context("the engine has ended")?;
     assert!(watch.snapshot.stored.is_empty());
     // An engine's block of 32 tokens is two blocks of the cluster. The generated token does not fill another block.
     let prompt = prompt(1, 100);
@@ -195,7 +218,7 @@ async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
         }
     }
     assert_eq!(stored, hashes(&prompt)[..6]);
-    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
     assert_eq!(snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect::<Vec<_>>(), stored);
     Ok(())
 }
@@ -206,9 +229,12 @@ async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_event
     let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     run(&adapter, generate(&prompt, 1)).await?;
-    let snapshot = adapter.watch().await.context("the engine runs")?.snapshot;
+    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
     let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
     assert_eq!(stored, hashes(&prompt)[..6]);
+    assert!(adapter.assumes_cache());
+    let with_events = external(FakeSettings::default(), |_| {}).await?;
+    assert!(!with_events.adapter.assumes_cache());
     Ok(())
 }
 
@@ -216,7 +242,7 @@ async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_event
 async fn restart_of_the_engine_ends_the_workers_instance() -> Result<()> {
     let External { fake, adapter, mut follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.pretend_restart();
-    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower runs")??;
+    let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower has ended")??;
     assert!(matches!(ended, EngineEnded::Restarted));
     assert!(adapter.watch().await.is_none());
     Ok(())

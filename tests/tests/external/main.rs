@@ -1,5 +1,6 @@
 //! External engines as back ends of workers: the adapter against a fake vLLM server, over real sockets.
 
+mod cluster;
 mod exchange;
 mod jobs;
 
@@ -15,7 +16,7 @@ use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token};
 use tandem_worker::{Backend, Job};
 use tokio::{task::JoinSet, time::timeout};
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// A fake engine, the adapter that is connected to it, and the task that follows its events.

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Limit on each reply of the browser, which may start slowly on a busy machine.
+/// Time limit for each reply of the browser, which may start slowly on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Interval of polling for states that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
@@ -54,7 +54,8 @@ impl Browser {
         command.env("HOME", folder.path());
         let log = File::create(folder.path().join("log"))?;
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log).spawn()?;
-        let (requests, output) = (process.stdin.take().context("piped")?, process.stdout.take().context("piped")?);
+        let (requests, output) =
+            (process.stdin.take().context("the pipe is missing")?, process.stdout.take().context("the pipe is missing")?);
         let (sender, replies) = mpsc::unbounded_channel();
         std::thread::spawn(move || {
             for message in BufReader::new(output).split(0) {
@@ -168,7 +169,7 @@ impl Browser {
     /// Returns a screenshot as a PNG: of the whole page if `whole`, else of the window.
     pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
-        Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("a picture")?)?)
+        Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("the screenshot has no data")?)?)
     }
 
     /// Returns the errors and warnings so far.
@@ -179,13 +180,13 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Chromium's other processes end with this one. `kill` fails if it has ended by itself.
+        // Chromium's other processes end with this process. `kill` fails if this process has already ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Returns the error or warning that an event reports, if it reports one.
+/// Returns the error or warning that an event reports; `None` if it reports neither.
 fn console_error(event: &Value) -> Option<String> {
     let params = &event["params"];
     let bad = match event["method"].as_str()? {

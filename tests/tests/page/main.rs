@@ -20,7 +20,7 @@ const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 /// A text that is in every prompt and must not appear on the page.
 const SECRET: &str = "wisteria";
-/// Limit on the time until the page shows the current numbers.
+/// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -49,10 +49,10 @@ async fn traffic(client: &Client) -> Result<()> {
     let refused =
         client.answer(Endpoint::Chat.path(), &Endpoint::Chat.request(MODEL, SECRET, json!({ "max_tokens": -1 }))).await?;
     ensure!(refused.status == 400);
-    wait_until("all have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
+    wait_until("all requests have ended", async || Ok(client.metric("tandem_frontend_inflight_requests", "").await? == 0.0)).await
 }
 
-/// Returns the numbers in every row or tile that `selector` finds, by worker.
+/// Returns the numbers in all rows or tiles that `selector` finds, by worker (empty in a tile) and field.
 async fn fields(browser: &mut Browser, selector: &str) -> Result<BTreeMap<(String, String), String>> {
     let cells = browser
         .value(&format!(
@@ -118,7 +118,7 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
-    // This polls, because workers report their totals every second, and the page is updated every two seconds.
+    // The page is polled, because workers report their totals only every second, and the page is updated only every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let wrong = differences(browser, client).await?;
@@ -136,7 +136,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     let mut steps = 0;
     while browser.value("!document.getElementById('more').hidden").await? == true {
         steps += 1;
-        ensure!(steps < 60, "there is always more");
+        ensure!(steps < 60, "the button never disappears");
         browser.value("document.getElementById('more').click()").await?;
     }
     let rows = "Object.fromEntries([...document.querySelectorAll('#recent tbody tr')].map((row) => [row.dataset.request,
@@ -190,7 +190,7 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     }
     browser.press("Escape").await?;
     browser.until("!document.getElementById('request').open").await?;
-    assert_eq!(browser.value(focus).await?, request, "the focus returns to where it was");
+    assert_eq!(browser.value(focus).await?, request, "the focus returns to the request");
     Ok(())
 }
 
@@ -199,7 +199,7 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     let remembered: Value = serde_json::from_str(&client.get("/dashboard/requests").await?.1)?;
     let chunks = |request: &Value| request["steps"]["chunks"].as_array().cloned().unwrap_or_default();
     let cut = remembered["requests"].as_array().into_iter().flatten().max_by_key(|request| chunks(request).len());
-    let cut = cut.context("there are requests")?;
+    let cut = cut.context("the page shows no requests")?;
     let shown_tokens: Vec<Value> = chunks(cut).iter().map(|chunk| chunk["tokens"].clone()).collect();
     ensure!(
         shown_tokens.len() > 2 && shown_tokens.contains(&json!(cluster::CHUNK_BUDGET)),
@@ -274,7 +274,7 @@ async fn blocks_injected_scripts(browser: &mut Browser, client: &Client) -> Resu
         (json!(0), json!(format!("Tandem – {MODEL}")))
     );
     for path in ["/dashboard", "/dashboard/cluster", "/dashboard/requests"] {
-        ensure!(!client.get(path).await?.1.contains(SECRET), "{path} knows a prompt's text");
+        ensure!(!client.get(path).await?.1.contains(SECRET), "{path} contains a prompt's text");
     }
     for forbidden in ["eval('1')", "document.body.innerHTML = '<b>x</b>'", "document.createElement('script').text = '1'"] {
         ensure!(browser.value(forbidden).await.is_err(), "{forbidden} does not fail");

@@ -14,7 +14,7 @@ async fn blocks_are_released_when_the_client_disconnects_during_a_queued_prefill
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     drop(second);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
-    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first continues");
+    assert_eq!(cluster.prefill.engine.load().running_sequences, 1, "the first request continues");
     drop(first);
     cluster.idle().await;
 }
@@ -67,7 +67,7 @@ async fn blocks_are_released_when_the_client_disconnects_during_generation() {
 }
 
 #[tokio::test]
-async fn many_cancelled_requests_do_not_affect_others_on_their_connection() {
+async fn many_cancelled_requests_do_not_affect_other_requests_on_the_same_connection() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut stays = cluster.open(cluster.local(prompt(1, 50), 3_000)).await;
     stays.scheduled().await;

@@ -86,7 +86,7 @@ async fn ticket_without_a_reservation_gives_no_access() {
             Err(FailureReason::PrefillLost),
             "the decode worker refuses its blocks"
         );
-        // Without blocks there is no proof of a reservation.
+        // A ticket without blocks does not prove that there is a reservation.
         let ticket = v1::Ticket { missing_blocks: Vec::new(), ..ticket_requesting_access(&cluster.decode.address, number) };
         assert_eq!(prefill_with_ticket(&cluster, number, ticket).await.expect("no block is sent").ipc_handle, b"");
     }
@@ -109,7 +109,7 @@ async fn ticket_with_unsigned_address_gives_no_access() {
     );
     let mut serving = JoinSet::new();
     serving.spawn(async move { running.await.expect("the worker serves until it is dropped") });
-    let channel = Network::tcp(key.clone()).connect_lazy(&endpoint(&address).expect("host:port"));
+    let channel = Network::tcp(key.clone()).connect_lazy(&endpoint(&address).expect("the address has a host and a port"));
     let info = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await.expect("the worker answers").into_inner();
     let receiver = AcceptingReceiver::start().await;
     let unsigned = ticket_requesting_access(&receiver.address, 1);
@@ -218,7 +218,7 @@ async fn control_stream_of_unknown_communicator_is_refused() {
 #[tokio::test]
 async fn number_of_control_streams_is_bounded() {
     let decode = Worker::decode(&setup(&all_paths())).await;
-    // Without a first message each stream occupies a place until the worker stops waiting for the message.
+    // A stream without a first message occupies a place until the worker stops waiting for that message.
     let silent = (0..CONTROL_STREAMS_MAX + 10).map(|_| async {
         let mut client = TransferClient::new(channel(&decode.address).await);
         client.nccl_control(futures::stream::pending::<NcclControlRequest>()).await.err().map(|status| status.code())

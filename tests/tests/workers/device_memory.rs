@@ -20,7 +20,7 @@ pub struct DeviceAccess {
     pub ipc: bool,
     /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While this gate is closed, no copy and no batch arrives.
+    /// While this gate is closed, no copy ends and no batch is received.
     pub copy_gate: Gate,
     /// The number of peers' memories that are open.
     pub open_memories: watch::Sender<usize>,
@@ -72,13 +72,13 @@ fn all_memories() -> &'static Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>> {
 impl DeviceMemory {
     pub fn new(access: DeviceAccess) -> Self {
         let (blocks, number) = (Arc::<Mutex<Blocks>>::default(), next_number());
-        all_memories().lock().expect("no holder panics").insert(number, Arc::downgrade(&blocks));
+        all_memories().lock().expect("no test panics with the lock").insert(number, Arc::downgrade(&blocks));
         Self { access, blocks, number }
     }
 
-    /// Copies the peers' writes into the engine. Called before the engine reads its blocks.
+    /// Copies the peers' writes into the engine. Must be called before the engine reads its blocks.
     pub fn apply_peer_writes(&self, engine: &mut SimEngine) {
-        let written = std::mem::take(&mut self.blocks.lock().expect("no holder panics").peer_writes);
+        let written = std::mem::take(&mut self.blocks.lock().expect("no test panics with the lock").peer_writes);
         for (block, bytes) in written {
             engine.write_block(BlockId(block), &bytes).expect("the simulator does not fail");
         }
@@ -89,7 +89,7 @@ impl DeviceMemory {
         for block in blocks {
             let mut bytes = vec![0; engine.describe().block_bytes];
             engine.read_block(*block, &mut bytes).expect("the simulator does not fail");
-            self.blocks.lock().expect("no holder panics").visible.insert(block.0, bytes);
+            self.blocks.lock().expect("no test panics with the lock").visible.insert(block.0, bytes);
         }
     }
 
@@ -101,17 +101,17 @@ impl DeviceMemory {
         }
     }
 
-    /// Reads a block as its peers see it, including their writes.
+    /// Reads a block as the device's peers see it, including their writes.
     pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
         into.copy_from_slice(&Self::read(&self.blocks, block));
     }
 
     fn read(blocks: &Mutex<Blocks>, block: BlockId) -> Vec<u8> {
-        blocks.lock().expect("no holder panics").visible[&block.0].clone()
+        blocks.lock().expect("no test panics with the lock").visible[&block.0].clone()
     }
 
     fn write(&self, block: BlockId, bytes: Vec<u8>) {
-        let mut blocks = self.blocks.lock().expect("no holder panics");
+        let mut blocks = self.blocks.lock().expect("no test panics with the lock");
         blocks.visible.insert(block.0, bytes.clone());
         blocks.peer_writes.insert(block.0, bytes);
     }
@@ -132,8 +132,12 @@ impl KvMemory for DeviceMemory {
             return Err(unreachable());
         }
         let number = u64::from_le_bytes(handle.try_into().map_err(|_| unreachable())?);
-        let source =
-            all_memories().lock().expect("no holder panics").get(&number).and_then(Weak::upgrade).ok_or_else(unreachable)?;
+        let source = all_memories()
+            .lock()
+            .expect("no test panics with the lock")
+            .get(&number)
+            .and_then(Weak::upgrade)
+            .ok_or_else(unreachable)?;
         self.access.open_memories.send_modify(|open| *open += 1);
         Ok(Arc::new(OpenedPeer { source, to: self.clone() }))
     }
@@ -153,9 +157,9 @@ impl KvMemory for DeviceMemory {
         }
         type Ends = (Option<mpsc::Sender<Vec<Vec<u8>>>>, Option<mpsc::Receiver<Vec<Vec<u8>>>>);
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
-        let mut ends = ENDS.lock().expect("no holder panics");
+        let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // Unbounded: like NCCL with free buffers, the sender does not wait for the receiver.
+            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });
@@ -199,13 +203,13 @@ struct Communicator {
 }
 
 fn broken() -> DeviceTransferError {
-    DeviceTransferError::Failed("the test break_next_batch it".into())
+    DeviceTransferError::Failed("the test broke the communicator".into())
 }
 
 impl KvCommunicator for Communicator {
     fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
         let End::Sends(sender) = &self.end else { panic!("this end receives") };
-        let mut sender = sender.lock().expect("no holder panics");
+        let mut sender = sender.lock().expect("no test panics with the lock");
         if self.of.access.break_next_batch.swap(0, Ordering::Relaxed) > 0 {
             *sender = None;
         }
@@ -215,7 +219,7 @@ impl KvCommunicator for Communicator {
 
     fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError> {
         let End::Receives(receiver) = &self.end else { panic!("this end sends") };
-        let receiver = receiver.lock().expect("no holder panics");
+        let receiver = receiver.lock().expect("no test panics with the lock");
         self.of.access.copy_gate.pass();
         let bytes = receiver.as_ref().ok_or_else(broken)?.recv_timeout(TIMEOUT).map_err(|_| broken())?;
         assert_eq!(bytes.len(), blocks.len(), "both ends transfer the same number of blocks");

@@ -43,8 +43,8 @@ fn path_label(access: &DeviceAccess) -> &'static str {
     }
 }
 
-/// Sends prompts until the blocks of a prompt are transferred from device to device. Returns the number of prompts before that prompt. The
-/// prompts, numbered from `first`, differ from those of the tests.
+/// Sends prompts until the blocks of one prompt are transferred from device to device. Returns the number of prompts that were sent before
+/// that one. The prompts have the numbers from `first` on, which the tests do not use.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);
@@ -56,7 +56,7 @@ async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, fi
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        unreachable!("the loop has no end")
+        unreachable!("the loop never ends")
     };
     tokio::time::timeout(TIMEOUT, sending).await.expect("the first prompt's ticket prepares the path")
 }
@@ -79,7 +79,7 @@ async fn every_transfer_path_gives_the_text_of_local_prefill() {
         let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
         assert_eq!(transferred_bytes(&cluster.decode, path) - before, sent as f64, "{path}");
         assert_eq!(transferred_bytes(&cluster.prefill, path), transferred_bytes(&cluster.decode, path));
-        // Received blocks are cached like computed ones.
+        // Received blocks are cached like computed blocks.
         let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
         assert_eq!(again.cached_tokens(), Some(992), "{path}");
         cluster.idle().await;
@@ -127,7 +127,7 @@ async fn blocks_being_written_are_kept_until_the_write_ends() {
         let next = cluster.answer(cluster.local(prompt(1, 60), 4)).await;
         assert_eq!((next.failure.clone(), next.cached_tokens()), (None, Some(0)));
         let again = cluster.answer(cluster.remote(prompt(2, 100), 4)).await;
-        assert_eq!(again.failure, None, "the path works as before");
+        assert_eq!(again.failure, None, "later transfers over the path succeed");
         cluster.idle().await;
     }
 }
@@ -164,7 +164,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
 }
 
 #[tokio::test]
-async fn batches_with_spent_tickets_are_discarded_and_change_no_other_answer() {
+async fn blocks_sent_with_a_spent_ticket_are_discarded_and_change_no_answer() {
     let access = two_hosts();
     let cluster = cluster(&access).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
@@ -199,14 +199,14 @@ async fn draining_worker_closes_its_communicators() {
         let (shutdown, ended) = (leaving.shutdown.clone(), &mut leaving.ended);
         shutdown.run(TIMEOUT).await;
         assert!(
-            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("it reports its result"),
-            "no error"
+            tokio::time::timeout(TIMEOUT, ended).await.expect("the worker ends in time").expect("the worker reports its result"),
+            "the worker ends without an error"
         );
     }
 }
 
 #[tokio::test]
-async fn engine_that_fails_during_a_copy_confirms_nothing() {
+async fn engine_that_fails_during_a_copy_confirms_no_block() {
     let access = one_host();
     let cluster = cluster(&access).await;
     prompts_until_path_is_used(&cluster, &access, 100).await;
@@ -225,7 +225,7 @@ async fn engine_that_fails_during_a_copy_confirms_nothing() {
 }
 
 #[tokio::test]
-async fn clients_that_disconnect_at_any_moment_leak_nothing_and_break_no_communicator() {
+async fn clients_that_disconnect_at_any_moment_leak_no_blocks_and_break_no_communicator() {
     for access in [one_host(), two_hosts()] {
         let sim = SimSettings { speedup: 20.0, ..Default::default() };
         let quick = Setup { sim, ..setup(&access) };

@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
-/// A decode worker, as its prefill worker sees it: the test sends its messages.
+/// A decode worker whose messages to the prefill worker are sent by the test.
 pub struct FakeDecodeWorker {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -159,7 +159,7 @@ async fn crashed_decode_worker_releases_the_prefill_worker() {
 }
 
 #[tokio::test]
-async fn prefill_without_a_ticket_in_time_is_released_and_stays_cached() {
+async fn prefill_whose_ticket_does_not_arrive_in_time_is_released_and_stays_cached() {
     let setup = Setup { ticket_wait: Duration::from_millis(200), ..Setup::default() };
     let cluster = Cluster::start(setup, Setup::default()).await;
     let mut decode_worker = FakeDecodeWorker::start(&cluster, prompt(1, 100)).await;
@@ -218,7 +218,7 @@ async fn full_queue_of_either_worker_refuses_requests() {
     assert_eq!(
         cluster.failure(cluster.remote(prompt(3, 100), 1)).await,
         (FailureReason::AtCapacity, prefill),
-        "the prefill worker's queue"
+        "the prefill worker's queue is full"
     );
     drop(running);
     cluster.prefill.until(|load| load.waiting_requests == 0).await;
@@ -233,7 +233,7 @@ async fn full_queue_of_either_worker_refuses_requests() {
     cluster.decode.until(|load| load.running_sequences == 1).await;
     let queued = cluster.open(cluster.local(prompt(7, 10_000), 1)).await;
     cluster.decode.until(|load| load.waiting_requests == 1).await;
-    assert_eq!(cluster.failure(cluster.local(prompt(8, 100), 1)).await, full, "the engine's queue");
+    assert_eq!(cluster.failure(cluster.local(prompt(8, 100), 1)).await, full, "the engine's queue is full");
     drop((local, queued));
     cluster.idle().await;
 }
@@ -263,8 +263,11 @@ async fn message_that_violates_the_protocol_is_refused_as_invalid() {
 #[tokio::test]
 async fn prefill_ends_when_the_decode_worker_refuses_or_is_lost() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let closed =
-        std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("the listener is bound").to_string();
+    let closed = std::net::TcpListener::bind("127.0.0.1:0")
+        .expect("a port is free")
+        .local_addr()
+        .expect("the listener is bound")
+        .to_string();
     for address in [cluster.decode.address.clone(), closed] {
         let mut decode_worker = FakeDecodeWorker::start(&cluster, prompt(1, 50)).await;
         decode_worker.scheduled().await;
@@ -290,7 +293,7 @@ async fn writes_without_a_ticket_are_refused() {
 }
 
 #[tokio::test]
-async fn draining_worker_finishes_running_requests_and_refuses_new_ones() {
+async fn draining_worker_finishes_running_requests_and_refuses_new_requests() {
     // The prefill takes 3 chunks of 320 ms, so the workers drain during it.
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut running = cluster.open(cluster.remote(prompt(1, 200), 10)).await;
@@ -312,7 +315,7 @@ async fn draining_worker_finishes_running_requests_and_refuses_new_ones() {
         let ok = tokio::time::timeout(TIMEOUT, &mut worker.ended)
             .await
             .expect("the worker ends in time")
-            .expect("it reports its result");
+            .expect("the worker reports its result");
         assert!(ok);
     }
     assert!(

@@ -43,8 +43,8 @@ async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// Returns the ticket that would follow `ticket` if tickets came from a counter, mixed twice with the finaliser of SplitMix64, which is
-/// invertible.
+/// Returns the ticket that would follow `ticket` if each ticket were a counter that is mixed twice with the finaliser of SplitMix64. An
+/// attacker could compute this, because the finaliser is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -82,10 +82,10 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 }
 
 #[tokio::test]
-async fn guessed_ticket_writes_nothing() {
+async fn guessed_ticket_writes_no_block() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut attacker = TicketRelay::start(channel(&cluster.prefill.address).await).await;
-    // A client of the decode worker's gRPC may name its own prefill worker, and so reads tickets.
+    // A client of the decode worker's gRPC service may name any prefill worker. The attacker names itself, and so reads tickets.
     let mut seen = Vec::new();
     for number in 0..3 {
         let own = cluster.open(cluster.through(&attacker, prompt(100 + number, 40))).await;
@@ -119,9 +119,9 @@ async fn forged_push_ends_reservation_and_is_never_cached() {
         victim.scheduled().await;
         let seen = relay.ticket().await;
         let indices: Vec<u32> = forged.clone().collect();
-        write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket is the victim's own");
+        write(&cluster.decode.address, seen.secret(), &indices, garbage()).await.expect("the ticket belongs to the victim");
         drop(seen);
-        // The genuine blocks arrive after the forged ones were written in their place.
+        // The genuine blocks arrive after the forged blocks were written in their place.
         let Some(Message::Failure(failure)) = victim.next().await else { panic!("forged blocks must not be confirmed") };
         assert_eq!((failure.reason(), &failure.instance_id), (FailureReason::WriteRefused, &cluster.prefill.info.instance_id));
         assert_eq!((cluster.refused_writes("not_missing"), cluster.refused_live_writes()), (1.0, 1.0));
@@ -141,7 +141,7 @@ async fn forged_blocks_are_dropped_without_confirmation() {
     victim.scheduled().await;
     let seen = relay.ticket().await;
     let all: Vec<u32> = (0..BLOCKS).collect();
-    write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
+    write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket belongs to the victim");
     // All blocks are written, but decode does not start, because the prefill worker has not confirmed them.
     assert_eq!(cluster.decode.engine.load().running_sequences, 1);
     let same_prompt = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
@@ -157,7 +157,7 @@ async fn forged_blocks_are_dropped_without_confirmation() {
 }
 
 #[tokio::test]
-async fn write_of_another_block_or_size_ends_reservation() {
+async fn write_of_an_unexpected_block_or_size_ends_the_reservation() {
     for (index, payload, reason) in [(0, vec![0; 64], "wrong_size"), (BLOCKS, garbage(), "not_missing")] {
         let cluster = Cluster::start(Setup::default(), Setup::default()).await;
         let mut relay = TicketRelay::start(channel(&cluster.prefill.address).await).await;
@@ -210,7 +210,7 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     let attacking = async {
         let seen = ticket().await;
         let all: Vec<u32> = (0..BLOCKS).collect();
-        write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket is the victim's own");
+        write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket belongs to the victim");
         drop(seen);
         drop(ticket().await);
     };

@@ -32,12 +32,12 @@ use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tonic::{Streaming, transport::Channel};
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// A worker's settings that tests change.
+/// The settings of a worker that tests change.
 #[derive(Clone)]
 pub struct Setup {
     /// The worker's number within its role.
@@ -48,7 +48,7 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
-    /// The access that peers have to its device's memory; `None`: they have none.
+    /// How peers can access the memory of this worker's device; `None`: they cannot access it.
     pub access: Option<DeviceAccess>,
     pub transfer_mode: TransferMode,
 }
@@ -99,25 +99,25 @@ impl Setup {
     }
 }
 
-/// A gate that tests close to stop threads, such as an engine's before its next step.
+/// A gate that a test closes to make threads wait, such as an engine's thread before its next step.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
 impl Gate {
     pub fn close(&self) {
-        *self.0.0.lock().expect("no holder panics") = true;
+        *self.0.0.lock().expect("no test panics with the lock") = true;
     }
 
     pub fn open(&self) {
-        *self.0.0.lock().expect("no holder panics") = false;
+        *self.0.0.lock().expect("no test panics with the lock") = false;
         self.0.1.notify_all();
     }
 
     /// Blocks the thread until the gate is open.
     pub fn pass(&self) {
-        let closed = self.0.0.lock().expect("no holder panics");
+        let closed = self.0.0.lock().expect("no test panics with the lock");
         self.0.2.send_modify(|waiting| *waiting += 1);
-        drop(self.0.1.wait_while(closed, |closed| *closed).expect("no holder panics"));
+        drop(self.0.1.wait_while(closed, |closed| *closed).expect("no test panics with the lock"));
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
@@ -195,7 +195,7 @@ pub struct Worker {
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// Whether `run` returned without an error.
+    /// Receives whether `run` returned without an error.
     pub ended: oneshot::Receiver<bool>,
     runtime: Option<tokio::runtime::Runtime>,
 }
@@ -230,14 +230,15 @@ impl Worker {
     where
         F: Future<Output = bool> + Send + 'static,
     {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        listener.set_nonblocking(true).expect("a socket");
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        listener.set_nonblocking(true).expect("the socket supports non-blocking mode");
         let address = listener.local_addr().expect("the listener is bound").to_string();
         let (metrics, shutdown, (end, ended)) = (Metrics::default(), Shutdown::default(), oneshot::channel());
         let parts = (engine.clone(), metrics.clone(), shutdown.clone());
         runtime.spawn(async move {
-            let listener = TcpListener::from_std(listener).expect("a runtime");
+            let listener = TcpListener::from_std(listener).expect("the listener joins the runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
             // The send fails if the test does not wait for the end.
             let _ = end.send(ok);
@@ -250,7 +251,7 @@ impl Worker {
     /// Makes the worker hang, like a process that received SIGSTOP, until the returned value is dropped.
     pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
         let (hang, ended) = std::sync::mpsc::channel();
-        // Blocks the only thread of its runtime.
+        // The task blocks the only thread of the worker's runtime.
         self.runtime.as_ref().expect("the worker runs").spawn(async move { ended.recv() });
         hang
     }
@@ -283,7 +284,7 @@ impl Worker {
     pub fn metric(&self, series: &str) -> f64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        line.map_or(0.0, |value| value.parse().expect("a number"))
+        line.map_or(0.0, |value| value.parse().expect("the metric's value is a number"))
     }
 }
 
@@ -297,7 +298,7 @@ impl Drop for Worker {
 
 pub async fn channel(address: &str) -> Channel {
     let connecting = async {
-        let endpoint = endpoint(address).expect("host:port");
+        let endpoint = endpoint(address).expect("the address has a host and a port");
         loop {
             if let Ok(channel) = endpoint.connect().await {
                 return channel;

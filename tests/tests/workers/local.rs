@@ -74,7 +74,8 @@ async fn preempted_prompt_is_reported_and_counted_once() {
 #[tokio::test]
 async fn stop_token_ends_a_sample_and_is_reported_but_not_output() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    let whole = cluster.answer(cluster.local(prompt(1, 50), 12)).await.tokens.remove(&0).expect("a sample");
+    let whole =
+        cluster.answer(cluster.local(prompt(1, 50), 12)).await.tokens.remove(&0).expect("the answer has the tokens of sample 0");
     let stop = whole[5];
     let first = whole.iter().position(|token| *token == stop).expect("the token is generated");
     let mut request = cluster.local(prompt(1, 50), 12);
@@ -105,12 +106,13 @@ async fn worker_that_reports_no_cached_tokens_leaves_the_field_unset() {
     let cluster = Cluster::start(silent.clone(), silent).await;
     for request in [cluster.local(prompt(1, 100), 4), cluster.remote(prompt(2, 100), 4)] {
         for _ in 0..2 {
-            let scheduled = cluster.answer(request.clone()).await.scheduled.expect("Scheduled is sent without the count");
+            let scheduled =
+                cluster.answer(request.clone()).await.scheduled.expect("Scheduled is sent even without cached tokens");
             assert_eq!((scheduled.cached_tokens, scheduled.cached_tokens_by_tier.len()), (None, 0));
         }
     }
     let series = r#"tandem_worker_cached_tokens_total{worker="prefill-0",tier="device"}"#;
-    assert_eq!(cluster.prefill.metric(series), 96.0, "the worker's own counter includes them");
+    assert_eq!(cluster.prefill.metric(series), 96.0, "the worker's metric counts cached tokens");
 }
 
 #[tokio::test]
@@ -126,7 +128,7 @@ async fn worker_without_prefix_caching_reports_zero_cached_tokens() {
 }
 
 #[tokio::test]
-async fn slow_client_does_not_delay_others() {
+async fn slow_client_does_not_delay_other_clients() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = cluster.local(prompt(1, 100), 20_000);
     unread.samples = 2;
@@ -139,7 +141,7 @@ async fn slow_client_does_not_delay_others() {
 }
 
 #[tokio::test]
-async fn many_slow_clients_do_not_delay_others_on_their_connection() {
+async fn many_slow_clients_do_not_delay_other_clients_on_the_same_connection() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let mut unread = Vec::new();
     for number in 0..15 {
@@ -187,8 +189,8 @@ async fn workers_report_their_description_and_cache_contents() {
         let mut control = control.clone();
         async move { control.watch(request).await }
     };
-    assert_eq!(watch("another").await.expect_err("another instance").code(), Code::FailedPrecondition);
-    let mut replies = watch(&info.instance_id).await.expect("this instance").into_inner();
+    assert_eq!(watch("another").await.expect_err("the watch of another instance is refused").code(), Code::FailedPrecondition);
+    let mut replies = watch(&info.instance_id).await.expect("the watch of this instance is accepted").into_inner();
     let mut assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
     let mut next = async || {
         let reply =
@@ -197,7 +199,7 @@ async fn workers_report_their_description_and_cache_contents() {
     };
     let snapshot = loop {
         let watch_reply::Message::Snapshot(chunk) = next().await else { panic!("the first messages must be the snapshot") };
-        if let Some(snapshot) = assembly.push(chunk).expect("a snapshot") {
+        if let Some(snapshot) = assembly.push(chunk).expect("the assembly accepts the chunk") {
             break snapshot;
         }
     };
@@ -209,9 +211,9 @@ async fn workers_report_their_description_and_cache_contents() {
     let (mut stored, mut included_request_ids, mut last) = (Vec::new(), Vec::new(), snapshot.at_event_id);
     while stored.len() < 2 || included_request_ids.is_empty() {
         let watch_reply::Message::Batch(batch) = next().await else { panic!("expected a batch") };
-        let batch = KvBatch::try_from(batch).expect("a batch");
+        let batch = KvBatch::try_from(batch).expect("the batch is valid");
         for event in &batch.events {
-            assert_eq!(event.event_id, last + 1, "no gaps");
+            assert_eq!(event.event_id, last + 1, "event ids have no gaps");
             last = event.event_id;
             let tandem_kv::Change::Stored(chain) = &event.change else { panic!("expected a stored chain") };
             stored.extend(chain.sequence_hashes.clone());

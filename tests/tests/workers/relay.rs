@@ -26,7 +26,7 @@ struct RelayService {
     forwarding: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// A ticket that the relay holds back. It forwards the ticket when this value is dropped.
+/// A ticket that the relay holds back. The relay forwards the ticket when this value is dropped.
 pub struct HeldTicket {
     pub ticket: v1::Ticket,
     _hold: oneshot::Sender<()>,
@@ -68,7 +68,7 @@ impl HeldTicket {
         self.ticket.ticket.as_slice().try_into().expect("a ticket has 16 bytes")
     }
 
-    /// Writes these bytes as the block. Returns when they are in the decode worker's memory.
+    /// Writes these bytes as the block `index`. Returns when they are in the decode worker's memory.
     pub async fn write(&self, index: u32, payload: Vec<u8>) -> Result<(), Status> {
         write(&self.ticket.address, self.secret(), &[index], payload).await
     }
@@ -95,7 +95,7 @@ impl Prefill for RelayService {
     async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
         let (held_tickets, mut messages) = (self.held_tickets.clone(), request.into_inner());
         let (passed, requests) = mpsc::channel(1);
-        self.forwarding.lock().expect("no holder panics").spawn(async move {
+        self.forwarding.lock().expect("no test panics with the lock").spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
                 if let Some(Message::Ticket(ticket)) = &message.message {
                     let (hold, released) = oneshot::channel();

@@ -46,7 +46,7 @@ async fn blocks_cached_on_decode_are_not_transferred() {
     let cold = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!((cold.kv_transfer_bytes(), cold.prefilled_tokens()), (7 * BLOCK_BYTES, 99));
     let warm = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
-    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the incomplete block");
+    assert_eq!(warm.kv_transfer_bytes(), BLOCK_BYTES, "only the incomplete block is transferred");
     assert_eq!(warm.tokens, cold.tokens);
     let longer: Vec<u32> = prompt(1, 64).into_iter().chain(prompt(9, 65)).collect();
     let longer = cluster.answer(cluster.remote(longer, 4)).await;
@@ -58,7 +58,7 @@ async fn blocks_cached_on_decode_are_not_transferred() {
 }
 
 #[tokio::test]
-async fn concurrent_requests_get_the_same_answers_as_alone() {
+async fn concurrent_requests_get_the_same_answers_as_single_requests() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let requests = (0..24).map(|number| cluster.answer(cluster.remote(prompt(number, 40 + number * 13), 16)));

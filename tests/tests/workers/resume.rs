@@ -36,9 +36,9 @@ impl Cluster {
         }
         let (services, addresses) = (Services::default(), prefills.iter().chain(&decodes).map(|worker| worker.address.clone()));
         let settings = RouterSettings { workers: addresses.collect(), prefill, ..Default::default() };
-        let router = services.router(settings).await.expect("a free port").to_string();
+        let router = services.router(settings).await.expect("a port is free").to_string();
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
-        let frontend = services.frontend(settings).await.expect("a free port");
+        let frontend = services.frontend(settings).await.expect("a port is free");
         let cluster = Self { prefills, decodes, frontend, router, services };
         cluster.wait_for_members(4).await;
         cluster.services.ready(4, &cluster.client()).await.expect("the frontend is ready in time");
@@ -202,7 +202,7 @@ async fn hung_engine_is_avoided_and_used_again_after_recovery() {
         };
         let answers = tokio::time::timeout(TIMEOUT, answers).await.expect("requests fail over");
         assert!(answers == expected, "{}: an answer differs", hung.info.worker_id);
-        assert!(cluster.answers(cluster.send_all(&requests)).await == expected, "requests succeed while it hangs");
+        assert!(cluster.answers(cluster.send_all(&requests)).await == expected, "requests succeed while the engine hangs");
         hung.gate.open();
         cluster.wait_for_members(4).await;
         hung.idle().await;

@@ -14,13 +14,14 @@ use crate::{
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::{CommunicatorEnd, KvCommunicator, KvMemory, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, TransferPath};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, oneshot},
     task::spawn_blocking,
 };
 
-/// The longest time from this end's joining until the prefill worker opens the control stream.
+/// The longest time from the moment at which this end has joined until the prefill worker opens the control stream.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
 /// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator
@@ -84,7 +85,8 @@ impl NcclReceiver {
         (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
+    /// Adds an entry for a peer. Returns `None` if the peer has an entry, or if there are too many peers or communicators that are being
+    /// joined.
     fn enter(&self, peer: &str) -> Option<Joining> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
@@ -150,7 +152,8 @@ impl ReceivePath for NcclReceiver {
                 Decision::Prepares(Box::new(joining))
             }
             Err(error) => {
-                tracing::warn!(%error, peer, "no NCCL communicator; KV continues over TCP");
+                let error = error_chain(&error);
+                tracing::warn!(error, peer, "cannot create an NCCL communicator; this peer's KV continues over TCP");
                 Decision::Unavailable
             }
         }
@@ -179,7 +182,7 @@ impl Joining {
         let Inner { memory, lifetime, peers, .. } = &*receiver.0;
         let memory = Arc::clone(memory);
         let joining = spawn_blocking(move || {
-            // The thread may run longer than the task that waits for it.
+            // The permit is held by the thread, which may run longer than the task that waits for it.
             let _permit = permit;
             memory.join(&id, CommunicatorEnd::Receiver)
         });
@@ -189,7 +192,10 @@ impl Joining {
         };
         match communicator {
             Ok(communicator) => connection.communicator = Some(communicator),
-            Err(error) => return tracing::warn!(%error, peer, "NCCL communicator not joined; KV continues over TCP"),
+            Err(error) => {
+                let error = error_chain(&error);
+                return tracing::warn!(error, peer, "cannot join the NCCL communicator; this peer's KV continues over TCP");
+            }
         }
         let id = connection.communicator_id.clone();
         if joined.send(connection).is_err() {
@@ -211,7 +217,7 @@ impl Joining {
 
 impl Connection {
     /// Receives the sender's next batch; returns whether its blocks were written. A batch that the ticket does not allow is received and
-    /// discarded. `None`: the communicator is broken.
+    /// discarded. Returns `None` if the communicator is broken.
     pub(crate) async fn receive(&self, ticket: Ticket, block_indices: Vec<u32>) -> Option<bool> {
         let Inner { destination, backoff, lifetime, .. } = &*self.receiver.0;
         let (communicator, count) = (self.communicator.clone()?, block_indices.len());
@@ -226,7 +232,10 @@ impl Connection {
         let received = run_to_end(&lifetime.shutdown, receiving).await?;
         match &received {
             Ok(_) => backoff.succeed(&self.peer),
-            Err(error) => tracing::warn!(%error, peer = self.peer, "NCCL communicator failed"),
+            Err(error) => {
+                let error = error_chain(error);
+                tracing::warn!(error, peer = self.peer, "cannot receive KV blocks over the NCCL communicator");
+            }
         }
         received.ok()
     }

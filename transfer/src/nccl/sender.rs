@@ -5,6 +5,7 @@ use crate::{Lifetime, Progress, Refused, SendPath, TransferError, backoff::PEERS
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
 use tandem_kv::{BlockAccess, BlockId, CommunicatorEnd, KvCommunicator, KvMemory, ReadyBlock, Ticket};
+use tandem_node::retry::error_chain;
 use tandem_proto::{
     channel::Channels,
     v1::{NcclControlReply, NcclControlRequest, transfer_client::TransferClient},
@@ -16,7 +17,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Blocks that one transfer sends together.
+/// Blocks that one call of `send` sends together.
 struct Batch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
@@ -56,7 +57,7 @@ impl SendPath for NcclPath {
     }
 
     async fn finish(self: Box<Self>) -> Result<(), TransferError> {
-        // `send` returns when a batch is written.
+        // Each call of `send` has waited until its batch was written, so nothing is left to wait for.
         Ok(())
     }
 }
@@ -87,25 +88,29 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns a path over this communicator, if it is open.
+    /// Returns a path over this communicator; `None` if the communicator is not open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
         Some(NcclPath { ticket, batches: peer.batches.clone()? })
     }
 
-    /// Joins a communicator and sends its batches, in a new task. Called only for a communicator that was named by a ticket under which
-    /// blocks were written at `address`: joining connects to an address within the id, and occupies a thread until the other end has
-    /// joined, too.
+    /// Joins a communicator and sends its batches, in a new task. Must be called only for a communicator that was named by a ticket under
+    /// which blocks were written at `address`: joining connects to an address that the communicator's id contains, and occupies a thread
+    /// until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
         let permit = Arc::clone(&self.0.joins).try_acquire_owned();
         let (Ok(permit), Some(mut connection)) = (permit, self.enter(&address, &communicator_id)) else {
-            return tracing::debug!(decode = address, "no NCCL communicator is joined now; KV continues over TCP");
+            return tracing::debug!(
+                decode = address,
+                "not joining an NCCL communicator: one exists for this decode worker, or too many are open or being joined; \
+                 KV continues over TCP"
+            );
         };
         let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
         self.0.lifetime.shutdown.spawn(async move {
             let joining = spawn_blocking(move || {
-                // The thread may run longer than the task that waits for it.
+                // The permit is held by the thread, which may run longer than the task that waits for it.
                 let _permit = permit;
                 memory.join(&id, CommunicatorEnd::Sender)
             });
@@ -119,12 +124,15 @@ impl NcclSender {
                     let reason = connection.serve(communicator_id).await;
                     tracing::info!(reason, decode = address, "NCCL communicator closed");
                 }
-                Err(error) => tracing::warn!(%error, decode = address, "NCCL communicator not joined; KV continues over TCP"),
+                Err(error) => {
+                    let error = error_chain(&error);
+                    tracing::warn!(error, decode = address, "cannot join the NCCL communicator; KV continues over TCP");
+                }
             }
         });
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has a communicator or if there are too many peers.
+    /// Adds an entry for a peer. Returns `None` if the peer has an entry, or if there are too many peers.
     fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {
@@ -171,10 +179,12 @@ impl Connection {
         loop {
             let batch = tokio::select! {
                 batch = queue.recv() => batch,
-                reply = reply(&mut replies) => return reply.err().unwrap_or_else(|| "a reply without a request".to_owned()),
+                reply = reply(&mut replies) => {
+                    return reply.err().unwrap_or_else(|| "the decode worker sent a reply without a request".to_owned());
+                }
                 () = sender.0.lifetime.drained.clone() => return "this worker has drained".to_owned(),
             };
-            let Some(Batch { ticket, blocks, written }) = batch else { return "it is not in use".to_owned() };
+            let Some(Batch { ticket, blocks, written }) = batch else { return "the communicator is no longer in use".to_owned() };
             if written.is_closed() {
                 continue;
             }
@@ -191,7 +201,7 @@ impl Connection {
             let (sent, reply) = tokio::join!(sending, reply(&mut replies));
             match (sent.expect("sending does not panic"), reply) {
                 (Ok(()), Ok(reply)) => drop(written.send(reply.written)),
-                (Err(error), _) => return error.to_string(),
+                (Err(error), _) => return error_chain(&error),
                 (_, Err(reason)) => return reason,
             }
         }

@@ -47,26 +47,26 @@ impl Device {
             next: AtomicU32::new(0),
             breaks: AtomicBool::new(false),
         });
-        DEVICES.lock().expect("not poisoned").insert(number, Arc::downgrade(&inner));
+        DEVICES.lock().expect("no test panics with the lock").insert(number, Arc::downgrade(&inner));
         Self(inner)
     }
 
     /// Returns a block with this content.
     pub fn store(&self, content: Bytes) -> BlockId {
         let block = BlockId(self.0.next.fetch_add(1, Relaxed));
-        self.0.blocks.lock().expect("not poisoned").insert(block, content);
+        self.0.blocks.lock().expect("no test panics with the lock").insert(block, content);
         block
     }
 
     /// Returns an empty block for this many bytes.
     pub fn reserve(&self, bytes: usize) -> BlockId {
         let block = self.store(Bytes::new());
-        self.0.sizes.lock().expect("not poisoned").insert(block, bytes);
+        self.0.sizes.lock().expect("no test panics with the lock").insert(block, bytes);
         block
     }
 
     pub fn read(&self, block: BlockId) -> Bytes {
-        self.0.blocks.lock().expect("not poisoned")[&block].clone()
+        self.0.blocks.lock().expect("no test panics with the lock")[&block].clone()
     }
 
     pub fn break_next(&self) {
@@ -74,23 +74,28 @@ impl Device {
     }
 
     fn write(&self, block: BlockId, content: Bytes) -> Result<(), DeviceTransferError> {
-        if self.0.sizes.lock().expect("not poisoned")[&block] != content.len() {
-            return Err(DeviceTransferError::Unreachable("its blocks have another size".to_owned()));
+        if self.0.sizes.lock().expect("no test panics with the lock")[&block] != content.len() {
+            return Err(DeviceTransferError::Unreachable("the blocks have another size".to_owned()));
         }
-        self.0.blocks.lock().expect("not poisoned").insert(block, content);
+        self.0.blocks.lock().expect("no test panics with the lock").insert(block, content);
         Ok(())
     }
 }
 
 impl KvMemory for Device {
     fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError> {
-        let unreachable = || DeviceTransferError::Unreachable("it does not share its memory".to_owned());
+        let unreachable = || DeviceTransferError::Unreachable("the device does not share its memory".to_owned());
         self.0.shares_memory.then(|| self.0.number.to_le_bytes().to_vec()).ok_or_else(unreachable)
     }
 
     fn open_peer(&self, ipc_handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
-        let number = u64::from_le_bytes(ipc_handle.try_into().expect("a handle of these devices"));
-        let source = DEVICES.lock().expect("not poisoned").get(&number).and_then(Weak::upgrade).expect("it exists");
+        let number = u64::from_le_bytes(ipc_handle.try_into().expect("the handle belongs to these devices"));
+        let source = DEVICES
+            .lock()
+            .expect("no test panics with the lock")
+            .get(&number)
+            .and_then(Weak::upgrade)
+            .expect("the device exists");
         Ok(Arc::new(Opened { source: Device(source), destination: self.clone() }))
     }
 
@@ -105,9 +110,9 @@ impl KvMemory for Device {
     fn join(&self, id: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError> {
         type Ends = (Option<mpsc::Sender<Vec<Bytes>>>, Option<mpsc::Receiver<Vec<Bytes>>>);
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
-        let mut ends = ENDS.lock().expect("not poisoned");
+        let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(id.to_vec()).or_insert_with(|| {
-            // The sender does not wait for the receiver; NCCL does not either while its buffers have capacity.
+            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });
@@ -143,7 +148,7 @@ enum End {
 impl KvCommunicator for Communicator {
     fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError> {
         let End::Sender(sender) = &self.end else { panic!("this end receives") };
-        let mut sender = sender.lock().expect("not poisoned");
+        let mut sender = sender.lock().expect("no test panics with the lock");
         if self.device.0.breaks.swap(false, Relaxed) {
             *sender = None;
         }
@@ -153,9 +158,9 @@ impl KvCommunicator for Communicator {
 
     fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError> {
         let End::Receiver(receiver) = &self.end else { panic!("this end sends") };
-        let receiver = receiver.lock().expect("not poisoned");
+        let receiver = receiver.lock().expect("no test panics with the lock");
         let contents = receiver.recv_timeout(Duration::from_secs(30)).map_err(|_| broken())?;
-        assert_eq!(contents.len(), blocks.len(), "both ends move as many");
+        assert_eq!(contents.len(), blocks.len(), "both ends transfer the same number of blocks");
         blocks.iter().zip(contents).try_for_each(|(block, content)| match block {
             Some(block) => self.device.write(*block, content),
             None => Ok(()),

@@ -34,32 +34,32 @@ pub async fn late_write_is_refused_and_changes_no_block_of_another_ticket(rig: R
         begun = rig.memory.0.begun.acquire() => begun,
         _ = &mut late => panic!("nothing has been written"),
     };
-    begun.expect("open").forget();
+    begun.expect("the semaphore is open").forget();
     // The ticket is revoked while the block is being written, and its memory is reserved for another ticket.
     assert!(rig.memory.revoke(TICKET).is_empty());
     rig.memory.issue(TICKET + 1, 0..4);
     rig.memory.release(8);
     assert!(matches!(late.await, Err(TransferError::Refused(_))));
-    rig.send(TICKET + 1, 1, block(1)).await.expect("the next transfer is not harmed");
+    rig.send(TICKET + 1, 1, block(1)).await.expect("the next transfer succeeds");
     let written = rig.memory.revoke(TICKET + 1);
-    assert!(written.len() == 1 && written[&1] == block(1), "nothing of the late write is there");
+    assert!(written.len() == 1 && written[&1] == block(1), "the late write changed no block");
 }
 
 pub async fn spent_ticket_is_refused(rig: Rig) {
     rig.memory.issue(TICKET, 0..2);
     for index in 0..2 {
-        rig.send(TICKET, index, block(index)).await.expect("it is missing");
+        rig.send(TICKET, index, block(index)).await.expect("the receiver still needs the block");
     }
     for index in 0..3 {
         assert!(matches!(rig.send(TICKET, index, block(9)).await, Err(TransferError::Refused(_))));
     }
     let written = rig.memory.revoke(TICKET);
     assert!(written.len() == 2 && written.iter().all(|(index, payload)| *payload == block(*index)));
-    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket");
+    assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Refused(_))), "a revoked ticket is refused");
 }
 
-/// For each number of polls, drops a transfer of three blocks after as many polls.
-pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig) {
+/// Drops a transfer of three blocks before its first poll, the next transfer after one poll, and so on, until a transfer finishes.
+pub async fn transfer_dropped_at_any_poll_has_written_only_complete_blocks(rig: Rig) {
     let mut polls = 0;
     for ticket in 1.. {
         rig.memory.issue_for(SMALL, ticket, 0..3);
@@ -81,11 +81,11 @@ pub async fn transfer_dropped_at_any_poll_has_written_whole_blocks_only(rig: Rig
         .await;
         drop(transfer);
         let written = rig.memory.revoke(ticket);
-        assert!(written.iter().all(|(index, payload)| *payload == content(ticket, *index)), "each block is whole");
+        assert!(written.iter().all(|(index, payload)| *payload == content(ticket, *index)), "each block is complete");
         match whole {
             None => polls += 1,
             Some(result) => {
-                result.expect("it was not interrupted");
+                result.expect("the transfer succeeds");
                 assert_eq!(written.len(), 3);
                 return;
             }
@@ -199,7 +199,7 @@ pub async fn written_blocks_are_correct_in_a_thousand_interleavings(rig: Rig) {
         }
         for (ticket, blocks) in &written {
             for (index, payload) in blocks {
-                assert!(*payload == content(*ticket, *index), "seed {seed}: block {index} of {ticket} is not its own");
+                assert!(*payload == content(*ticket, *index), "seed {seed}: block {index} of {ticket} has other bytes");
             }
         }
         for (sender, end) in senders.iter().zip(ends) {
@@ -232,7 +232,7 @@ impl Transfer for Losing {
     type NcclControlStream = futures::stream::Empty<Result<NcclControlReply, Status>>;
 
     async fn nccl_control(&self, _: Request<Streaming<NcclControlRequest>>) -> Result<Response<Self::NcclControlStream>, Status> {
-        Err(Status::unimplemented("it has no communicators"))
+        Err(Status::unimplemented("the fake receiver has no communicators"))
     }
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {
@@ -247,21 +247,21 @@ impl Transfer for Losing {
 #[tokio::test]
 async fn transfer_fails_if_the_receiver_reports_fewer_blocks_than_sent() {
     let rig = host().await;
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-    let address = listener.local_addr().expect("bound").to_string();
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let address = listener.local_addr().expect("the listener is bound").to_string();
     let serving = channel::server().add_service(TransferServer::new(Losing)).serve_with_incoming(channel::incoming(listener));
     let pushing = async {
         let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
         let mut push = rig.sending(Ticket { address, ..ticket });
         for index in 0..3 {
-            push.send(index, block(index)).await.expect("it is received");
+            push.send(index, block(index)).await.expect("the receiver accepts the block");
         }
         push.finish().await
     };
     tokio::select! {
-        served = serving => panic!("it ends: {served:?}"),
+        served = serving => panic!("the receiver ended: {served:?}"),
         ended = tokio::time::timeout(SOON, pushing) => {
-            assert!(matches!(ended.expect("it ends"), Err(TransferError::Closed(_))), "two of three are not all");
+            assert!(matches!(ended.expect("the push ends in time"), Err(TransferError::Closed(_))), "the receiver wrote only two blocks");
         }
     }
 }
@@ -286,8 +286,8 @@ async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
 async fn silent_connection_fails_the_transfer_within_the_keep_alive_limit() {
     let rig = host().await;
     rig.memory.issue(TICKET, 0..20);
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-    let address = listener.local_addr().expect("bound").to_string();
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let address = listener.local_addr().expect("the listener is bound").to_string();
     let pushing = async {
         let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
         let mut push = rig.sending(Ticket { address, ..ticket });
@@ -300,10 +300,10 @@ async fn silent_connection_fails_the_transfer_within_the_keep_alive_limit() {
     tokio::select! {
         () = cable(listener, &rig.address, 3 << 20) => {}
         ended = tokio::time::timeout(limit, pushing) => {
-            assert!(matches!(ended.expect("within the limit"), Err(TransferError::Closed(_))));
+            assert!(matches!(ended.expect("the push ends within the limit"), Err(TransferError::Closed(_))));
         }
     }
     let written = rig.memory.revoke(TICKET);
     assert!(!written.is_empty() && written.len() < 20);
-    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is whole");
+    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }

@@ -17,13 +17,13 @@ async fn all_blocks_are_written_bit_equal_in_any_order(rig: Rig) {
         rig.memory.issue(ticket, order.map(|index| index * 3));
         let mut push = rig.open(ticket).await;
         for index in order {
-            push.send(index * 3, block(index)).await.expect("it is missing");
+            push.send(index * 3, block(index)).await.expect("the receiver still needs the block");
         }
-        push.finish().await.expect("all are missing");
+        push.finish().await.expect("the receiver still needs all blocks");
         let written = rig.memory.revoke(ticket);
         assert_eq!(written.len(), order.len());
         for index in order {
-            assert!(written[&(index * 3)] == block(index), "block {index} is another");
+            assert!(written[&(index * 3)] == block(index), "block {index} has other bytes");
         }
     }
 }
@@ -32,17 +32,17 @@ async fn two_transfers_with_one_ticket_write_their_own_blocks(rig: Rig) {
     rig.memory.issue(TICKET, 0..8);
     let (mut even, mut odd) = (rig.open(TICKET).await, rig.open(TICKET).await);
     for index in (0..8).step_by(2) {
-        even.send(index, block(index)).await.expect("it is missing");
-        odd.send(index + 1, block(index + 1)).await.expect("it is missing");
+        even.send(index, block(index)).await.expect("the receiver still needs the block");
+        odd.send(index + 1, block(index + 1)).await.expect("the receiver still needs the block");
     }
-    even.finish().await.expect("all are missing");
-    odd.finish().await.expect("all are missing");
+    even.finish().await.expect("the receiver still needs all blocks");
+    odd.finish().await.expect("the receiver still needs all blocks");
     assert!(rig.memory.revoke(TICKET).iter().all(|(index, payload)| *payload == block(*index)));
 }
 
 async fn transfer_without_blocks_succeeds(rig: Rig) {
     rig.memory.issue(TICKET, []);
-    rig.open(TICKET).await.finish().await.expect("nothing can be refused");
+    rig.open(TICKET).await.finish().await.expect("an empty transfer cannot be refused");
 }
 
 async fn unknown_ticket_is_refused(rig: Rig) {
@@ -63,17 +63,17 @@ async fn block_that_is_not_missing_is_refused(rig: Rig) {
 
 async fn block_sent_twice_is_refused(rig: Rig) {
     rig.memory.issue(TICKET, 0..2);
-    rig.send(TICKET, 0, block(0)).await.expect("it is missing");
+    rig.send(TICKET, 0, block(0)).await.expect("the receiver still needs the block");
     assert!(matches!(rig.send(TICKET, 0, block(1)).await, Err(TransferError::Refused(_))));
     let mut push = rig.open(TICKET).await;
-    push.send(1, block(1)).await.expect("it is missing");
+    push.send(1, block(1)).await.expect("the receiver still needs the block");
     let second = async {
         push.send(1, block(1)).await?;
         push.finish().await
     };
     assert!(matches!(second.await, Err(TransferError::Refused(_))));
     let written = rig.memory.revoke(TICKET);
-    assert!(written[&0] == block(0) && written[&1] == block(1), "the first write stands");
+    assert!(written[&0] == block(0) && written[&1] == block(1), "the second write changed no block");
 }
 
 async fn block_of_another_size_is_refused(rig: Rig) {
@@ -91,7 +91,7 @@ async fn refused_block_ends_the_transfer(rig: Rig) {
     rig.memory.issue(TICKET, 0..3);
     let mut push = rig.open(TICKET).await;
     for index in 0..3 {
-        push.send(index, block(index)).await.expect("it is missing");
+        push.send(index, block(index)).await.expect("the receiver still needs the block");
     }
     // These blocks are not missing; the refusal arrives while more blocks are sent.
     let sending = async {
@@ -100,7 +100,7 @@ async fn refused_block_ends_the_transfer(rig: Rig) {
         }
         push.finish().await
     };
-    let error = sending.await.expect_err("they are refused");
+    let error = sending.await.expect_err("the blocks are refused");
     assert!(matches!(error, TransferError::Refused(_)), "{error:?}");
     assert_eq!(rig.memory.revoke(TICKET).len(), 3);
 }
@@ -118,8 +118,8 @@ async fn unreachable_receiver_is_reported(rig: Rig) {
 async fn receiver_that_disconnects_is_reported(rig: Rig) {
     rig.memory.issue(TICKET, 0..100);
     let mut push = rig.open(TICKET).await;
-    push.send(0, block(0)).await.expect("it is missing");
-    push.send(1, block(1)).await.expect("it is missing");
+    push.send(0, block(0)).await.expect("the receiver still needs the block");
+    push.send(1, block(1)).await.expect("the receiver still needs the block");
     rig.disconnect();
     let sending = async {
         for index in 2..100 {
@@ -129,21 +129,21 @@ async fn receiver_that_disconnects_is_reported(rig: Rig) {
     };
     assert!(matches!(sending.await, Err(TransferError::Closed(_))));
     let written = rig.memory.revoke(TICKET);
-    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is whole");
+    assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }
 
-async fn dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
+async fn dropped_transfer_has_written_only_complete_blocks_and_its_ticket_can_be_revoked(rig: Rig) {
     rig.memory.issue(TICKET, 0..10);
     let mut push = rig.open(TICKET).await;
     for index in 0..5 {
-        push.send(index, block(index)).await.expect("it is missing");
+        push.send(index, block(index)).await.expect("the receiver still needs the block");
     }
     drop(push);
     let written = rig.memory.revoke(TICKET);
     assert!(written.len() <= 5 && written.iter().all(|(index, payload)| *payload == block(*index)));
     assert!(matches!(rig.send(TICKET, 9, block(9)).await, Err(TransferError::Refused(_))), "the ticket was revoked");
     rig.memory.issue(TICKET + 1, 0..1);
-    rig.send(TICKET + 1, 0, block(0)).await.expect("the next transfer is not harmed");
+    rig.send(TICKET + 1, 0, block(0)).await.expect("the next transfer succeeds");
 }
 
 async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
@@ -153,15 +153,15 @@ async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
     let mut push = rig.open(TICKET).await;
     let mut sent = 0;
     while let Ok(result) = tokio::time::timeout(PENDING, push.send(sent, block(sent))).await {
-        result.expect("it is missing");
+        result.expect("the receiver still needs the block");
         sent += 1;
         assert!(sent < BLOCKS, "all blocks were accepted although none was written");
     }
-    rig.memory.release(usize::try_from(BLOCKS).expect("small"));
+    rig.memory.release(usize::try_from(BLOCKS).expect("the number of blocks is small"));
     for index in sent..BLOCKS {
-        push.send(index, block(index)).await.expect("it is missing");
+        push.send(index, block(index)).await.expect("the receiver still needs the block");
     }
-    push.finish().await.expect("all are missing");
+    push.finish().await.expect("the receiver still needs all blocks");
     let written = rig.memory.revoke(TICKET);
     assert_eq!(written.len(), 128);
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)));
@@ -169,7 +169,7 @@ async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
 
 async fn several_blocks_are_being_written_at_a_time(rig: Rig) {
     if rig.path == TransferPath::Nccl {
-        // A communicator moves one batch at a time.
+        // This test does not apply: a communicator moves one batch at a time.
         return;
     }
     rig.memory.issue(TICKET, 0..8);
@@ -183,12 +183,12 @@ async fn several_blocks_are_being_written_at_a_time(rig: Rig) {
         push.finish().await
     };
     let writing = async {
-        let all = rig.memory.0.begun.acquire_many(8).await.expect("open");
+        let all = rig.memory.0.begun.acquire_many(8).await.expect("the semaphore is open");
         rig.memory.release(8);
         drop(all);
     };
     let (sent, ()) = tokio::join!(sending, writing);
-    sent.expect("all are missing");
+    sent.expect("the receiver still needs all blocks");
     assert_eq!(rig.memory.revoke(TICKET).len(), 8);
 }
 
@@ -206,7 +206,7 @@ async fn finish_waits_until_the_last_block_is_written(rig: Rig) {
     let mut transfer = transfer.boxed();
     assert!(tokio::time::timeout(PENDING, &mut transfer).await.is_err(), "one block is not written");
     rig.memory.release(1);
-    transfer.await.expect("both are missing");
+    transfer.await.expect("the receiver still needs both blocks");
     assert_eq!(rig.memory.revoke(TICKET).len(), 2);
 }
 
@@ -219,11 +219,11 @@ async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig)
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path has begun writes, too: their permits are discarded.
+    // The preparation of the path has begun writes, too. The permits of those writes are discarded.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
-        ended = &mut waiting => panic!("nothing is wrong: {ended:?}"),
-        begun = rig.memory.0.begun.acquire() => begun.expect("open").forget(),
+        ended = &mut waiting => panic!("the transfer ended before the disconnection: {ended:?}"),
+        begun = rig.memory.0.begun.acquire() => begun.expect("the semaphore is open").forget(),
     }
     rig.disconnect();
     assert!(matches!(waiting.await, Err(TransferError::Closed(_))));
@@ -236,7 +236,7 @@ macro_rules! conformance {
                 #[tokio::test]
                 async fn $case() {
                     let test = async { super::$case(super::rig::$path().await).await };
-                    tokio::time::timeout(super::SOON, test).await.expect("it ends");
+                    tokio::time::timeout(super::SOON, test).await.expect("the test ends in time");
                 }
             )*
         }
@@ -257,18 +257,19 @@ conformance!(host, simulated, ipc, nccl; {
     refused_block_ends_the_transfer,
     unreachable_receiver_is_reported,
     receiver_that_disconnects_is_reported,
-    dropped_transfer_has_written_whole_blocks_and_its_ticket_can_be_revoked,
+    dropped_transfer_has_written_only_complete_blocks_and_its_ticket_can_be_revoked,
     several_blocks_are_being_written_at_a_time,
     finish_waits_until_the_last_block_is_written,
     disconnection_is_reported_while_a_sent_block_is_being_written,
     blocks_sent_together_are_written_together_or_not_at_all,
     late_write_is_refused_and_changes_no_block_of_another_ticket,
     spent_ticket_is_refused,
-    transfer_dropped_at_any_poll_has_written_whole_blocks_only,
+    transfer_dropped_at_any_poll_has_written_only_complete_blocks,
     written_blocks_are_correct_in_a_thousand_interleavings,
 });
 
-/// The test does not apply to the other paths: announcing blocks never waits for the receiver, and a communicator's `send` always does.
+/// The test does not apply to CUDA IPC, where announcing blocks never waits for the receiver, nor to NCCL, where a communicator's `send`
+/// always waits.
 #[tokio::test]
 async fn sender_waits_while_the_receiver_does_not_write_on_host_and_simulated_paths() {
     sender_waits_while_the_receiver_does_not_write(host().await).await;
@@ -286,7 +287,7 @@ async fn blocks_sent_together_are_written_together_or_not_at_all(rig: Rig) {
         push.send_all(indices.iter().map(|index| (*index, block(*index))).collect()).await?;
         push.finish().await
     };
-    send(&[2, 0, 1]).await.expect("all are missing");
+    send(&[2, 0, 1]).await.expect("the receiver still needs all blocks");
     assert!(matches!(send(&[3, 1]).await, Err(TransferError::Refused(_))));
     let written = rig.memory.revoke(TICKET);
     assert!(written.len() == 3 && written.iter().all(|(index, payload)| *payload == block(*index)));
@@ -296,7 +297,7 @@ async fn blocks_sent_together_are_written_together_or_not_at_all(rig: Rig) {
 async fn ticket_of_another_length_is_refused() {
     let rig = host().await;
     rig.memory.issue(TICKET, 0..1);
-    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("it listens");
+    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("the receiver accepts connections");
     let whole = named(TICKET).as_bytes().to_vec();
     for ticket in [Vec::new(), whole[8..].to_vec(), [&whole[..], &[0]].concat()] {
         let request = PushRequest { ticket, payload: block(0), ..PushRequest::default() };
@@ -313,7 +314,7 @@ async fn unusable_ticket_is_refused_before_a_connection_is_made() {
     let refused = |ticket| match rig.open_ticket(ticket) {
         Err(TransferError::Ticket(error)) => error,
         Err(error) => panic!("{error}"),
-        Ok(_) => panic!("it was accepted"),
+        Ok(_) => panic!("the ticket must be refused"),
     };
     assert!(matches!(refused(Ticket { address: "no address".to_owned(), ..ticket.clone() }), TicketError::Address(_)));
     assert!(matches!(refused(Ticket { ticket: vec![7; 8], ..ticket.clone() }), TicketError::Length(_)));

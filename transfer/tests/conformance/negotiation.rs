@@ -10,12 +10,16 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     rig.memory.issue(TICKET, 0..1);
     rig.source.break_next();
     assert!(matches!(rig.send(TICKET, 0, block(0)).await, Err(TransferError::Closed(_))));
-    // Tickets name the closed communicator until the receiver has noticed that it is closed.
+    // Tickets name the closed communicator until the receiver has noticed that the communicator is closed.
     let falls_back = async {
         for ticket in TICKET + 1.. {
             let (issued, negotiated) = rig.negotiate("prefill-0", ticket).await;
             if issued.path() == TransferPath::Tcp {
-                assert_eq!((negotiated.label(), issued.communicator.len()), ("tcp", 0), "it is not joined again immediately");
+                assert_eq!(
+                    (negotiated.label(), issued.communicator.len()),
+                    ("tcp", 0),
+                    "the next communicator is not joined immediately"
+                );
                 return;
             }
             tokio::task::yield_now().await;
@@ -23,9 +27,9 @@ async fn broken_communicator_falls_back_to_tcp_and_is_replaced_after_a_backoff()
     };
     tokio::time::timeout(SOON, falls_back).await.expect("the communicator is closed");
     let over_tcp = tokio::time::timeout(SOON, rig.prepare(1 << 51)).await.expect("another communicator is joined");
-    assert!(over_tcp > 0, "prompts use TCP until then");
+    assert!(over_tcp > 0, "prompts use TCP until the next communicator is open");
     rig.memory.issue(TICKET + 1, 0..1);
-    rig.send(TICKET + 1, 0, block(0)).await.expect("it is missing");
+    rig.send(TICKET + 1, 0, block(0)).await.expect("the receiver still needs the block");
 }
 
 #[tokio::test]
@@ -35,13 +39,16 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     for peer in 0..8 {
         joining.push(rig.negotiate(&format!("peer-{peer}"), TICKET + peer).await);
     }
-    assert!(joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp), "blocks are sent over TCP until then");
+    assert!(
+        joining.iter().all(|(ticket, _)| ticket.path() == TransferPath::Tcp),
+        "blocks are sent over TCP while communicators are joined"
+    );
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
     assert_eq!(named, 4, "the other joins are not queued");
-    // A ticket whose blocks were not written releases its place, and the path to its peer is excluded for some time.
+    // A ticket whose blocks were not written releases its place among the joins, and the path to its peer is excluded for some time.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;
-    assert!(again.communicator.is_empty(), "it has just failed");
+    assert!(again.communicator.is_empty(), "the path to peer-0 has just failed");
     let (other, _) = rig.negotiate("peer-7", TICKET).await;
     assert!(!other.communicator.is_empty());
 }
@@ -51,14 +58,14 @@ async fn control_stream_of_an_unknown_or_claimed_communicator_is_refused() {
     let rig = nccl().await;
     let (ticket, _) = rig.negotiate("prefill-0", TICKET).await;
     assert_eq!(ticket.path(), TransferPath::Nccl);
-    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("it listens");
+    let mut client = TransferClient::connect(format!("http://{}", rig.address)).await.expect("the receiver accepts connections");
     for communicator in [ticket.communicator, vec![7; 128], Vec::new()] {
         let first = NcclControlRequest { communicator, ..NcclControlRequest::default() };
-        let refused = client.nccl_control(tokio_stream::iter([first])).await.expect_err("it is refused");
+        let refused = client.nccl_control(tokio_stream::iter([first])).await.expect_err("the NCCL message is refused");
         assert_eq!(refused.code(), tonic::Code::NotFound);
     }
     rig.memory.issue(TICKET, 0..1);
-    rig.send(TICKET, 0, block(0)).await.expect("the open communicator is not harmed");
+    rig.send(TICKET, 0, block(0)).await.expect("the open communicator still works");
 }
 
 #[tokio::test]

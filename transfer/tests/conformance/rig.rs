@@ -21,9 +21,9 @@ use tokio::sync::Semaphore;
 
 pub const TICKET: u64 = 0xdead_beef_0000_0007;
 pub const BLOCK_BYTES: usize = 256 << 10;
-/// A time in which an operation ends unless it is blocked.
+/// The time for which a test waits before it concludes that an operation is blocked.
 pub const PENDING: Duration = Duration::from_millis(300);
-/// A time in which every operation ends on the slowest machine.
+/// The time limit of every operation that must end, sufficient on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
 /// The prefill worker's instance.
 const PEER: &str = "prefill-0";
@@ -67,12 +67,13 @@ impl Memory {
 
     pub fn issue_for(&self, block_bytes: usize, ticket: u64, missing: impl IntoIterator<Item = u32>) {
         let blocks = missing.into_iter().map(|index| (index, Block::Missing)).collect();
-        self.0.tickets.lock().expect("not poisoned").insert(named(ticket), Issued { block_bytes, blocks });
+        self.0.tickets.lock().expect("no test panics with the lock").insert(named(ticket), Issued { block_bytes, blocks });
     }
 
     /// Revokes the ticket; returns the blocks that were written.
     pub fn revoke(&self, ticket: u64) -> BTreeMap<u32, Bytes> {
-        let issued = self.0.tickets.lock().expect("not poisoned").remove(&named(ticket)).expect("it was issued");
+        let issued =
+            self.0.tickets.lock().expect("no test panics with the lock").remove(&named(ticket)).expect("the ticket was issued");
         let written = issued.blocks.into_iter().filter_map(|(index, block)| match block {
             Block::Written(content) => Some((index, content)),
             Block::Missing | Block::Writing => None,
@@ -80,7 +81,7 @@ impl Memory {
         written.collect()
     }
 
-    /// Makes later writes wait for [`Memory::release`].
+    /// Makes every later write wait for a call of [`Memory::release`].
     pub fn hold(&self) {
         self.0.allowed.forget_permits(usize::MAX);
     }
@@ -91,7 +92,7 @@ impl Memory {
 
     async fn pass(&self, yields: u8) {
         self.0.begun.add_permits(1);
-        self.0.allowed.acquire().await.expect("open").forget();
+        self.0.allowed.acquire().await.expect("the semaphore is open").forget();
         // Some writes take longer than others.
         for _ in 0..yields % 4 {
             tokio::task::yield_now().await;
@@ -103,7 +104,7 @@ impl Memory {
 impl Destination for Memory {
     async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused> {
         self.pass(content.first().copied().unwrap_or_default()).await;
-        let mut tickets = self.0.tickets.lock().expect("not poisoned");
+        let mut tickets = self.0.tickets.lock().expect("no test panics with the lock");
         let Issued { block_bytes, blocks } = tickets.get_mut(&ticket).ok_or(Refused)?;
         let block = blocks.get_mut(&index).filter(|block| **block == Block::Missing).ok_or(Refused)?;
         if content.len() != *block_bytes {
@@ -115,7 +116,7 @@ impl Destination for Memory {
 
     async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused> {
         self.pass(indices.first().map_or(0, |index| *index as u8)).await;
-        let mut tickets = self.0.tickets.lock().expect("not poisoned");
+        let mut tickets = self.0.tickets.lock().expect("no test panics with the lock");
         let Issued { block_bytes, blocks } = tickets.get_mut(&ticket).ok_or(Refused)?;
         if !indices.iter().all(|index| blocks.get(index) == Some(&Block::Missing)) {
             return Err(Refused);
@@ -153,7 +154,7 @@ impl BlockWrite for Write {
 impl Drop for Write {
     fn drop(&mut self) {
         let State { tickets, device, .. } = &*self.memory.0;
-        if let Some(issued) = tickets.lock().expect("not poisoned").get_mut(&self.ticket) {
+        if let Some(issued) = tickets.lock().expect("no test panics with the lock").get_mut(&self.ticket) {
             for (index, place) in self.indices.iter().zip(&self.places) {
                 let block = if self.complete { Block::Written(device.read(*place)) } else { Block::Missing };
                 issued.blocks.insert(*index, block);
@@ -214,15 +215,16 @@ impl Rig {
         let lifetime = Lifetime::new(shutdown, std::future::pending());
         let receive = ReceivePaths::new(memory.clone(), Some(Arc::new(destination) as Arc<dyn KvMemory>), mode, lifetime.clone());
         // When this runtime is shut down, every connection is closed, as when a process is killed.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime");
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        listener.set_nonblocking(true).expect("a socket");
-        let address = listener.local_addr().expect("bound").to_string();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        listener.set_nonblocking(true).expect("the socket supports non-blocking mode");
+        let address = listener.local_addr().expect("the listener is bound").to_string();
         let service = receive.service();
         runtime.spawn(async move {
-            let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime");
+            let listener = tokio::net::TcpListener::from_std(listener).expect("the listener joins the runtime");
             let incoming = channel::incoming(listener);
-            channel::server().add_service(service).serve_with_incoming(incoming).await.expect("it serves");
+            channel::server().add_service(service).serve_with_incoming(incoming).await.expect("the server does not fail");
         });
         let send = SendPaths::new(SendSettings {
             instance_id: PEER.to_owned(),
@@ -243,10 +245,10 @@ impl Rig {
         for ticket in first.. {
             self.memory.issue(ticket, 0..1);
             let mut sending = self.open(ticket).await;
-            sending.send(0, block(0)).await.expect("it is missing");
-            let ipc_handle = sending.finish().await.expect("it is missing").ipc_handle;
+            sending.send(0, block(0)).await.expect("the receiver still needs the block");
+            let ipc_handle = sending.finish().await.expect("the receiver still needs the block").ipc_handle;
             let mut negotiated = self.negotiated.lock().await;
-            let (issued, negotiated) = negotiated.get_mut(&ticket).expect("it was opened");
+            let (issued, negotiated) = negotiated.get_mut(&ticket).expect("the ticket was opened");
             negotiated.confirmed(&PrefillDone { ipc_handle, ..PrefillDone::default() }).await;
             assert_eq!(self.memory.revoke(ticket).len(), 1);
             if issued.path() == self.path {
@@ -254,7 +256,7 @@ impl Rig {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        unreachable!("tickets do not end")
+        unreachable!("the loop over tickets never ends")
     }
 
     /// Returns the ticket as the decode worker sends it to a prefill worker.
@@ -291,7 +293,7 @@ impl Rig {
 
     /// Closes all connections of the receiver.
     pub fn disconnect(&self) {
-        drop(self.server.lock().expect("not poisoned").take());
+        drop(self.server.lock().expect("no test panics with the lock").take());
     }
 
     /// Returns whether blocks of another size than the receiver's can be sent. Communicators move blocks of one size.
@@ -321,7 +323,7 @@ struct ServerGuard(Option<tokio::runtime::Runtime>);
 
 impl Drop for ServerGuard {
     fn drop(&mut self) {
-        self.0.take().expect("dropped once").shutdown_background();
+        self.0.take().expect("a value is dropped once").shutdown_background();
     }
 }
 

@@ -53,7 +53,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// A watcher loses batches if it is more than `capacity` of them behind.
+    /// Returns a worker whose watchers lose batches if they are more than `capacity` batches behind.
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };
@@ -75,7 +75,7 @@ impl Watched {
 
     async fn watch(&self) -> Replies<WatchReply> {
         let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
-        self.service.watch(Request::new(request)).await.expect("the instance is right").into_inner()
+        self.service.watch(Request::new(request)).await.expect("the request names this instance").into_inner()
     }
 
     /// Opens a `Watch` stream and reads the messages that come first: the snapshot and the load.
@@ -93,13 +93,13 @@ impl Watched {
 }
 
 async fn next(replies: &mut Replies<WatchReply>) -> watch_reply::Message {
-    replies.next().await.expect("the stream is open").expect("no error").message.expect("messages are not empty")
+    replies.next().await.expect("the stream is open").expect("the stream has no error").message.expect("messages are not empty")
 }
 
 async fn next_batch(replies: &mut Replies<WatchReply>) -> v1::KvEventBatch {
     match next(replies).await {
         watch_reply::Message::Batch(batch) => batch,
-        watch_reply::Message::Snapshot(_) => panic!("the snapshot came before"),
+        watch_reply::Message::Snapshot(_) => panic!("a second snapshot was sent"),
     }
 }
 
@@ -128,13 +128,13 @@ async fn watch_stream_fails_while_the_engine_hangs() {
     let ended = replies.next().await.expect("an error ends the stream").expect_err("the stream ends");
     assert_eq!((ended.code(), ended.message()), (Code::Unavailable, "the engine hangs"));
     let mut again = worker.watch().await;
-    again.next().await.expect("an error ends the stream").expect_err("immediately");
+    again.next().await.expect("an error ends the stream").expect_err("the second stream ends at once");
     worker.backend.hangs.send_replace(false);
     worker.watch_batches().await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn snapshot_comes_first_and_its_events_are_not_sent_again() {
+async fn snapshot_is_sent_first_and_the_events_that_it_includes_are_not_sent_again() {
     let worker = Watched::new(16);
     let chain = StoredChain { parent: None, sequence_hashes: (0..2 * CHUNK_HASHES_MAX as u64 + 1).map(SequenceHash).collect() };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
@@ -148,13 +148,13 @@ async fn snapshot_comes_first_and_its_events_are_not_sent_again() {
     let snapshot = loop {
         let watch_reply::Message::Snapshot(chunk) = next(&mut replies).await else { panic!("the snapshot is not complete") };
         chunks += 1;
-        if let Some(snapshot) = assembly.push(chunk).expect("a snapshot") {
+        if let Some(snapshot) = assembly.push(chunk).expect("the assembly accepts the chunk") {
             break snapshot;
         }
     };
     assert_eq!((chunks, snapshot.at_event_id), (3, 5));
     let first = next_batch(&mut replies).await;
-    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "the load follows immediately");
+    assert_eq!((first.last_event_id, ids(&first)), (5, vec![]), "a load follows the snapshot immediately");
     let second = next_batch(&mut replies).await;
     assert_eq!((second.last_event_id, ids(&second)), (7, vec![6, 7]));
 }
@@ -167,7 +167,7 @@ async fn events_are_sent_immediately_and_a_load_without_events_is_delayed() {
     worker.send(events(1..=2));
     assert_eq!(ids(&next_batch(&mut replies).await), [1, 2]);
     worker.send(KvBatch { included_request_ids: vec!["r".to_owned()], last_event_id: 2, ..Default::default() });
-    assert_eq!(next_batch(&mut replies).await.load.expect("always").included_request_ids, ["r"]);
+    assert_eq!(next_batch(&mut replies).await.load.expect("every batch has a load").included_request_ids, ["r"]);
     assert_eq!(started.elapsed(), Duration::ZERO);
 
     for running in 1..=5 {
@@ -175,7 +175,7 @@ async fn events_are_sent_immediately_and_a_load_without_events_is_delayed() {
     }
     let held_back = next_batch(&mut replies).await;
     assert_eq!(started.elapsed(), LOAD_INTERVAL);
-    assert_eq!((held_back.last_event_id, held_back.load.expect("always").running_sequences), (2, 5));
+    assert_eq!((held_back.last_event_id, held_back.load.expect("every batch has a load").running_sequences), (2, 5));
 }
 
 #[tokio::test(start_paused = true)]
@@ -191,11 +191,11 @@ async fn idle_worker_sends_a_heartbeat_every_second() {
         let heartbeat = next_batch(&mut replies).await;
         assert_eq!(started.elapsed(), HEARTBEAT, "{second}");
         assert_eq!((heartbeat.last_event_id, ids(&heartbeat)), (3, vec![]));
-        let load = heartbeat.load.expect("always");
+        let load = heartbeat.load.expect("every batch has a load");
         assert_eq!(load.transfer_bytes_per_second, 500.0);
         let (prompts, cached_tokens) = (u64::from(second), 16 * (u64::from(second) - 1));
         let totals = v1::CacheTotals { prompts, prompts_hit: prompts - 1, prompt_tokens: 100 * prompts, cached_tokens };
-        assert_eq!(load.cache, Some(totals), "totals come with the next load");
+        assert_eq!(load.cache, Some(totals), "the next load has the totals");
         worker.metrics.observe_scheduled(100, tandem_engine::CachedTokens::on_device(16));
     }
 }
@@ -233,12 +233,15 @@ async fn slow_watcher_receives_data_loss_and_other_watchers_continue() {
     let error = loop {
         match slow.next().await.expect("an error ends the stream") {
             Ok(WatchReply { message: Some(watch_reply::Message::Batch(batch)) }) => received.extend(ids(&batch)),
-            Ok(_) => panic!("the snapshot came before"),
+            Ok(_) => panic!("a second snapshot was sent"),
             Err(error) => break error,
         }
     };
     assert_eq!(error.code(), Code::DataLoss);
-    assert!(received.len() < 100 && received.iter().zip(1..).all(|(id, expected)| *id == expected), "no gap before the error");
+    assert!(
+        received.len() < 100 && received.iter().zip(1..).all(|(id, expected)| *id == expected),
+        "events before the error have no gap"
+    );
     assert!(slow.next().await.is_none());
 }
 
@@ -246,7 +249,7 @@ async fn slow_watcher_receives_data_loss_and_other_watchers_continue() {
 async fn watch_of_another_instance_is_refused() {
     let worker = Watched::new(4);
     let request = WatchRequest { instance_id: "before".to_owned(), events_over_nats: false };
-    let error = worker.service.watch(Request::new(request)).await.expect_err("it is another instance");
+    let error = worker.service.watch(Request::new(request)).await.expect_err("the watch of another instance is refused");
     assert_eq!(error.code(), Code::FailedPrecondition);
 }
 
@@ -257,10 +260,10 @@ async fn draining_worker_ends_its_watch_streams() {
     let started = Instant::now();
     worker.shutdown.run(Duration::from_secs(30)).await;
     assert_eq!(started.elapsed(), Duration::ZERO, "no watch stream delays the drain");
-    let error = replies.next().await.expect("an error").expect_err("an error");
+    let error = replies.next().await.expect("the stream ends with an error").expect_err("the last reply is an error");
     assert_eq!(error.code(), Code::Unavailable);
     let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: false };
-    let error = worker.service.watch(Request::new(request)).await.expect_err("it drains");
+    let error = worker.service.watch(Request::new(request)).await.expect_err("a draining worker refuses watches");
     assert_eq!(error.code(), Code::Unavailable);
 }
 
@@ -269,7 +272,7 @@ async fn watch_streams_end_with_the_engine() {
     let worker = Watched::new(4);
     let mut replies = worker.watch_batches().await;
     worker.backend.batches.lock().take();
-    let error = replies.next().await.expect("an error").expect_err("an error");
+    let error = replies.next().await.expect("the stream ends with an error").expect_err("the last reply is an error");
     assert_eq!(error.code(), Code::Unavailable);
 }
 
@@ -279,8 +282,8 @@ async fn watch_stream_carries_events_while_nats_is_disconnected() {
     let chain = StoredChain { parent: None, sequence_hashes: vec![SequenceHash(9)] };
     *worker.backend.snapshot.lock() = Snapshot { at_event_id: 5, stored: vec![chain] };
     let request = WatchRequest { instance_id: "now".to_owned(), events_over_nats: true };
-    let mut replies = worker.service.watch(Request::new(request)).await.expect("the instance is right").into_inner();
-    assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "no snapshot comes first");
+    let mut replies = worker.service.watch(Request::new(request)).await.expect("the request names this instance").into_inner();
+    assert_eq!(next_batch(&mut replies).await.last_event_id, 5, "a watch for events over NATS sends no snapshot");
     worker.send(events(6..=7));
     let batch = next_batch(&mut replies).await;
     assert_eq!(ids(&batch), [6, 7]);
@@ -288,9 +291,14 @@ async fn watch_stream_carries_events_while_nats_is_disconnected() {
 
     let snapshot =
         |instance_id: &str| worker.service.snapshot(Request::new(v1::SnapshotRequest { instance_id: instance_id.to_owned() }));
-    let chunks: Vec<_> = snapshot("now").await.expect("the instance is right").into_inner().collect().await;
+    let chunks: Vec<_> = snapshot("now").await.expect("the request names this instance").into_inner().collect().await;
     let mut assembly = SnapshotAssembly::new(usize::MAX);
-    let whole = chunks.into_iter().map(|chunk| assembly.push(chunk.expect("no error")).expect("in order"));
+    let whole = chunks
+        .into_iter()
+        .map(|chunk| assembly.push(chunk.expect("the assembly accepts the chunk")).expect("the chunks are in order"));
     assert_eq!(whole.last().flatten(), Some(worker.backend.snapshot.lock().clone()));
-    assert_eq!(snapshot("before").await.expect_err("another instance").code(), Code::FailedPrecondition);
+    assert_eq!(
+        snapshot("before").await.expect_err("the snapshot of another instance is refused").code(),
+        Code::FailedPrecondition
+    );
 }

@@ -118,7 +118,7 @@ fn unknown_events_fields_and_media_are_tolerated() {
 }
 
 #[test]
-fn extra_keys_other_than_one_text_are_not_a_salt() {
+fn extra_keys_other_than_one_string_are_not_a_salt() {
     let keys = |keys: Vec<Value>| Value::Array(keys);
     let (image, lora, salt) = (Value::Array(vec!["image".into(), 3.into()]), Value::from("lora"), Value::from("salt"));
     for (value, expected) in [

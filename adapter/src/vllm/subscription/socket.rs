@@ -9,7 +9,7 @@ use zeromq::{DealerSocket, Endpoint, Host, Socket, SocketEvent, SocketRecv, Sock
 
 /// An endpoint to which no client can connect.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not an endpoint of KV events: it has the form tcp://HOST:PORT or ipc://PATH")]
+#[error("{0:?} is not an endpoint of KV events; write tcp://HOST:PORT or ipc://PATH")]
 pub struct InvalidEndpoint(pub String);
 
 /// Why a connection or a replay failed.
@@ -21,11 +21,11 @@ pub(super) enum SocketError {
     TimedOut,
     #[error("the engine has closed the connection")]
     Closed,
-    #[error("the engine sends other messages than numbered batches")]
+    #[error("the engine sent a message that is not a numbered batch")]
     Protocol,
 }
 
-/// The number that ends a replay.
+/// The batch number with which the engine marks the end of a replay.
 const END: u64 = u64::MAX;
 
 /// Checks that a client can connect to an endpoint. vLLM's own settings may have the host `*`, to which only a server can bind.

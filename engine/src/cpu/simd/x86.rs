@@ -15,7 +15,7 @@ pub(in crate::cpu) struct Avx2(());
 pub(in crate::cpu) struct Avx512(());
 
 impl Avx2 {
-    /// Returns a value if the processor and the operating system support this instruction set.
+    /// Returns a value if the processor and the operating system support this instruction set, otherwise `None`.
     pub fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         has.then_some(Self(()))
@@ -23,7 +23,7 @@ impl Avx2 {
 }
 
 impl Avx512 {
-    /// Returns a value if the processor and the operating system support this instruction set.
+    /// Returns a value if the processor and the operating system support this instruction set, otherwise `None`.
     pub fn detect() -> Option<Self> {
         let has = Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
@@ -87,7 +87,8 @@ impl Simd for Avx2 {
         ints(sums: __m256i) -> __m256i = _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
 
         no_signed_sums(_x_total: i32) -> __m256i = _mm256_setzero_si256();
-        /// Moves the weights' signs to `x`, since one factor must be unsigned. A sum of two products, 2 × 128 × 127, fits in 16 bits.
+        /// Moves the weights' signs to `x`, because the instruction needs one unsigned factor. A sum of two products is at most 2 × 128 ×
+        /// 127 in absolute value, which fits in 16 bits.
         add_signed_products(sums: __m256i, weights: __m256i, x: __m256i) -> __m256i = {
             let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
             _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
@@ -134,7 +135,8 @@ impl Simd for Avx512 {
         no_sums() -> __m512i = _mm512_setzero_si512();
         add_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);
 
-        /// Adds 128, which makes the weights unsigned; [`Self::no_signed_sums`] subtracts the excess of the sums.
+        /// Adds 128 to the weights, which makes them unsigned. [`Self::no_signed_sums`] subtracts the amount by which this increases the
+        /// sums.
         signed(bytes: __m512i) -> __m512i = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
         no_signed_sums(x_total: i32) -> __m512i = _mm512_set1_epi32(-128 * x_total);
         add_signed_products(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(sums, weights, x);

@@ -101,7 +101,11 @@ fn model_directories_give_the_reference_logits() {
         let logits = goldens::compare(name, &mut ours);
         if !name.starts_with("llama") {
             let mut same = engine(&CpuModel::load(&gguf).unwrap());
-            assert_eq!(bits(&logits), bits(&goldens::compare(name, &mut same)), "{name}: other bits than the GGUF file's");
+            assert_eq!(
+                bits(&logits),
+                bits(&goldens::compare(name, &mut same)),
+                "{name}: the bits differ from those of the GGUF file"
+            );
         }
     }
 }
@@ -114,7 +118,7 @@ fn directory_error_names_the_missing_or_unsupported_entry() {
     let whole = std::fs::read(&weights).unwrap();
     for len in [0, 7, 100, whole.len() - 1] {
         std::fs::write(&weights, &whole[..len]).unwrap();
-        let error = HfDirectory::open(folder.path()).err().expect("half a file is refused");
+        let error = HfDirectory::open(folder.path()).err().expect("a truncated file is refused");
         assert!(matches!(error, ModelError::Safetensors { .. } | ModelError::Open { .. }), "{len} bytes: {error}");
     }
     let config = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
@@ -141,5 +145,8 @@ fn directory_error_names_the_missing_or_unsupported_entry() {
     }
     std::fs::write(folder.path().join("config.json"), config).unwrap();
     std::fs::write(folder.path().join("model.safetensors.index.json"), r#"{"weight_map":{"a":"../x.safetensors"}}"#).unwrap();
-    assert!(matches!(HfDirectory::open(folder.path()), Err(ModelError::Malformed { .. })), "a file in another place");
+    assert!(
+        matches!(HfDirectory::open(folder.path()), Err(ModelError::Malformed { .. })),
+        "a file outside of the folder is refused"
+    );
 }

@@ -25,7 +25,7 @@ pub(crate) const LLAMA: Sizes = Sizes {
     kind: kind::F32,
     tied: false,
 };
-/// A model whose matrices have multiples of 256 inputs, and with heads that are longer than width ÷ heads.
+/// A model whose matrices have multiples of 256 inputs, and whose heads are longer than width ÷ heads.
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
 /// Returns models that cover every weight format, every family, and every method of context extension.
@@ -71,7 +71,7 @@ pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
     let squares: f64 = golden.logits.iter().map(|logit| logit * logit).sum();
     let errors: f64 = logits.iter().zip(&golden.logits).map(|(logit, golden)| (f64::from(*logit) - golden).powi(2)).sum();
     let error = (errors / squares).sqrt();
-    // Activations have 8 bits where weights are quantised; keys and values have half precision.
+    // The errors come from 8-bit activations where weights are quantised, and from keys and values in half precision.
     let bound = if name.contains("-q") { 0.04 } else { 1e-3 };
     assert!(error < bound, "{name}: wrong by {error} of the logits' size");
     all
@@ -87,16 +87,16 @@ fn small_models_give_the_reference_logits() {
     assert_eq!(goldens.len(), models.len());
     for (golden, (name, writer)) in goldens.iter().zip(models) {
         let revision = sha256(&writer.clone().finish());
-        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "other models than the reference's");
+        assert_eq!((golden.model.as_str(), &golden.revision), (name, &revision), "the goldens were made with other models");
         compare(name, &mut engine(&CpuModel::load(&gguf(writer)).unwrap()));
     }
 }
 
-/// Writes the models for `make_small.py`, which documents the procedure.
+/// Writes the model files that `make_small.py` reads. That script documents the procedure.
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
 fn small_models_are_written_for_the_reference() {
-    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS names a folder");
+    let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS must name a folder");
     for (name, writer) in models() {
         let file = writer.finish();
         let path = std::path::Path::new(&folder).join(format!("{name}.{}.gguf", sha256(&file)));

@@ -69,13 +69,13 @@ impl Worker {
             Event::Scheduled { cached } => cached.map(CachedTokens::total),
             _ => None,
         };
-        self.events[&job].iter().find_map(cached).expect("every job is scheduled")
+        self.events[&job].iter().find_map(cached).expect("every job gets a Scheduled event")
     }
 }
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// Prompts of a family have a common prefix.
+    /// The number of the request's family. All prompts of a family have a common prefix.
     family: u64,
     len: usize,
     max_tokens: u32,
@@ -129,10 +129,11 @@ const SETTINGS: EngineSettings = EngineSettings {
     step_max: std::time::Duration::from_secs(60),
 };
 
-/// Compares requests that run alone, without cache and in one chunk, with requests that are cached, computed in chunks of any budget, in
-/// batches of any composition, preempted for lack of blocks, and on any number of threads.
+/// Compares two runs of the same requests. In the first run each request runs alone, without a cache and in one chunk. In the second run
+/// requests are cached, computed in chunks of any budget and in batches of any composition, preempted for lack of blocks, and run on any
+/// number of threads.
 #[test]
-fn requests_in_any_history_have_the_same_bits_as_alone() {
+fn requests_in_any_history_give_the_same_bits_as_single_requests() {
     let (preemptions, cached_tokens) = (Cell::new(0), Cell::new(0));
     let models: Vec<_> = [QUANTISED, BLOCKS, QWEN3].map(|sizes| (model(sizes), sizes.vocab)).into();
     let mut runner = TestRunner::new(ProptestConfig { cases: 256, ..ProptestConfig::default() });
@@ -151,7 +152,7 @@ fn requests_in_any_history_have_the_same_bits_as_alone() {
         preemptions.set(preemptions.get() + worker.machine.load().preemptions);
         for (job, request) in (0..).zip(&requests).filter(|(job, _)| worker.events.contains_key(job)) {
             let mut alone = Worker::new(engine_with(model, settings()), SETTINGS);
-            alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits");
+            alone.machine.generate(0, generate(request, *vocab), alone.now).expect("the job fits in the cache");
             while alone.step() {}
             prop_assert_eq!(alone.generated(0).len() as u32, request.max_tokens * request.samples);
             prop_assert_eq!(worker.generated(job), alone.generated(0), "job {}", job);

@@ -45,7 +45,7 @@ proptest! {
             let model = model(sizes);
             let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
             let all_blocks: Vec<_> = (0..sequences.len()).map(|i| scattered(i as u32, 6)).collect();
-            // Each sequence has a sixth of the memory, which is enough for 40 tokens.
+            // Each sequence has a sixth of the KV memory, which is enough for 40 tokens.
             let sequences: Vec<_> = sequences.into_iter().map(|(mut tokens, before)| { tokens.truncate(40); (tokens, before.min(29)) }).collect();
             let mut together = engine(&model);
             let mut expected = Vec::new();
@@ -92,13 +92,13 @@ fn decode_on_copied_blocks_gives_logits_with_the_same_bits() {
         decode.write_block(*to, &payload).unwrap();
         let mut again = vec![0; payload.len()];
         decode.read_block(*to, &mut again).unwrap();
-        assert!(again == payload, "a block that was written reads as it was");
+        assert!(again == payload, "a block is read as it was written");
     }
     let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
     let logits = decode.step(&[last]).unwrap().into_logits();
     assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
 
-    // The KV does matter: another number in it gives other logits.
+    // The KV is read: if one number in it is changed, the logits change.
     let mut block = vec![0; payload.len()];
     decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;
@@ -123,7 +123,12 @@ fn packed_weights_are_at_most_5_percent_larger_than_the_file() {
     let sizes = Sizes { vocab: 128, heads: 4, kv_heads: 2, head_dim: 32, width: 128, ..QUANTISED };
     let file = file(sizes, 1).finish();
     let model = CpuModel::load(&Gguf::from_bytes(file.clone()).unwrap()).unwrap();
-    assert!(model.weight_bytes() < file.len() * 105 / 100, "{} bytes for a file of {}", model.weight_bytes(), file.len());
+    assert!(
+        model.weight_bytes() < file.len() * 105 / 100,
+        "the weights take {} bytes, the file has {}",
+        model.weight_bytes(),
+        file.len()
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::*;
 use crate::cpu::weights::Matrix;
 use tandem_model::ModelFile;
 
-/// The error is within what 8-bit activations may cause.
+/// The errors must not exceed those that 8-bit activations can cause.
 #[test]
 fn products_of_each_weight_format_match_its_dequantised_weights() {
     for (kind, inputs) in [
@@ -29,7 +29,8 @@ fn products_of_each_weight_format_match_its_dequantised_weights() {
             quantise(Isa::detect(), &x, inputs, &mut quants);
             linear(&Threads::new(1).unwrap(), Isa::detect(), (&x, inputs, &quants), [(&matrix, &mut out)]);
             for (out, x) in out.chunks(outputs).zip(x.chunks(inputs)) {
-                // The error of each product is at most its weight × half a quantisation step of the largest activation (here at most 1).
+                // The error of each product is at most the weight × half a quantisation step. The step follows from the largest activation,
+                // which is at most 1 here.
                 let step = if quantised { 0.5 / 127.0 } else { 1e-6 };
                 for (out, weights) in out.iter().zip(weights.chunks(inputs)) {
                     let expected: f64 = x.iter().zip(weights).map(|(x, weight)| f64::from(*x) * weight).sum();
@@ -91,7 +92,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
             }
         }
     };
-    // The projection includes what some families add: biases, or norms of heads.
+    // The projection includes the biases, or the norms of heads, that some model families have.
     let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
         let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
         if sizes.family == "qwen2" {

@@ -63,14 +63,15 @@ fn non_finite_weights_are_refused() {
 fn empty_or_oversized_kv_memory_is_refused() {
     let model = model(QUANTISED);
     for (block_size, capacity_blocks) in [(0, 1), (1, 0), (u32::MAX, u32::MAX)] {
-        let error =
-            CpuEngine::new(model.clone(), CpuSettings { block_size, capacity_blocks, ..settings() }).err().expect("refused");
+        let error = CpuEngine::new(model.clone(), CpuSettings { block_size, capacity_blocks, ..settings() })
+            .err()
+            .expect("CpuEngine::new refuses these settings");
         assert!(matches!(error, CpuError::Settings { .. }), "{error}");
     }
 }
 
 #[test]
-fn invalid_steps_are_refused_and_change_nothing() {
+fn invalid_steps_are_refused_and_change_no_kv() {
     let model = model(QUANTISED);
     let mut engine = engine(&model);
     let good = tokens(2, 8, QUANTISED.vocab);
@@ -89,7 +90,7 @@ fn invalid_steps_are_refused_and_change_nothing() {
         (chunk(&good, 0, &blocks[..1]), "blocks"),
         (chunk(&good[..4], 0, &beyond_memory), "blocks"),
     ] {
-        // A valid chunk before the invalid one is not computed either.
+        // A valid chunk that precedes the invalid chunk is not computed either.
         let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
         assert!(error.to_string().contains(what), "{error} does not say {what}");
         assert!(engine.kv == kv, "a refused step has written");

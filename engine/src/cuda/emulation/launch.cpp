@@ -71,7 +71,7 @@ bool all_in(std::vector<Fiber>::iterator begin, std::vector<Fiber>::iterator end
     return std::all_of(begin, end, [state](const Fiber &fiber) { return fiber.state == state; });
 }
 
-/// Runs a warp, ahead of the other warps, until all its threads wait at a barrier of the block or have ended.
+/// Runs a warp until all its threads wait at a barrier of the block or have ended. The other warps do not run meanwhile.
 void run_warp(const char *kernel, Block &own, size_t warp, bool reversed) {
     const auto begin = own.fibers.begin() + warp * LANES, end = begin + LANES;
     for (;;) {
@@ -105,7 +105,7 @@ void run_block(const char *kernel, Block &own, bool reversed) {
         if (all_in(own.fibers.begin(), own.fibers.end(), Fiber::AT_BLOCK)) {
             for (auto &fiber : own.fibers) fiber.state = Fiber::READY;
         } else if (!all_in(own.fibers.begin(), own.fibers.end(), Fiber::DONE)) {
-            // A warp may end early only if the others do not wait at a barrier.
+            // A warp may end before the other warps only if none of them waits at a barrier.
             const bool waits = std::any_of(own.fibers.begin(), own.fibers.end(), [](const Fiber &f) { return f.state == Fiber::AT_BLOCK; });
             if (waits) fail(kernel, "some threads wait at a barrier for threads that have ended");
         }
@@ -150,7 +150,7 @@ size_t pages_of(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes()
 
 } // namespace
 
-/// Allocates device memory filled with NaNs, followed by an inaccessible page, so that any access beyond its end is a fault.
+/// Allocates device memory that is filled with NaNs and followed by an inaccessible page, so that any access beyond its end is a fault.
 extern "C" unsigned char *allocate(size_t bytes) {
     bytes = (bytes + 15) / 16 * 16;
     void *pages = mmap(nullptr, pages_of(bytes) + page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

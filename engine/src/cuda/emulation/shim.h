@@ -2,8 +2,8 @@
 //
 // The threads of a block are fibers of one host thread. A warp runs as far ahead of the others as barriers allow, from the first warp or
 // from the last; asynchronous copies are performed when they are started, or as late as possible, when they are waited for. A kernel's
-// result must not depend on either, and does if a barrier or a wait is missing. Dynamic shared memory starts as NaNs. A deadlock among the
-// threads of a block ends the process with a message.
+// result must not depend on these choices. If a barrier or a wait is missing, it does. Dynamic shared memory starts as NaNs. A deadlock
+// among the threads of a block ends the process with a message.
 
 #pragma once
 #include <algorithm>
@@ -110,7 +110,8 @@ inline void wait(decltype(Fiber::READY) state, const char *operation) {
 /// operation.
 inline const Shown *exchange(const char *operation, Shown own) {
     Fiber &self = fiber();
-    // Double-buffered: a lane may pass its next value before another lane has read this one, but not the one after that.
+    // There are two buffers, because a lane may pass its next value before another lane has read this one. Two suffice, because the value
+    // after the next can be passed only when all lanes have passed their next value.
     auto &places = block()->shown[self.exchanges++ % 2];
     places[self.index.x] = own;
     wait(Fiber::AT_WARP, operation);
@@ -157,7 +158,7 @@ DEVICE half_t narrow(float number) {
 #if HALF_IS_FLOAT16
     const u16 sign = bits >> 16 & 0x8000;
     if (number != number) return sign | 0x7fff;
-    // Scaled to units in the last place, and rounded to even by the host's default rounding mode.
+    // The number is scaled to units in the last place. The host's default rounding mode then rounds ties to even.
     int exponent;
     std::frexp(number, &exponent);
     const int place = std::max(exponent - 11, -24);
@@ -197,9 +198,10 @@ DEVICE u32 ballot(bool yes) {
     return lanes;
 }
 
-/// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": for a lane, `group` = lane / 4 and `t` = lane % 4. The first
-/// operand's register i holds row group (+ 8 where i is odd), columns 2t and 2t + 1 (+ 8 where i > 1); the second's rows 2t and 2t + 1 (+ 8
-/// for the second register) of column group; the sum's i: row group (+ 8 where i > 1), column 2t + i % 2.
+/// The fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type". For a lane, let `group` =
+/// lane / 4 and `t` = lane % 4. Register i of the first operand holds columns 2t and 2t + 1 (+ 8 if i > 1) of row `group` (+ 8 if i is
+/// odd). The registers of the second operand hold rows 2t and 2t + 1 (+ 8 in the second register) of column `group`. Element i of the sum
+/// is in row `group` (+ 8 if i > 1) and column 2t + i % 2.
 DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     const auto pair = [](u32 low, u32 high) { return low | static_cast<u64>(high) << 32; };
     const auto shown = emulation::exchange("multiply_add", {{pair(a[0], a[1]), pair(a[2], a[3]), pair(b0, b1)}});
@@ -218,7 +220,8 @@ DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
     }
 }
 
-/// PTX ISA, ldmatrix: a lane receives from each matrix elements 2 (lane % 4) and the next of row lane / 4; transposed, of column lane / 4.
+/// As ldmatrix in the PTX ISA: of each matrix, a lane receives the elements 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4. In the
+/// transposed variant, they are elements of column lane / 4.
 DEVICE void load_matrices(u32 to[4], const half_t *row) {
     if (reinterpret_cast<uintptr_t>(row) % 16) fprintf(stderr, "load_matrices: a row is not aligned to 16 bytes\n"), abort();
     const auto shown = emulation::exchange("load_matrices", {{emulation::bits_of(row)}});
@@ -263,7 +266,7 @@ DEVICE void copy_commit() { emulation::fiber().copies.emplace_back(); }
 
 template <int LEFT> DEVICE void copy_wait() {
     auto &copies = emulation::fiber().copies;
-    // The last group is still open.
+    // The last entry is the group that is still open, so `LEFT` complete groups remain.
     while (copies.size() > LEFT + 1) {
         for (const auto &copy : copies.front()) emulation::perform(copy);
         copies.erase(copies.begin());

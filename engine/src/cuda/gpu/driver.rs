@@ -23,7 +23,7 @@ pub(in crate::cuda) struct Driver {
 impl Driver {
     /// Finds the driver, cuBLASLt and the GPU with this ordinal. Fails if one is missing, or if the GPU is too old.
     pub fn find(device: u32) -> Result<Self, CudaError> {
-        // SAFETY: this only tries to open the libraries, which runs nothing but their own initialisers.
+        // SAFETY: the calls only try to open the libraries, which runs nothing but the libraries' own initialisers.
         let (driver, blas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
         if !driver {
             return Err(CudaError::NoDriver);

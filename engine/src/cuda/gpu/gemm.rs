@@ -52,13 +52,13 @@ pub(super) struct Plan {
     weights: sys::cublasLtMatrixLayout_t,
     inputs: sys::cublasLtMatrixLayout_t,
     outputs: sys::cublasLtMatrixLayout_t,
-    /// The first algorithm is used. The others are candidates, which are removed when timing has chosen one.
+    /// The first algorithm is used. The others are candidates, which are removed when timing has chosen an algorithm.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     uses: usize,
     accumulates: bool,
 }
 
-/// Where a GEMM is executed.
+/// The cuBLASLt handle, workspace and stream with which a GEMM is executed.
 #[derive(Clone, Copy)]
 struct Target {
     handle: sys::cublasLtHandle_t,
@@ -94,10 +94,11 @@ impl GemmPlans {
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
-    /// Returns the GEMM's plan. Creates it at the first call, and times its algorithms when due (`timed_at`). Does not write the outputs.
+    /// Returns the GEMM's plan. Creates the plan at the first call, and times its algorithms at the use that `timed_at` returns. Does not
+    /// write the outputs.
     pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
-            // GEMMs that are running do not need their plans: cuBLASLt has read them.
+            // GEMMs that are running do not need their plans any more, because cuBLASLt has read them.
             self.plans.clear();
         }
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
@@ -107,7 +108,8 @@ impl GemmPlans {
         };
         plan.uses = plan.uses.saturating_add(1);
         if plan.algorithms.len() > 1 {
-            // The lock is held while timing: two streams that timed the same GEMM would disturb each other, and might choose differently.
+            // The lock is held during the timing, because two streams that time the same GEMM would disturb each other and might choose
+            // different algorithms.
             let mut chosen = self.chosen.lock().expect("timing does not panic");
             if let Some(algorithm) = chosen.get(&gemm) {
                 plan.algorithms = vec![*algorithm];
@@ -121,7 +123,7 @@ impl GemmPlans {
     }
 }
 
-/// Returns whether the stream is being captured. Nothing can be timed then.
+/// Returns whether the stream is being captured. During a capture nothing can be timed.
 fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
     // SAFETY: the stream belongs to the caller and is alive.
     let status = unsafe { driver::stream::is_capturing(stream) };
@@ -130,7 +132,7 @@ fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
 }
 
 impl Drop for GemmPlans {
-    /// The value must be dropped when the stream is idle.
+    /// The value must be dropped only while the stream is idle.
     fn drop(&mut self) {
         self.plans.clear();
         let _locked = driver_lock();
@@ -155,7 +157,7 @@ impl Plan {
         let layout = |kind, len: usize, count: usize| {
             result::create_matrix_layout(kind, len as u64, count as u64, len as i64).map_err(failed)
         };
-        // If planning fails midway, a few hundred bytes leak; the engine ends then.
+        // If planning fails midway, a few hundred bytes leak, but the engine ends then.
         let operation = result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, CUDA_R_32F).map_err(failed)?;
         let (weights, inputs, outputs) =
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);

@@ -1,7 +1,7 @@
 //! NCCL: sends memory from one GPU to another, and sums over several.
 //!
-//! Every wait for another rank has a time limit. NCCL is polled. At the limit, or when NCCL reports an error, the communicator is aborted
-//! and cannot be used any more, but the GPU can. The library is opened when the first communicator is created.
+//! Every wait for another rank has a time limit. NCCL is polled. When the limit is reached or NCCL reports an error, the communicator is
+//! aborted and cannot be used any more; the GPU can. The library is opened when the first communicator is created.
 
 use super::{Context, DRIVER_LOCK, driver_lock};
 use crate::cuda::{
@@ -31,7 +31,7 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Time limit for each of two waits when a communicator is dropped: for the other rank to finalise as well, and then for the driver lock.
 const FINALIZE_MAX: Duration = Duration::from_secs(2);
 
-// Constants of nccl.h.
+// The following constants are those of nccl.h.
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const UINT8: c_int = 1;
@@ -53,7 +53,7 @@ struct Config {
     magic: u32,
     version: u32,
     blocking: c_int,
-    /// Left unset: padding in 2.14, the first additional field in later versions.
+    /// Left unset: version 2.14 has padding here, later versions have their first additional field.
     cga_cluster_size: c_int,
 }
 
@@ -86,9 +86,9 @@ pub(in crate::cuda) struct Nccl {
 /// Why a communicator cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::cuda) enum NcclError {
-    #[error("{what}, result {code}")]
+    #[error("{what}, NCCL result {code}")]
     Refused { code: c_int, what: String },
-    #[error("not done after {0:?}")]
+    #[error("the operation did not end within {0:?}")]
     Late(Duration),
     #[error("the communicator was aborted after an earlier failure")]
     Broken,
@@ -196,7 +196,7 @@ fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     locked
 }
 
-/// The number of a rank, and the number of ranks in its communicator.
+/// A rank's number, and the number of ranks in its communicator.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct Rank {
     pub rank: u32,
@@ -207,7 +207,7 @@ pub(in crate::cuda) struct Rank {
 pub(in crate::cuda) struct Communicator {
     nccl: Arc<Nccl>,
     context: Arc<Context>,
-    /// A stream of its own, so that transfers do not wait for the GPU's other work.
+    /// A separate stream, so that transfers do not wait for the GPU's other work.
     stream: CUstream,
     rank: u32,
     /// Whether all ranks are in this process.
@@ -238,7 +238,7 @@ impl Communicator {
         limit: Duration,
     ) -> Result<Self, CudaError> {
         let mut communicators = Self::join(nccl, &[Arc::clone(context)], id, rank, limit)?;
-        Ok(communicators.pop().expect("one context is one rank"))
+        Ok(communicators.pop().expect("one context makes one communicator"))
     }
 
     /// Creates a communicator whose ranks are GPUs of this process. Its calls block until the work has been enqueued, which no other
@@ -286,7 +286,7 @@ impl Communicator {
         });
         drop(locked);
         for (communicator, one) in communicators.iter_mut().zip(&handles) {
-            *communicator.handle.get_mut().expect("not shared yet") = handle(one);
+            *communicator.handle.get_mut().expect("the communicator is not shared yet") = handle(one);
             if connected.is_err() {
                 communicator.abort_now();
             }
@@ -295,7 +295,7 @@ impl Communicator {
         Ok(communicators)
     }
 
-    /// Sends regions to other regions of the same GPU. A machine with one GPU can test no more of `send` and `receive`.
+    /// Sends regions to other regions of the same GPU. On a machine with one GPU, nothing else of `send` and `receive` can be tested.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
@@ -333,7 +333,7 @@ impl Communicator {
     /// Returns when the stream is idle, however long that takes. An abort may return before running transfers have ended, but no transfer
     /// may write to the memory once the caller reuses it.
     fn wait_until_idle(&self) {
-        // A failed device executes nothing, so nothing is left to wait for.
+        // If the device has failed, it executes nothing, so nothing is left to wait for.
         while self.context.enter().is_ok() && self.state() == CUresult::CUDA_ERROR_NOT_READY {
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -365,7 +365,7 @@ impl Communicator {
 }
 
 impl PeerCommunicator for Communicator {
-    /// Does not wait for work on other streams, so the regions must be complete.
+    /// Does not wait for work on other streams, so the regions must be completely written before the call.
     fn send(&self, regions: &[Region], limit: Duration) -> Result<(), CudaError> {
         let peer = 1 - self.rank as c_int;
         self.exchange(&[(self.nccl.send, peer, regions)], limit).map_err(failed("sending to another GPU"))
@@ -409,8 +409,8 @@ pub(super) struct RankBuffer<'a> {
     pub address: u64,
 }
 
-/// Replaces every rank's `count` numbers with their sums over all ranks, in order with the other work of each rank's stream. All ranks are
-/// in this process (`Communicator::all`).
+/// Replaces every rank's `count` numbers with their sums over all ranks. On each rank's stream, this is ordered with the stream's other
+/// work. All ranks must be in this process (`Communicator::all`).
 pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
     let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
     let put = |buffer: &RankBuffer<'_>| {
@@ -420,7 +420,7 @@ pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result
             nccl.check(unsafe { (nccl.all_reduce)(numbers, numbers, count, FLOAT32, SUM, handle, buffer.stream) })
         })
     };
-    // Engines of one process share GPUs: the lock makes the order of all-reduces the same on all of them.
+    // Engines of one process share GPUs. The lock makes the order of all-reduces the same on all GPUs.
     let locked = driver_lock();
     let summed = nccl.group(|| buffers.iter().try_for_each(put));
     drop(locked);
@@ -448,7 +448,7 @@ mod tests {
         assert!(Nccl::open("libc.so.6").is_none());
     }
 
-    /// Whether NCCL is found depends on the machine. Neither outcome panics.
+    /// Whether NCCL is found depends on the machine. The test passes in both cases.
     #[test]
     fn missing_nccl_error_names_the_package_to_install() {
         match Nccl::load() {

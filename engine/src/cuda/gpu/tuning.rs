@@ -9,32 +9,33 @@ use cudarc::driver::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Prompt steps are timed at multiples of this many tokens: those occur often, because a full step has as many tokens as the worker's chunk
-/// budget.
+/// GEMMs of prompt steps are timed only if the number of tokens is a multiple of this number. Such steps occur often, because a full step
+/// has as many tokens as the worker's chunk budget.
 const PROMPT_ROWS: usize = 256;
-/// Number of uses after which a GEMM of prompt steps is timed. Every layer uses it once, so this is in its second or third step.
+/// The use at which a GEMM of prompt steps is timed. Every layer uses the GEMM once per step, so it is timed in its second or third step.
 const PROMPT_USES: usize = 64;
-/// Runs per algorithm, of which the fastest counts. The first run may load code.
+/// Number of runs of each algorithm. The fastest run counts, because the first run may load code.
 const RUNS: usize = 4;
-/// Time limit for all runs of one GEMM, except the first run of each algorithm. Algorithms not timed by then are not chosen. Only long
-/// prompts on slow GPUs reach the limit.
+/// Time limit for all runs of one GEMM, except the first run of each algorithm, in milliseconds. Algorithms that are not timed by then are
+/// not chosen. Only long prompts on slow GPUs reach the limit.
 const ALL_MAX_MS: f32 = 100.0;
-/// Time limit for earlier work of the stream, longer than any step takes. Work that exceeds the limit is waiting for a lost GPU.
+/// Time limit for the stream's earlier work, longer than any step takes. Work that exceeds the limit waits for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// Relative advantage that an algorithm needs over one that cuBLASLt ranks higher: smaller differences are noise.
 const MARGIN: f32 = 0.02;
 /// Bytes overwritten before each run to evict the weights from the GPU's L2 cache: in a step, all weights come from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Returns the number of the use at which a GEMM of this many rows is timed; `None` if it is never timed. Timing takes as long as some
-/// thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, before a graph is captured
-/// with them.
+/// Returns the use, counted from 1, at which a GEMM of this many rows is timed; `None` if the GEMM is never timed. Timing takes as long as
+/// about thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, before a graph is
+/// captured with them.
 pub(super) fn timed_at(rows: usize) -> Option<usize> {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
     if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
 }
 
-/// Returns the index of the algorithm to use, given each one's milliseconds: the first with a known time, unless another is clearly faster.
+/// Returns the index of the algorithm to use, given the time of each in milliseconds: the first algorithm with a known time, unless another
+/// one is clearly faster.
 pub(super) fn fastest(times: &[Option<f32>]) -> usize {
     let known = times.iter().enumerate().filter_map(|(index, time)| Some((index, (*time)?)));
     let better = |best: (usize, f32), other: (usize, f32)| if other.1 < best.1 * (1.0 - MARGIN) { other } else { best };
@@ -59,13 +60,13 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Returns `None` if the scratch memory cannot be allocated.
+    /// Returns a clock; `None` if the scratch memory cannot be allocated.
     pub fn new(stream: CUstream, bytes: usize) -> Result<Option<Self>, CudaError> {
         let bytes = bytes.max(FLUSHED_BYTES);
         let _locked = driver_lock();
         // SAFETY: the size is not 0; the memory is freed once, in `drop`.
         let Ok(scratch) = (unsafe { result::malloc_sync(bytes) }) else {
-            tracing::debug!(bytes, "a GEMM is not timed: no memory for its output");
+            tracing::debug!(bytes, "a GEMM is not timed, because the GPU has no free memory for its output");
             return Ok(None);
         };
         let event = || result::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);
@@ -92,7 +93,7 @@ impl Clock {
     fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         // SAFETY: stream, events and memory are alive, and the memory has `bytes` bytes.
         unsafe {
-            // While the device fills the memory, the host enqueues the rest, so that host time is not measured.
+            // While the device fills the memory, the host enqueues the work, so that the host's time is not measured.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
             result::event::record(self.started, self.stream).map_err(failed)?;
             if !enqueue() {
@@ -118,7 +119,7 @@ impl Clock {
 impl Drop for Clock {
     fn drop(&mut self) {
         if self.late {
-            // Freeing would never return. Little memory is leaked, as the engine ends then.
+            // The memory is leaked, because freeing it would never return. The engine ends then.
             return;
         }
         // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses

@@ -2,9 +2,9 @@
 //
 // FlashAttention-2 (Dao 2023): scores are computed for a tile of positions at a time, with an online softmax, so that no more than a tile
 // is in memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once
-// for all of them. Scores are scaled by log2(e), so that exponentials are powers of two.
+// for all these heads. Scores are scaled by log2(e), so that exponentials are powers of two.
 
-/// Elements from one row to the next in shared memory: 16 bytes more than a head, so that the eight rows of a matrix are in different
+/// Distance of two rows in shared memory, in elements: 16 bytes more than a head, so that the eight rows of a matrix are in different
 /// banks.
 constexpr int STRIDE = HEAD_PAD + 8;
 
@@ -28,7 +28,7 @@ struct Softmax {
             for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
             most = fmaxf(most, shuffle_xor(most, 1));
             most = fmaxf(most, shuffle_xor(most, 2));
-            // While all scores are masked, any finite base will do.
+            // While all scores are masked, the base may be any finite number.
             const float base = most == -INFINITY_F ? 0.0f : most;
             const float kept = exp2_fast(max[half] - base);
             max[half] = most;
@@ -43,7 +43,8 @@ struct Softmax {
         }
     }
 
-    /// Adds the values of 16 positions, weighted by their exponentials (two fragments of eight columns).
+    /// Adds the values of 16 positions, weighted by the exponentials of the scores. `first` and `second` have the exponentials of eight
+    /// positions each.
     DEVICE_MEMBER void accumulate(const float first[4], const float second[4], const half_t *values, int lane) {
         const u32 powers[4] = {narrow_pair(first[0], first[1]), narrow_pair(first[2], first[3]), narrow_pair(second[0], second[1]),
                                narrow_pair(second[2], second[3])};
@@ -57,7 +58,7 @@ struct Softmax {
         }
     }
 
-    /// Sums over the lanes of each row.
+    /// Adds the sums of all lanes that hold parts of the same row.
     DEVICE_MEMBER void finish() {
         for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
@@ -74,7 +75,7 @@ DEVICE void load_keys(u32 to[4], const half_t *keys, int lane) {
     load_matrices(to, keys + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
 }
 
-/// Starts copying the keys and values of `count` positions from `first` on; zeros for those from `end` on.
+/// Starts copying the keys and values of `count` positions from `first` on. Positions from `end` on are filled with zeros.
 DEVICE void copy_kv(half_t *keys, half_t *values, const half_t *pool, const u32 *table, int first, int end, int count, int layer, int kv_head,
                     int thread, int threads) {
     for (int vector = thread; vector < count * HEAD_VECTORS; vector += threads) {
@@ -106,8 +107,9 @@ constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
 /// Bytes of shared memory: queries, and two tiles each of keys and values, one in use while the other is being copied.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 
-/// Attention of consecutive tokens. One thread block per tile and key head. `tiles`: first row, tokens (PROMPT_ROWS / GROUP at most),
-/// position of the first token, offset of the sequence's block table in `tables`. The tokens' own KV is already in `pool`.
+/// Attention of consecutive tokens. One thread block per tile and key head. An entry of `tiles` has the first row, the number of tokens
+/// (PROMPT_ROWS / GROUP at most), the position of the first token, and the offset of the sequence's block table in `tables`. The tokens'
+/// own KV must already be in `pool`.
 KERNEL(PROMPT_WARPS * 32)
 attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *tiles, half_t *out, int layer, float scale) {
     DYNAMIC_SHARED(shared);

@@ -1,23 +1,23 @@
-// Attention of single tokens (Flash-Decoding, Dao et al. 2023): it is bound by reading the KV, so several thread blocks divide a sequence's
-// positions into partitions, and a second kernel combines their results.
+// Attention of single tokens (Flash-Decoding, Dao et al. 2023). Its time is that of reading the KV, so several thread blocks divide a
+// sequence's positions into partitions, and a second kernel combines their results.
 
 constexpr int TOKEN_WARPS = 4;
-/// Packed rows: query heads of one key head, 16 at a time.
+/// Number of packed rows that a thread block computes: query heads that share a key head.
 constexpr int TOKEN_ROWS = 16;
 /// Positions that a warp processes at a time.
 constexpr int TOKEN_TILE = 16;
-/// Tiles of a warp in shared memory: one in use, the others being copied.
+/// Number of tiles per warp in shared memory: one is in use while the others are being copied.
 constexpr int TOKEN_STAGES = SMALL_SHARED_MEMORY ? 2 : 3;
 constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
 constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
-/// At the end, the same memory holds every warp's rows, maxima and sums.
+/// At the end of the kernel, the same memory holds every warp's rows, maxima and sums.
 constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
-/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads.
-/// `partitions`: row, first position, position after the last, offset of the sequence's block table in `tables`. Writes outputs that are
-/// not yet divided by their sums, [partition][head][element], and the maximum and sum of each, [partition][head]. Empty partitions are
-/// padding and write nothing.
+/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads. An entry
+/// of `partitions` has the row, the first position, the position after the last, and the offset of the sequence's block table in `tables`.
+/// Writes outputs that are not yet divided by the sums of their exponentials, [partition][head][element], and each output's maximum and
+/// sum, [partition][head]. Empty partitions are padding and write nothing.
 KERNEL(TOKEN_WARPS * 32)
 attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
@@ -73,7 +73,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         }
         softmax.update<2>(scores);
         softmax.accumulate(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
-        // The next copies overwrite what this step has read.
+        // All lanes must have read this step's tile before the next copies overwrite it.
         warp_sync();
     }
     softmax.finish();
@@ -109,8 +109,8 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 
 constexpr int COMBINE_THREADS = 128;
 
-/// Combines the partitions of single tokens. One thread block per token and head. `rows`: row, first partition, number of partitions. Rows
-/// without partitions (padding) get zeros.
+/// Combines the partitions of single tokens. One thread block per token and head. An entry of `rows` has the row, its first partition and
+/// its number of partitions. Rows without partitions (padding) get zeros.
 KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;

@@ -1,4 +1,4 @@
-// The model's shape and what follows from it. All are compile-time constants.
+// The model's shape, and the constants that follow from it. All are compile-time constants.
 //
 // Compile-time options: HEADS, KV_HEADS, HEAD_DIM (a multiple of 8, at most 128), LAYERS, BLOCK_SIZE, SMALL_SHARED_MEMORY (1: a thread
 // block may use less than 100 KiB of shared memory), PAIRS_ADJACENT (RoPE rotates pairs of elements; 1: 2i and 2i + 1,

@@ -1,7 +1,7 @@
 // The device operations that the kernels need beyond plain CUDA C++: 16-bit floats, warp shuffles, tensor cores, asynchronous copies.
 //
-// emulation/shim.h defines the same names for the host, after the description of each instruction in the PTX ISA manual. All other files
-// compile with either. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
+// emulation/shim.h defines the same names for the host, as the PTX ISA manual describes each instruction. All other files compile with
+// either of the two. No CUDA header is included, so a machine needs NVRTC's library and nothing else.
 //
 // Compile-time option: HALF_IS_FLOAT16 (1: 16-bit floats are IEEE half precision, 0: bfloat16).
 
@@ -105,7 +105,7 @@ DEVICE void copy_async(half_t *shared, const half_t *global, bool present) {
                  : "memory");
 }
 
-/// Makes the copies that this thread has started since the last call one group.
+/// Combines the copies that this thread has started since the last call into one group.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until all but the last `LEFT` of this thread's groups are complete and visible to this thread.

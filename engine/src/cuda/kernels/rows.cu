@@ -51,7 +51,8 @@ KERNEL(64) rope(const u32 *positions, const double *frequencies, float2 *rotatio
 constexpr int HEADS_A_BLOCK = 4;
 
 /// Adds biases, normalises and rotates queries and keys, and writes keys and values to their slots of the KV memory; queries are updated in
-/// place. One warp per row and head. `biases` and the norms may be null. `slots`: block × BLOCK_SIZE + offset of each row, or NO_SLOT.
+/// place. One warp per row and head. `biases` and the norms may be null. `slots` has block × BLOCK_SIZE + offset in the block for each row,
+/// or NO_SLOT.
 KERNEL(HEADS_A_BLOCK * 32)
 store_kv(half_t *qkv, const float *biases, const float *query_norm, const float *key_norm, const float2 *rotations, const u32 *slots, half_t *pool,
          int layer, float eps) {
@@ -106,8 +107,8 @@ store_kv(half_t *qkv, const float *biases, const float *query_norm, const float 
 
 DEVICE float swiglu_of(float gate, float up) { return gate / (1.0f + exp2_fast(gate * -1.44269504f)) * up; }
 
-/// SwiGLU (Shazeer 2020): gate ÷ (1 + e^-gate) × up. A row of `gates` has `ffn` gates (a multiple of 8), then as many ups. One thread per
-/// eight elements.
+/// SwiGLU (Shazeer 2020): gate ÷ (1 + e^-gate) × up. A row of `gates` has `ffn` gates (a multiple of 8), then as many numbers of `up`. One
+/// thread per eight elements.
 KERNEL(ROW_THREADS) swiglu(const half_t *gates, half_t *out, int ffn, u32 rows) {
     const u64 eight = static_cast<u64>(blockIdx.x) * ROW_THREADS + threadIdx.x, each = ffn / 8;
     if (eight >= each * rows) return;

@@ -2,8 +2,9 @@
 // min-p, top-k, top-p; then selection by one random number in [0, 1) over the cumulative weights in the order of token ids. The result
 // depends only on the row, the settings and that number.
 //
-// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. One
-// thread block per row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal tokens.
+// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. A
+// thread block computes one row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal
+// tokens.
 
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
@@ -15,15 +16,15 @@ constexpr float LOG_WEIGHT_MIN = -50.0f;
 struct SampleSettings {
     /// The random number in [0, 1).
     double uniform;
-    /// 0: greedy.
+    /// The number by which logits are divided; 0: the likeliest token is selected.
     float temperature;
     float top_p, min_p;
     float frequency_penalty, presence_penalty, repetition_penalty;
-    /// 0: no limit.
+    /// The number of likeliest tokens that are kept; 0: no limit.
     u32 top_k;
     /// Offset and number of the row's adjustments.
     u32 first_adjustment, adjustments;
-    /// Offset of the row's mask in words (a bit per token, 1: allowed); -1: no mask.
+    /// Offset of the row's mask, in words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
     int mask;
     /// Number of alternatives whose logprobs are returned; NO_TOKEN: the sampled token's logprob is not returned either.
     u32 top;
@@ -51,7 +52,7 @@ struct Best {
 
 DEVICE Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.token < a.token) ? b : a; }
 
-/// A row of numbers, and the thread block's scratch memory. Its methods are called by all threads of the block.
+/// A row of numbers, and the thread block's scratch memory. All threads of the block must call a method together.
 struct Row {
     float *numbers;
     u32 len;
@@ -94,8 +95,8 @@ struct Row {
         return all;
     }
 
-    /// Returns the first token at which the running sum of `measure` exceeds `target`; if rounding leaves none, the last token with a
-    /// measure above 0.
+    /// Returns the first token at which the running sum of `measure` exceeds `target`; if there is none because of rounding, the last token
+    /// with a measure above 0.
     template <class Measure> DEVICE_MEMBER u32 first_beyond(double target, Measure measure) {
         sum(measure);
         const u32 own = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -140,10 +141,11 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Narrows the set to the heaviest candidates whose measures sum to `target` or more. No weight is above 1.
+    /// Narrows the set to the fewest of the heaviest candidates whose measures sum to `target` or more. No weight may be above 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
         const Candidates all = *this;
-        // Invariant: candidates of at least `low` sum to the target, those of at least `high` do not.
+        // Invariant: the measures of the candidates whose weight has bits of at least `low` sum to the target or more; with `high` instead
+        // of `low` they do not.
         u32 low = 1, high = __float_as_uint(1.0f) + 1;
         const auto from = [&](u32 least_bits, u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) >= least_bits ? measure(weight) : 0.0;
@@ -195,7 +197,7 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
             });
         }
     }
-    // A token occurs in the list once, so the threads modify different numbers.
+    // Each token occurs in the list of adjustments only once, so the threads modify different numbers.
     for (u32 i = threadIdx.x; i < settings.adjustments; i += SAMPLE_THREADS) {
         const Adjustment change = adjustments[settings.first_adjustment + i];
         float logit = row.numbers[change.token];

@@ -20,8 +20,8 @@ use std::{
 
 type LaunchKernel = unsafe extern "C" fn(*const i8, *const u32, u32, u32, *mut *mut c_void, u32) -> bool;
 
-/// Orders of execution, as sums of bits. With 1, threads and blocks run from last to first; with 2, asynchronous copies are done
-/// immediately rather than as late as possible.
+/// Orders of execution, as sums of bits. With bit 1, threads and blocks run from last to first; with bit 2, asynchronous copies are done
+/// immediately instead of as late as possible.
 pub(super) const ORDERS: [u32; 4] = [0, 1, 2, 3];
 
 pub(super) struct Emulated {
@@ -31,13 +31,13 @@ pub(super) struct Emulated {
     allocated: Arc<Mutex<HashMap<u64, usize>>>,
     /// The work captured so far; `None` if no capture is in progress.
     capture: Mutex<Option<Vec<Captured>>>,
-    /// Captures and replays; see `capture_counts`.
+    /// The numbers of captures and of replays, which `capture_counts` returns.
     counts: Arc<[AtomicUsize; 2]>,
     /// The GEMMs that this stream has prepared.
     prepared: Mutex<HashSet<Gemm>>,
-    /// See `refuse_capture`.
+    /// Whether every capture fails; set by `refuse_capture`.
     refuses_capture: Arc<AtomicBool>,
-    /// See `fail_after`.
+    /// The number of all-reduces until the device is lost; set by `fail_after`.
     sums_left: Arc<AtomicUsize>,
     /// Whether the stream waits for an all-reduce that will not end until its communicators are dropped.
     stuck: AtomicBool,
@@ -79,7 +79,7 @@ fn library(shape: &Shape) -> Arc<Library> {
         .arg(source)
         .output()
         .expect("g++ is missing: install it (Debian: apt-get install g++)");
-    assert!(compiled.status.success(), "g++ refuses_capture the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
+    assert!(compiled.status.success(), "g++ cannot compile the kernels:\n{}", String::from_utf8_lossy(&compiled.stderr));
     // SAFETY: the library was just built from our sources and has no initialisers.
     let library = Arc::new(unsafe { Library::new(&file) }.unwrap());
     built.push((definitions, Arc::clone(&library)));
@@ -120,7 +120,7 @@ impl Emulated {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Adds an operation to the current capture, if there is one; returns whether there is.
+    /// Adds an operation to the current capture, if there is one; returns whether there is a capture.
     fn defer(&self, what: impl FnOnce() -> Captured) -> bool {
         let mut capture = self.capture.lock().unwrap();
         if let Some(recorded) = &mut *capture {
@@ -129,12 +129,12 @@ impl Emulated {
         capture.is_some()
     }
 
-    /// Operations that a capture cannot contain call this.
+    /// Panics during a capture. Must be called by each operation that a capture cannot contain.
     fn assert_not_capturing(&self) {
         assert!(self.capture.lock().unwrap().is_none(), "not allowed during a capture");
     }
 
-    /// Operations that wait for the stream call this.
+    /// Panics if the stream is stuck or is being captured. Must be called by each operation that waits for the stream.
     fn assert_not_stuck(&self) {
         self.assert_not_capturing();
         assert!(!self.stuck.load(Ordering::Relaxed), "the host waits for a rank that waits for a lost rank");
@@ -356,7 +356,7 @@ impl Device for Emulated {
         Ok(())
     }
 
-    /// Only checks and remembers the GEMMs.
+    /// Checks and remembers the GEMMs; does not time them.
     fn prepare(&self, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
             self.check(operands.weights, outputs * inputs * 2);
@@ -400,7 +400,7 @@ impl Device for Emulated {
     fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
         let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
-        assert!(known.is_none(), "it is this device's own memory");
+        assert!(known.is_none(), "a device cannot import its own memory");
         Ok((number(0), number(8) as usize))
     }
 
@@ -473,5 +473,5 @@ impl PeerCommunicator for Pipe {
 }
 
 fn late(limit: Duration) -> CudaError {
-    CudaError::Nccl { doing: "testing", source: format!("not done after {limit:?}").into() }
+    CudaError::Nccl { doing: "testing", source: format!("the operation did not end within {limit:?}").into() }
 }

@@ -23,7 +23,7 @@ const OWN_BLOCKS: u32 = 10;
 struct Sequence {
     /// The step in which the sequence starts.
     begins: usize,
-    /// The number of positions before the prompt's own; their blocks are shared with other sequences.
+    /// The number of positions before the prompt. Their blocks are shared with other sequences.
     before: usize,
     prompt: usize,
     /// Number of tokens sampled.
@@ -57,7 +57,7 @@ fn sequences() -> Vec<Sequence> {
     (0..).zip(all).map(sequence).collect()
 }
 
-/// Runs all sequences to their ends; returns the tokens sampled in each step, and all KV.
+/// Runs all sequences to their end; returns the tokens that were sampled in each step, and the KV of all blocks.
 fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let (sequences, mut random) = (sequences(), Random::new(8));
     for block in 0..SHARED_BLOCKS {

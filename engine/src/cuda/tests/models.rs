@@ -181,7 +181,7 @@ fn dropping_engine_and_model_frees_all_memory() {
 
 #[test]
 fn unsupported_models_and_steps_are_refused_with_a_reason() {
-    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("the model must be refused").to_string();
+    let refused = |sizes: Sizes| load_sharded(&gguf(file(sizes, 1)), 1, 0).err().expect("this sharding is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, expected) in [
         (Sizes { head_dim: 20, ..fine }, "heads of a multiple of 8 numbers"),
@@ -195,7 +195,8 @@ fn unsupported_models_and_steps_are_refused_with_a_reason() {
     let model = load(&gguf(file(fine, 1)), 0);
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
     let blocks = scattered(0, 1);
-    let error = |engine: &mut Runner<Emulated>, chunks: &[Chunk<'_>]| engine.step(chunks).expect_err("a refusal").to_string();
+    let error =
+        |engine: &mut Runner<Emulated>, chunks: &[Chunk<'_>]| engine.step(chunks).expect_err("the step is refused").to_string();
     let chunk = |tokens, start| Chunk { tokens, start, blocks: &blocks, logits: Logits::None };
     assert!(error(&mut engine, &[chunk(&[48], 0)]).contains("beyond the vocabulary of 48"));
     assert!(error(&mut engine, &[chunk(&[], 0)]).contains("is empty"));
@@ -207,7 +208,7 @@ fn unsupported_models_and_steps_are_refused_with_a_reason() {
 
 /// The tokens that the engine samples on the device are those that the host samples from the same logits.
 #[test]
-fn device_samples_requested_rows_and_returns_logits_of_others() {
+fn device_samples_requested_rows_and_returns_the_logits_of_other_rows() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-f16").unwrap().1);
     let mut engine = engine(&file, 0);
     let blocks: Vec<_> = (0..3).map(|sequence| scattered(sequence, 3)).collect();

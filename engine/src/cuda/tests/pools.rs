@@ -31,7 +31,7 @@ fn assert_moved(from: &Runner<Emulated>, to: &Runner<Emulated>) {
 }
 
 #[test]
-fn memory_of_another_process_is_copied_from_and_unmapped_on_drop() {
+fn blocks_are_copied_from_the_memory_of_another_process_which_is_unmapped_on_drop() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
@@ -71,37 +71,38 @@ fn handle_of_another_host_or_layout_is_refused() {
     let refused = |handle: &[u8]| match memory.open_peer(handle) {
         Err(DeviceTransferError::Unreachable(why)) => why,
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it was opened"),
+        Ok(_) => panic!("the handle must be refused"),
     };
     let changed = |at: usize| {
         let mut handle = handle.clone();
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "on another host");
-    assert_eq!(refused(&changed(32)), "incompatible KV layout or tensor-parallel degree");
+    assert_eq!(refused(&changed(0)), "the worker is on another host");
+    assert_eq!(refused(&changed(32)), "the worker's KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
-    assert_eq!(refused(&two), "incompatible KV layout or tensor-parallel degree");
-    // A handle of another process that claims too many blocks, and a handle of an engine that does not exist in this process.
+    assert_eq!(refused(&two), "the worker's KV layout or tensor-parallel degree differs");
+    // Two handles must be refused: one of another process that claims too many blocks, and one of an engine that does not exist in this
+    // process.
     let other = filled(&[0; 8].map(BlockId));
     let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
-    assert_eq!(refused(&oversized), "its memory is smaller than its handle says");
+    assert_eq!(refused(&oversized), "the worker's memory is smaller than the IPC handle says");
     ended[51] = 0xff;
-    assert_eq!(refused(&ended), "its engine has ended");
+    assert_eq!(refused(&ended), "the worker's engine has ended");
     for other in [&handle[1..], &[&handle[..], &[0]].concat(), &[]] {
-        assert_eq!(refused(other), "invalid handle (from another version?)");
+        assert_eq!(refused(other), "the IPC handle is invalid or from another version");
     }
 }
 
 #[test]
-fn nccl_moves_blocks_and_discards_unwanted_ones() {
+fn nccl_moves_blocks_and_discards_unwanted_blocks() {
     let source = filled(&[7, 6, 5, 4, 3, 2, 1, 63].map(BlockId));
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let name = ours.new_communicator_id().unwrap();
     assert_eq!((name.len(), ours.nccl_ranks()), (128, 1));
-    assert!(name != ours.new_communicator_id().unwrap(), "every communicator has an id of its own");
+    assert!(name != ours.new_communicator_id().unwrap(), "communicator ids are unique");
     assert!(matches!(theirs.join(&name[1..], CommunicatorEnd::Sender), Err(DeviceTransferError::Unreachable(_))));
     let (sends, receives) =
         (theirs.join(&name, CommunicatorEnd::Sender).unwrap(), ours.join(&name, CommunicatorEnd::Receiver).unwrap());
@@ -115,7 +116,7 @@ fn nccl_moves_blocks_and_discards_unwanted_ones() {
     assert_moved(&source, &destination);
     assert!(read(&destination, BlockId(60)) == before, "other blocks are unchanged");
     drop(receives);
-    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the other end was dropped");
+    assert!(matches!(sends.send(&from), Err(DeviceTransferError::Failed(_))), "the receiving end was dropped");
 }
 
 /// Moves blocks of a model on two GPUs, each of which holds its shard of every block.

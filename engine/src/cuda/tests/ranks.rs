@@ -47,7 +47,7 @@ fn any_number_of_ranks_gives_the_cpu_engines_logits() {
 
 /// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
 #[test]
-fn two_ranks_sample_the_same_tokens_as_one() {
+fn two_ranks_sample_the_same_tokens_as_one_rank() {
     let file = golden("llama-f16");
     let mut engines = [1, 2].map(|ranks| engine(&file, ranks));
     let blocks = [scattered(0, 2), scattered(1, 2)];
@@ -93,7 +93,7 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
         let wrong = error(&last(&mut engines[i], &to), &expected);
         assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
     }
-    // A round trip through an engine with another number of ranks changes no bit.
+    // Blocks that are copied to an engine with another number of ranks and back are equal bit for bit.
     let mut alone = engine(&file, 1);
     run(&mut alone, &tokens[..20], &from, &[20]);
     let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();
@@ -104,7 +104,8 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     assert_eq!(last(&mut alone, &to), last(&mut alone, &from));
 }
 
-/// The rank is lost in the first all-reduce or in a later one; the step has no output, a sampled token, or logits.
+/// Tests all combinations: the rank is lost in the first all-reduce or in a later one, and the step returns no output, a sampled token, or
+/// logits.
 #[test]
 fn lost_rank_fails_the_step_without_a_hang() {
     for (rank, sums) in [(0, 1), (1, 1), (1, 2)] {
@@ -144,8 +145,8 @@ fn each_rank_allocates_its_shard_only_and_frees_it_on_drop() {
 }
 
 #[test]
-fn uneven_tensor_parallelism_is_refused_naming_possible_degrees() {
-    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("a refusal").to_string();
+fn uneven_tensor_parallelism_is_refused_with_the_possible_degrees() {
+    let refused = |sizes, ranks| load_sharded(&gguf(file(sizes, 1)), ranks, 0).err().expect("the step is refused").to_string();
     let fine = goldens::LLAMA;
     for (sizes, ranks, expected) in [
         (fine, 3, "--tp 3 does not fit the model, which has 4 query heads, 2 key heads and 96 feed-forward columns"),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Chunk, Logits, Prefill, StepOutput};
 
-/// A device that samples on its own. It fails at every read and write of a block if `broken`, and at every step if `lost`.
+/// A device that samples on its own. If `broken` is true, every read and write of a block fails; if `lost` is true, every step fails.
 struct Device {
     sim: SimEngine,
     broken: bool,
@@ -34,9 +34,11 @@ impl Engine for Device {
         for chunk in chunks {
             match chunk.logits {
                 Logits::None => {}
-                Logits::Last => logits.extend_from_slice(rows.next().expect("a row for each")),
+                Logits::Last => logits.extend_from_slice(rows.next().expect("the model returned a row for each position")),
                 Logits::All => rows.by_ref().take(chunk.tokens.len()).for_each(|row| logits.extend_from_slice(row)),
-                Logits::Sample(request) => tokens.push(request.on_host(rows.next().expect("a row for each"))),
+                Logits::Sample(request) => {
+                    tokens.push(request.on_host(rows.next().expect("the model returned a row for each position")))
+                }
             }
         }
         Ok(StepOutput::Sampled { tokens, logits })
@@ -66,7 +68,7 @@ fn demanding() -> Generate {
 }
 
 async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
-    let mut job = engine.generate(generate).await.expect("it fits");
+    let mut job = engine.generate(generate).await.expect("the job fits in the cache");
     let mut events = Vec::new();
     while let Some(event) = job.next().await {
         // The durations in `Started` may differ.
@@ -85,11 +87,11 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// When the engine has ended, the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
+/// The engine must end so that the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });
-    let mut job = engine.generate(generate(3)).await.expect("it fits");
+    let mut job = engine.generate(generate(3)).await.expect("the job fits in the cache");
     let mut last = None;
     while let Some(event) = job.next().await {
         last = Some(event);
@@ -107,7 +109,7 @@ async fn failed_block_read_fails_all_jobs() {
         namespace: generate(1).namespace,
         prompt: (0..100).collect(),
     };
-    let mut job = engine.prefill(prefill).await.expect("it fits");
+    let mut job = engine.prefill(prefill).await.expect("the job fits in the cache");
     job.send_blocks(vec![0, 1, 2], BlockAccess::Copied).await;
     let mut last = None;
     while let Some(event) = job.next().await {
@@ -121,7 +123,8 @@ async fn failed_block_read_fails_all_jobs() {
 #[tokio::test(start_paused = true)]
 async fn failed_block_write_is_refused_and_fails_all_jobs() {
     let engine = start_device(Device { broken: true, ..Device::new() });
-    let mut job = engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("it fits");
+    let mut job =
+        engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(3) }).await.expect("the job fits in the cache");
     let Some(Event::Reserved { ticket, missing_blocks }) = job.next().await else { panic!("blocks are reserved first") };
     let payload = vec![0; engine.info().block_bytes].into();
     assert_eq!(engine.write_block(ticket, missing_blocks[0], payload).await, Err(WriteRefused::EngineEnded));

@@ -12,8 +12,8 @@ fn question(number: u32, account: &str) -> Generate {
 
 async fn first_token(engine: &EngineHandle, question: Generate) -> Duration {
     let asked = Instant::now();
-    let mut job = engine.generate(question).await.expect("it fits");
-    while !matches!(job.next().await.expect("it is answered"), Event::Token { .. }) {}
+    let mut job = engine.generate(question).await.expect("the job fits in the cache");
+    while !matches!(job.next().await.expect("the engine answers the job"), Event::Token { .. }) {}
     asked.elapsed()
 }
 
@@ -27,7 +27,7 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
         many.samples = 128;
         // Together these requests need more than twice the blocks of the engine.
         (many.sampling.min_tokens, many.sampling.max_tokens) = (400, Some(400));
-        let mut job = engine.generate(many).await.expect("it fits");
+        let mut job = engine.generate(many).await.expect("the job fits in the cache");
         hostile.spawn(async move {
             let mut tokens = 0;
             while let Some(event) = job.next().await {
@@ -46,7 +46,7 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
         }
         tokio::time::sleep(Duration::from_millis(700)).await;
     }
-    assert!(engine.load().preemptions > 0, "there were too few blocks");
+    assert!(engine.load().preemptions > 0, "the cache has too few blocks for all samples");
     for tokens in hostile.join_all().await {
         assert_eq!(tokens, 128 * 400, "all samples are answered");
     }

@@ -22,15 +22,16 @@ fn burst_of_equal_prompts_is_computed_once() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("the same for all", 1_000);
     for id in 0..8 {
-        world.machine.prefill(id, prefill(text.clone()), world.now).expect("the job fits");
+        world.machine.prefill(id, prefill(text.clone()), world.now).expect("the job fits in the cache");
     }
     let mut job = generate(text.clone(), 5);
     job.sampling.seed = 9;
-    world.machine.generate(8, job.clone(), world.now).expect("the job fits");
+    world.machine.generate(8, job.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let load = world.machine.load();
-    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one computes, the others hold no blocks");
-    // 935 tokens are left of the first, 7 of each other prefill and of the generation: tokens computed for another prompt count once.
+    assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
+    // Of the first prefill, 935 tokens are left; of each other prefill and of the generation, 7 tokens. Tokens that are computed for
+    // another prompt count only there.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
@@ -44,20 +45,23 @@ fn burst_of_equal_prompts_is_computed_once() {
 }
 
 #[test]
-fn deferred_prompt_delays_no_other_and_takes_over_from_a_cancelled_owner() {
+fn deferred_prompt_delays_no_other_prompt_and_takes_over_from_a_cancelled_prefix_owner() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 32, ..SETTINGS });
     let text = prompt("the first one leaves", 500);
-    world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits");
-    world.machine.prefill(1, prefill([text.as_slice(), &prompt("and more", 100)].concat()), world.now).expect("the job fits");
-    world.machine.prefill(2, prefill(prompt("another", 100)), world.now).expect("the job fits");
+    world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits in the cache");
+    world
+        .machine
+        .prefill(1, prefill([text.as_slice(), &prompt("and more", 100)].concat()), world.now)
+        .expect("the job fits in the cache");
+    world.machine.prefill(2, prefill(prompt("another", 100)), world.now).expect("the job fits in the cache");
     for _ in 0..6 {
         world.step();
     }
     assert_eq!((world.cached(0), world.cached(1), world.cached(2)), (Some(0), None, Some(0)));
     world.machine.cancel(0);
     world.run();
-    // Of the 6 × 32 tokens of six steps, 99 were the shorter prompt's.
-    assert_eq!(world.cached(1), Some(80), "what the cancelled owner had computed");
+    // Six steps computed 6 × 32 tokens, of which 99 belong to the shorter prompt.
+    assert_eq!(world.cached(1), Some(80), "the tokens that the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }
@@ -67,7 +71,7 @@ fn wait_for_a_prefix_owner_is_bounded() {
     let mut world = World::new(256, EngineSettings { chunk_budget: 100, ..SETTINGS });
     let text = prompt("slow", 400);
     for id in 0..2 {
-        world.machine.prefill(id, prefill(text.clone()), world.now).expect("the job fits");
+        world.machine.prefill(id, prefill(text.clone()), world.now).expect("the job fits in the cache");
     }
     world.step();
     assert_eq!(world.cached(1), None);
@@ -84,14 +88,14 @@ fn prompt_does_not_wait_for_blocks_that_it_cannot_match() {
     let text = prompt("not to be found", 400);
     for change in [0, 1, 2] {
         let mut world = World::new(256, EngineSettings { chunk_budget: 128, prefix_caching: change != 0, ..SETTINGS });
-        world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits");
+        world.machine.prefill(0, prefill(text.clone()), world.now).expect("the job fits in the cache");
         world.step();
         let second = match change {
             0 => prefill(text.clone()),
             1 => Prefill { namespace: Namespace::new("sim", "", "", "salt"), ..prefill(text.clone()) },
             _ => prefill([&prompt("x", 1), text.as_slice()].concat()),
         };
-        world.machine.prefill(1, second, world.now).expect("the job fits");
+        world.machine.prefill(1, second, world.now).expect("the job fits in the cache");
         world.step();
         assert_eq!(world.cached(1), Some(0), "case {change}");
         (0..2).for_each(|id| world.machine.cancel(id));
@@ -105,29 +109,29 @@ fn remote(text: &[TokenId], max_tokens: u32) -> Generate {
 }
 
 #[test]
-fn equal_prompts_reuse_the_blocks_received_for_the_first() {
+fn equal_prompts_reuse_the_blocks_received_for_the_first_prompt() {
     let mut world = World::new(2_048, SETTINGS);
     let text = prompt("sent once", 1_000);
     for id in 0..8 {
-        world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
+        world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits in the cache");
     }
     // This prompt has less than half of the received blocks in common.
     let part = [&text[..500], &prompt("and then another way", 300)].concat();
-    world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits");
-    world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits");
+    world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits in the cache");
+    world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits in the cache");
     world.run();
     let (ticket, missing) = world.reserved(0).expect("blocks are available");
     assert_eq!(missing.len(), 63);
     let others = [1, 2, 3, 4, 5, 6, 7, 9];
     assert!(
         others.iter().all(|id| world.reserved(*id).is_none() && world.cached(*id).is_none()),
-        "they hold no blocks while they wait"
+        "waiting sequences hold no blocks"
     );
-    assert_eq!(world.reserved(8).expect("31 of 63 blocks are not worth the wait").1, (0..50).collect::<Vec<_>>());
+    assert_eq!(world.reserved(8).expect("the sequence does not wait for 31 of 63 blocks").1, (0..50).collect::<Vec<_>>());
     let kv_of = kv(&text);
     // Blocks may be written in any order.
     for index in (0..63).rev() {
-        world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows it");
+        world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows the write");
     }
     world.run();
     assert!(world.reserved(1).is_none() && world.cached(9).is_none(), "the received blocks are not confirmed");
@@ -137,7 +141,7 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first() {
     for id in 1..8 {
         let (ticket, missing) = world.reserved(id).expect("all full blocks are cached");
         assert_eq!(missing, [62], "a partial block is not shared");
-        world.write(ticket, 62, &kv_of[62].1).expect("the ticket allows it");
+        world.write(ticket, 62, &kv_of[62].1).expect("the ticket allows the write");
         world.confirm(ticket);
     }
     world.machine.cancel(8);
@@ -150,22 +154,22 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first() {
 }
 
 #[test]
-fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
+fn wait_for_a_transfer_ends_when_the_prefix_owner_ends_or_the_deadline_passes() {
     for leaves in [true, false] {
         let mut world = World::new(256, SETTINGS);
         let text = prompt("half of it", 400);
         for id in 0..3 {
-            world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits");
+            world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits in the cache");
         }
         world.run();
         let (ticket, _) = world.reserved(0).expect("blocks are available");
         let kv = kv(&text);
         for (index, payload) in &kv[..12] {
-            world.write(ticket, *index, payload).expect("the ticket allows it");
+            world.write(ticket, *index, payload).expect("the ticket allows the write");
         }
         world.run();
         assert!((1..3).all(|id| world.reserved(id).is_none()));
-        let deadline = world.machine.next_deadline(world.now).expect("the wait is bounded");
+        let deadline = world.machine.next_deadline(world.now).expect("the wait for the prefix owner has a deadline");
         assert!(deadline <= world.now + Duration::from_secs(5));
         if leaves {
             world.machine.cancel(0);
@@ -173,11 +177,15 @@ fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
             world.now = deadline;
         }
         world.run();
-        let (ticket, missing) = world.reserved(1).expect("it takes over");
+        let (ticket, missing) = world.reserved(1).expect("the next sequence takes the ticket over");
         assert_eq!(missing, (0..25).collect::<Vec<_>>(), "unconfirmed blocks are not used");
-        assert_eq!(world.reserved(2).is_none(), leaves, "the third waits for the second, unless its wait has reached the limit");
+        assert_eq!(
+            world.reserved(2).is_none(),
+            leaves,
+            "the third sequence waits for the second one unless the wait has reached its limit"
+        );
         for index in missing {
-            world.write(ticket, index, &kv[index as usize].1).expect("the ticket allows it");
+            world.write(ticket, index, &kv[index as usize].1).expect("the ticket allows the write");
         }
         world.confirm(ticket);
         world.run();
@@ -188,28 +196,28 @@ fn wait_for_a_transfer_ends_with_its_owner_or_its_deadline() {
 }
 
 #[test]
-fn pending_tokens_of_a_waiting_prompt_exclude_reusable_ones() {
+fn pending_tokens_of_a_waiting_prompt_exclude_reusable_tokens() {
     let mut world = World::new(80, SETTINGS);
     let (cached, fills) = (prompt("known before", 400), prompt("fills the cache", 900));
-    world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits");
+    world.machine.prefill(0, prefill(cached.clone()), world.now).expect("the job fits in the cache");
     world.run();
     world.machine.cancel(0);
-    world.machine.prefill(1, prefill(fills.clone()), world.now).expect("the job fits");
+    world.machine.prefill(1, prefill(fills.clone()), world.now).expect("the job fits in the cache");
     world.run();
-    assert_eq!(world.machine.load().in_use_blocks, 57, "23 of 80 are left, all of them cached");
+    assert_eq!(world.machine.load().in_use_blocks, 57, "the other 23 of 80 blocks are cached");
     let load = |world: &World| world.machine.load().pending_prefill_tokens;
-    world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits");
+    world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits in the cache");
     world.run();
-    assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "24 blocks are more than there are");
+    assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "the prompt needs more than the 23 blocks that are left");
     // A burst follows: its first prompt is new, and its other prompts are expected to reuse the first one's blocks.
     let burst = prompt("all the same", 300);
     for id in 3..7 {
-        world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits");
+        world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits in the cache");
     }
     let waits = 399 - 23 * 16;
     assert_eq!(load(&world), waits + 299 + 3 * (299 - 18 * 16));
     world.machine.cancel(3);
-    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next prompt computes it");
+    assert_eq!(load(&world), waits + 299 + 2 * (299 - 18 * 16), "the next prompt computes the shared blocks");
     (1..7).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
 }

@@ -61,7 +61,8 @@ proptest! {
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// So a sequence that is admitted because fewer sequences than a batch precede it becomes part of the batch.
+    /// The predicted place must not be too early, so that a sequence becomes part of the batch if it is admitted because fewer sequences
+    /// than a batch precede it.
     #[test]
     fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
@@ -69,7 +70,7 @@ proptest! {
         let mut with = sequences.clone();
         let place = with.partition_point(|(_, other)| *other <= job);
         with.insert(place, (account, job));
-        let found = fair_order(&with).iter().position(|other| *other == place).expect("it is in the order");
+        let found = fair_order(&with).iter().position(|other| *other == place).expect("the fair order has every waiting sequence");
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
@@ -121,8 +122,8 @@ proptest! {
         let mut shared: Vec<usize> = (0..costs.len()).collect();
         shared.sort_by_key(|place| (costs[*place], *place));
         for pair in shared.windows(2) {
-            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("all are due");
-            // Of two neighbours in that order, the first may be due later only if it arrived later.
+            let place = |wanted| by_due.iter().position(|place| *place == wanted).expect("every sequence has a due time");
+            // Of two neighbours in the order `shared`, the first may be due later only if it arrived later.
             prop_assert!(place(pair[0]) < place(pair[1]) || pair[1] < pair[0], "costs {costs:?}, due {dues:?}");
         }
     }
@@ -146,7 +147,7 @@ proptest! {
                 continue;
             }
             // The next prompt is selected again after 16 tokens.
-            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("some wait");
+            let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("a sequence is waiting");
             let step = waiting[next].left.min(16);
             waiting[next].left -= step;
             computed += step as u64;
@@ -175,7 +176,7 @@ fn account_without_demand_leaves_the_rotation() {
     let demand = |account: &str| Demand { account: Arc::from(account), tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);
     assert!(!round_robin.is_empty());
-    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "it does not wait for the account that has left");
+    assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "the account that has left receives no share");
     assert!(round_robin.allot(&[], 300).is_empty());
     assert!(round_robin.is_empty());
 }

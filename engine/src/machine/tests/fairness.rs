@@ -37,7 +37,7 @@ fn assert_texts(world: &World, jobs: &[(JobId, Generate)]) {
 fn samples_beyond_the_batch_hold_no_blocks() {
     let job = samples("many samples", 100, 12, 20);
     let mut world = World::new(256, EngineSettings { batch_max: 4, ..SETTINGS });
-    world.machine.generate(0, job.clone(), world.now).expect("it fits");
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
     for _ in 0..6 {
         world.step();
     }
@@ -57,15 +57,15 @@ fn request_with_many_samples_does_not_delay_other_requests() {
         let mut jobs: Vec<(JobId, Generate)> =
             (0..3).map(|id| (id, samples(["one", "two", "three"][id as usize], 40, 16, 60))).collect();
         for (id, job) in &jobs {
-            world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+            world.machine.generate(*id, job.clone(), world.now).expect("the job fits in the cache");
         }
         for _ in 0..20 {
             world.step();
         }
         jobs.push((3, of(account, generate(prompt("comes later", 50), 10))));
-        world.machine.generate(3, jobs[3].1.clone(), world.now).expect("it fits");
+        world.machine.generate(3, jobs[3].1.clone(), world.now).expect("the job fits in the cache");
         let steps = first_token(&mut world, 3);
-        assert!(steps <= 2, "{steps} steps: its prompt, and its first token");
+        assert!(steps <= 2, "the first token took {steps} steps, not two");
         world.run();
         assert_texts(&world, &jobs);
     }
@@ -78,12 +78,12 @@ fn account_with_many_requests_does_not_delay_other_accounts() {
         (0..8).map(|id| (id, of("greedy", samples(&format!("{id} of many"), 30, 1, 80)))).collect();
     jobs.push((8, of("modest", generate(prompt("the only one", 30), 10))));
     for (id, job) in &jobs[..8] {
-        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+        world.machine.generate(*id, job.clone(), world.now).expect("the job fits in the cache");
     }
     for _ in 0..5 {
         world.step();
     }
-    world.machine.generate(8, jobs[8].1.clone(), world.now).expect("it fits");
+    world.machine.generate(8, jobs[8].1.clone(), world.now).expect("the job fits in the cache");
     assert!(first_token(&mut world, 8) <= 2);
     world.run();
     assert_texts(&world, &jobs);
@@ -94,13 +94,13 @@ fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
     let mut jobs: Vec<(JobId, Generate)> = (0..2).map(|id| (id, samples(["takes", "all"][id as usize], 40, 8, 60))).collect();
     let mut world = World::new(44, SETTINGS);
     for (id, job) in &jobs {
-        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+        world.machine.generate(*id, job.clone(), world.now).expect("the job fits in the cache");
     }
     while world.machine.load().free_blocks + world.machine.load().cached_blocks >= 4 {
         assert!(world.step());
     }
     jobs.push((2, generate(prompt("has nothing yet", 49), 5)));
-    world.machine.generate(2, jobs[2].1.clone(), world.now).expect("it fits");
+    world.machine.generate(2, jobs[2].1.clone(), world.now).expect("the job fits in the cache");
     let before = world.machine.preemptions;
     assert!(first_token(&mut world, 2) <= 2);
     assert!(world.machine.preemptions > before, "a sample of another request is preempted");
@@ -109,15 +109,15 @@ fn sample_of_a_large_request_is_preempted_for_a_waiting_request() {
 }
 
 #[test]
-fn only_sequence_of_a_request_is_not_preempted_for_others() {
+fn only_sequence_of_a_request_is_not_preempted_for_other_requests() {
     let first = samples("one long answer", 300, 1, 100);
     let mut world = World::new(26, SETTINGS);
-    world.machine.generate(0, first.clone(), world.now).expect("it fits");
+    world.machine.generate(0, first.clone(), world.now).expect("the job fits in the cache");
     for _ in 0..20 {
         world.step();
     }
     let second = generate(prompt("waits for it", 150), 5);
-    world.machine.generate(1, second.clone(), world.now).expect("it fits");
+    world.machine.generate(1, second.clone(), world.now).expect("the job fits in the cache");
     world.run();
     assert_eq!(world.machine.preemptions, 0);
     assert_texts(&world, &[(0, first), (1, second)]);
@@ -128,11 +128,14 @@ fn prefill_tokens_are_shared_between_accounts() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 512, ..SETTINGS });
     for id in 0..10 {
         let long = Prefill { account: "greedy".to_owned(), ..prefill(prompt(&format!("{id} of many"), 3_000)) };
-        world.machine.prefill(id, long, world.now).expect("it fits");
+        world.machine.prefill(id, long, world.now).expect("the job fits in the cache");
     }
     world.step();
     let text = prompt("from another account", 1_000);
-    world.machine.prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now).expect("it fits");
+    world
+        .machine
+        .prefill(10, Prefill { account: "modest".to_owned(), ..prefill(text) }, world.now)
+        .expect("the job fits in the cache");
     world.machine.send_blocks(10, vec![], BlockAccess::Copied);
     let before = world.steps;
     while !world.events.get(&10).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_)))) {
@@ -146,11 +149,11 @@ fn prefill_tokens_are_shared_between_accounts() {
 }
 
 #[test]
-fn short_prompt_precedes_a_long_one_that_has_started() {
+fn short_prompt_precedes_a_long_prompt_that_has_started() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
-    world.machine.generate(0, generate(prompt("a whole book", 5_000), 1), world.now).expect("it fits");
+    world.machine.generate(0, generate(prompt("a whole book", 5_000), 1), world.now).expect("the job fits in the cache");
     world.step();
-    world.machine.generate(1, generate(prompt("a question", 60), 1), world.now).expect("it fits");
+    world.machine.generate(1, generate(prompt("a question", 60), 1), world.now).expect("the job fits in the cache");
     assert!(first_token(&mut world, 1) <= 2);
     world.run();
     world.assert_idle();
@@ -159,7 +162,7 @@ fn short_prompt_precedes_a_long_one_that_has_started() {
 #[test]
 fn long_prompt_does_not_starve() {
     let mut world = World::new(4_096, EngineSettings { chunk_budget: 64, ..SETTINGS });
-    world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("it fits");
+    world.machine.prefill(0, prefill(prompt("a whole book", 2_000)), world.now).expect("the job fits in the cache");
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     let done =
         |world: &World| world.events.get(&0).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_))));
@@ -167,8 +170,11 @@ fn long_prompt_does_not_starve() {
     while !done(&world) {
         // A prompt with as many tokens as a step computes arrives in each step.
         let id = next;
-        world.machine.prefill(id, prefill(prompt(&format!("{id} comes later"), 65)), world.now).expect("it fits");
-        assert!(world.step() && world.steps < 200, "it starves");
+        world
+            .machine
+            .prefill(id, prefill(prompt(&format!("{id} comes later"), 65)), world.now)
+            .expect("the job fits in the cache");
+        assert!(world.step() && world.steps < 200, "the long prompt is not computed");
         for job in 1..id {
             if world.machine.held.iter().any(|held| held.job == job) {
                 world.machine.cancel(job);
@@ -187,11 +193,11 @@ fn long_prompt_does_not_starve() {
 fn prompt_beyond_the_lookahead_is_not_admitted() {
     let mut world = World::new(100, EngineSettings { chunk_budget: 64, ..SETTINGS });
     for id in 0..3 {
-        world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("it fits");
+        world.machine.prefill(id, prefill(prompt(&format!("{id} is long"), 500)), world.now).expect("the job fits in the cache");
     }
     world.step();
-    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first needs more than four steps");
-    world.machine.prefill(3, prefill(prompt("short", 100)), world.now).expect("it fits");
+    assert_eq!((world.cached(0), world.cached(1)), (Some(0), None), "the first prompt needs more than four steps");
+    world.machine.prefill(3, prefill(prompt("short", 100)), world.now).expect("the job fits in the cache");
     world.step();
     assert_eq!((world.cached(3), world.cached(1)), (Some(0), None));
     (0..4).for_each(|id| world.machine.cancel(id));
@@ -204,14 +210,14 @@ fn preempted_sequences_precede_new_requests_of_their_account() {
     let mut world = World::new(8, SETTINGS);
     let jobs: Vec<(JobId, Generate)> = (0..3).map(|id| (id, samples(["a", "bc", "def"][id as usize], 20, 1, 60))).collect();
     for (id, job) in &jobs {
-        world.machine.generate(*id, job.clone(), world.now).expect("it fits");
+        world.machine.generate(*id, job.clone(), world.now).expect("the job fits in the cache");
     }
     while world.machine.preemptions == 0 {
         assert!(world.step());
     }
-    world.machine.generate(3, generate(prompt("new", 17), 1), world.now).expect("it fits");
+    world.machine.generate(3, generate(prompt("new", 17), 1), world.now).expect("the job fits in the cache");
     while world.machine.waiting.iter().any(|waiting| waiting.sequence.job < 3) {
-        assert!(world.cached(3).is_none(), "it waits for the preempted ones");
+        assert!(world.cached(3).is_none(), "the new job waits for the preempted jobs");
         assert!(world.step());
     }
     world.run();
@@ -231,7 +237,7 @@ proptest! {
 
     /// However many accounts compete, each answer equals that of the job running alone, and no block is left in use.
     #[test]
-    fn every_answer_in_a_mix_of_accounts_and_samples_equals_that_alone(
+    fn answers_in_a_mix_of_accounts_and_samples_equal_those_of_single_requests(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),
         capacity in 50..80u32,
         batch_max in 1..12u32,

@@ -29,7 +29,7 @@ enum Operation {
         index: usize,
         blocks: usize,
     },
-    /// Like `Write`, but concurrently with the steps.
+    /// Begins a write that runs concurrently with the steps; otherwise like `Write`.
     Begin {
         index: usize,
         blocks: usize,
@@ -67,7 +67,7 @@ proptest! {
     /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it
     /// runs alone, counts are bounded, and at the end no block is held.
     #[test]
-    fn jobs_in_any_history_have_the_same_text_as_alone_and_free_all_blocks(
+    fn jobs_in_any_history_give_the_same_text_as_single_jobs_and_free_all_blocks(
         operations in operations(), capacity in 12..40u32, budget in 1..100u32,
     ) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
@@ -144,7 +144,7 @@ proptest! {
                     if !writing.is_empty() {
                         let (begun, prompt) = writing.swap_remove(index % writing.len());
                         let ticket = begun.ticket();
-                        // A failed write leaves garbage in its blocks, even if they belong to another sequence by then.
+                        // A failed write leaves garbage in its blocks, even if the reservation has ended in the meantime.
                         world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
                         world.confirm(ticket);
                     }
@@ -178,7 +178,7 @@ proptest! {
             for (sample, expected) in (0..).zip(expected) {
                 prop_assert_eq!(world.tokens(id, sample), expected, "job {} sample {}", id, sample);
             }
-            let cached = world.cached(id).expect("every job is scheduled");
+            let cached = world.cached(id).expect("every job gets a Scheduled event");
             prop_assert!(cached < prompt_len && cached.is_multiple_of(16));
         }
         for (id, len) in prefilled {

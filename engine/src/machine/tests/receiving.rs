@@ -48,7 +48,7 @@ impl World {
 /// A remote prompt of 100 tokens whose 7 blocks are allocated.
 pub(super) fn reserved(world: &mut World) -> (Generate, Ticket) {
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 100), 8) };
-    world.machine.generate(0, job.clone(), world.now).expect("it fits");
+    world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let (ticket, missing) = world.reserved(0).expect("blocks are available");
     assert_eq!(missing, [0, 1, 2, 3, 4, 5, 6]);
@@ -65,14 +65,14 @@ fn concurrently_written_blocks_are_used_only_after_confirmation() {
     world.confirm(ticket);
     assert!(!world.step() && !world.started(0), "blocks are missing");
     world.end(rest, &kv, true);
-    assert!(!world.step() && !world.started(0), "it is not confirmed");
+    assert!(!world.step() && !world.started(0), "the transfer is not confirmed");
     let cached = world.machine.cache.overlap(&namespace(), &job.prompt, 6);
-    assert_eq!(cached, 0, "it is not cached before its confirmation");
+    assert_eq!(cached, 0, "blocks are not cached before their confirmation");
     world.confirm(ticket);
     world.run();
     assert_eq!(world.tokens(0, 0), alone(job.clone()).swap_remove(0));
     let Some(Event::Started(started)) = world.events[&0].iter().find(|event| matches!(event, Event::Started(_))) else {
-        panic!("it runs");
+        panic!("the sequence has not started");
     };
     assert_eq!(started.kv_transfer_bytes, 7 * 128);
     assert_eq!(world.machine.cache.overlap(&namespace(), &job.prompt, 6), 6);
@@ -84,10 +84,10 @@ fn failed_concurrent_write_may_be_repeated() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let kv = kv(&job.prompt);
-    world.write(ticket, 5, &kv[5].1).expect("it is missing");
-    let begun = world.begin(ticket, &[0, 1]).expect("both are missing");
+    world.write(ticket, 5, &kv[5].1).expect("the reservation still needs the block");
+    let begun = world.begin(ticket, &[0, 1]).expect("the reservation still needs both blocks");
     world.end(begun, &[], false);
-    let again = world.begin(ticket, &[0, 1, 2, 3, 4, 6]).expect("blocks of a failed write are missing again");
+    let again = world.begin(ticket, &[0, 1, 2, 3, 4, 6]).expect("the reservation needs the blocks of a failed write again");
     world.end(again, &kv, true);
     world.confirm(ticket);
     world.run();
@@ -101,7 +101,7 @@ fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
         // The cache has only the blocks for one such prompt and its answer.
         let mut world = World::new(8, SETTINGS);
         let (_, ticket) = reserved(&mut world);
-        let writing = world.begin(ticket, &[2, 4]).expect("both are missing");
+        let writing = world.begin(ticket, &[2, 4]).expect("the reservation still needs both blocks");
         if fails {
             world.machine.fail();
         } else {
@@ -110,8 +110,8 @@ fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
         world.act();
         assert_eq!(world.machine.load().in_use_blocks, 2);
         let other = generate(prompt("another", 100), 8);
-        world.machine.generate(1, other.clone(), world.now).expect("it fits an empty cache");
-        assert!(!world.step(), "there are six blocks for seven");
+        world.machine.generate(1, other.clone(), world.now).expect("the job fits in an empty cache");
+        assert!(!world.step(), "the job needs seven blocks, and six are free");
         world.end(writing, &[], true);
         world.confirm(ticket);
         world.run();
@@ -124,17 +124,17 @@ fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
 fn revoked_reservation_keeps_blocks_being_written() {
     let mut world = World::new(12, EngineSettings { chunk_budget: 16, ..SETTINGS });
     let grows = generate(prompt("grows", 60), 60);
-    world.machine.generate(1, grows.clone(), world.now).expect("it fits");
+    world.machine.generate(1, grows.clone(), world.now).expect("the job fits in the cache");
     world.step();
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 90), 8) };
-    world.machine.generate(2, job, world.now).expect("it fits");
+    world.machine.generate(2, job, world.now).expect("the job fits in the cache");
     while world.reserved(2).is_none() {
-        assert!(world.step(), "blocks are available");
+        assert!(world.step(), "blocks are available for both sequences");
     }
-    let (ticket, _) = world.reserved(2).expect("it has its blocks");
-    let writing = world.begin(ticket, &[0]).expect("it is missing");
+    let (ticket, _) = world.reserved(2).expect("the sequence has reserved blocks");
+    let writing = world.begin(ticket, &[0]).expect("the reservation still needs the block");
     while !world.events[&2].iter().any(|event| matches!(event, Event::Revoked)) {
-        assert!(world.step(), "the first one grows until there is no other block");
+        assert!(world.step(), "the first sequence grows until no block is free");
     }
     world.end(writing, &[], true);
     world.run();

@@ -35,11 +35,11 @@ fn refused_write_ends_reservation_and_drops_received_blocks() {
         let (job, ticket) = reserved(&mut world);
         let blocks = kv(&job.prompt);
         let other = Generate { kv: KvSource::Remote, ..generate(prompt("another", 100), 8) };
-        world.machine.generate(1, other.clone(), world.now).expect("it fits");
+        world.machine.generate(1, other.clone(), world.now).expect("the job fits in the cache");
         world.step();
         let (other_ticket, _) = world.reserved(1).expect("blocks are available");
         for index in [0, 1, 2] {
-            world.write(ticket, index, &blocks[index as usize].1).expect("it is missing");
+            world.write(ticket, index, &blocks[index as usize].1).expect("the reservation still needs the block");
         }
         assert_eq!(wrong(&mut world, ticket, &blocks[3].1), Err(why));
         world.act();
@@ -49,7 +49,7 @@ fn refused_write_ends_reservation_and_drops_received_blocks() {
             (7, 0),
             "only the other reservation's blocks are in use"
         );
-        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "blocks of the sender that arrive late");
+        assert_eq!(world.write(ticket, 4, &blocks[4].1), Err(WriteRefused::SpentTicket), "late blocks of the sender are refused");
         world.confirm(ticket);
         for (index, payload) in kv(&other.prompt) {
             world.write(other_ticket, index, &payload).expect("the other reservation is unaffected");
@@ -62,7 +62,7 @@ fn refused_write_ends_reservation_and_drops_received_blocks() {
 }
 
 #[test]
-fn unknown_ticket_is_refused_and_ends_nothing() {
+fn unknown_ticket_is_refused_and_ends_no_reservation() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let mut guess = *ticket.as_bytes();
@@ -95,7 +95,7 @@ fn unconfirmed_blocks_are_neither_used_nor_cached() {
     assert_eq!(world.overlap(&job.prompt), 0);
     world.machine.cancel(0);
     let next = generate(job.prompt.clone(), 8);
-    world.machine.generate(1, next.clone(), world.now).expect("it fits");
+    world.machine.generate(1, next.clone(), world.now).expect("the job fits in the cache");
     world.run();
     assert_eq!((world.cached(1), world.tokens(1, 0)), (Some(0), alone(next).swap_remove(0)));
     world.assert_idle();
@@ -105,7 +105,7 @@ fn unconfirmed_blocks_are_neither_used_nor_cached() {
 fn refused_write_waits_for_blocks_that_are_being_written() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
-    let writing = world.begin(ticket, &[2, 4]).expect("both are missing");
+    let writing = world.begin(ticket, &[2, 4]).expect("the reservation still needs both blocks");
     assert_eq!(world.write(ticket, 4, &kv(&job.prompt)[4].1), Err(WriteRefused::NotMissing));
     assert_eq!((world.refused(0), world.machine.load().in_use_blocks), (Some(WriteRefused::NotMissing), 2));
     world.end(writing, &[], true);
@@ -118,13 +118,17 @@ fn number_of_remembered_spent_tickets_is_bounded() {
     let mut tickets = Vec::new();
     for job in 0..1_025 {
         let remote = Generate { kv: KvSource::Remote, ..generate(prompt("leaves", 40), 1) };
-        world.machine.generate(job, remote, world.now).expect("it fits");
+        world.machine.generate(job, remote, world.now).expect("the job fits in the cache");
         world.step();
         tickets.push(world.reserved(job).expect("blocks are available").0);
         world.machine.cancel(job);
     }
     let garbage = vec![0; world.engine.describe().block_bytes];
     assert_eq!(world.write(tickets[1], 0, &garbage), Err(WriteRefused::SpentTicket));
-    assert_eq!(world.write(tickets[0], 0, &garbage), Err(WriteRefused::UnknownTicket), "of 1,025 the first is forgotten");
+    assert_eq!(
+        world.write(tickets[0], 0, &garbage),
+        Err(WriteRefused::UnknownTicket),
+        "the oldest of 1,025 spent tickets is forgotten"
+    );
     world.assert_idle();
 }

@@ -20,7 +20,7 @@ fn check(job: &Generate, kept: &[Option<usize>], capacity: u32, budget: u32) {
         return;
     }
     let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, ..SETTINGS });
-    world.machine.generate(0, rest.clone(), world.now).expect("a resumed job fits if the whole one did");
+    world.machine.generate(0, rest.clone(), world.now).expect("a resumed job fits if the whole job did");
     world.run();
     for Generated { sample, tokens } in &rest.generated {
         let all = [tokens.as_slice(), &world.tokens(0, *sample)].concat();
@@ -52,11 +52,11 @@ fn resumed_samples_continue_penalties_lengths_and_random_numbers() {
 }
 
 #[test]
-fn resumed_sample_at_its_limit_finishes_immediately() {
+fn resumed_sample_at_its_token_limit_finishes_immediately() {
     let job = generate(prompt("at the limit", 30), 9);
     let mut resumed = Generate { generated: vec![Generated { sample: 0, tokens: alone(job.clone())[0].clone() }], ..job.clone() };
     let mut world = World::new(64, SETTINGS);
-    world.machine.generate(0, resumed.clone(), world.now).expect("the job fits");
+    world.machine.generate(0, resumed.clone(), world.now).expect("the job fits in the cache");
     world.run();
     assert!(world.tokens(0, 0).is_empty());
     assert!(matches!(world.events[&0].last(), Some(Event::Finished { reason: FinishReason::Length, .. })));
@@ -74,16 +74,16 @@ fn resumed_job_receives_the_kv_of_prompt_and_generated_tokens() {
         let whole = alone(job.clone());
         let rest = rest(&job, &whole, &kept);
         let (mut source, mut destination) = (World::new(64, SETTINGS), World::new(64, SETTINGS));
-        source.machine.prefill(0, prefill(rest.shared()), source.now).expect("the job fits");
+        source.machine.prefill(0, prefill(rest.shared()), source.now).expect("the job fits in the cache");
         source.machine.send_blocks(0, (0..64).collect(), BlockAccess::Copied);
         source.run();
         let remote = Generate { kv: KvSource::Remote, ..rest.clone() };
-        destination.machine.generate(0, remote, destination.now).expect("the job fits");
+        destination.machine.generate(0, remote, destination.now).expect("the job fits in the cache");
         destination.run();
         let (ticket, missing) = destination.reserved(0).expect("blocks are available");
-        assert_eq!(missing.len(), common_blocks, "what all samples have in common");
+        assert_eq!(missing.len(), common_blocks, "only blocks that all samples share are missing");
         for (index, payload) in source.blocks(0) {
-            destination.write(ticket, index, &payload).expect("the ticket allows it");
+            destination.write(ticket, index, &payload).expect("the ticket allows the write");
         }
         destination.confirm(ticket);
         destination.run();

@@ -85,7 +85,9 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
     let (health, problem) = if views.iter().any(|view| view.circuit_open) {
         ("circuit_open", Some("requests failed on this worker; it is tried again within 30 seconds".to_owned()))
     } else if views.len() < routers {
-        ("partial", Some(format!("known to {} of {routers} routers", views.len())))
+        ("partial", Some(format!("only {} of {routers} routers know this worker", views.len())))
+    } else if let Some(reason) = views.iter().find_map(|view| view.unpaired_reason.as_ref()) {
+        ("unpaired", Some(format!("receives no requests: {reason}")))
     } else {
         ("healthy", None)
     };
@@ -98,6 +100,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "capacity_blocks": info.capacity_blocks,
         "health": health,
         "problem": problem,
+        "approximate_index": info.approximate_index,
         "indexed_blocks": views.iter().map(|view| view.indexed_blocks).max(),
         // This is no sum: each router's number includes the bookings of the other routers.
         "bookings": views.iter().map(|view| view.bookings).max(),
@@ -199,8 +202,22 @@ mod tests {
         let found = workers(&replies(&views, &Identity::default()));
         let health: Vec<_> = found.iter().map(|found| (found["instance_id"].as_str(), found["health"].as_str())).collect();
         assert_eq!(health, [(Some("new"), Some("partial")), (Some("old"), Some("partial"))]);
-        assert_eq!((&found[0]["cache"], &found[0]["placements"]), (&Value::Null, &Value::Null), "a missing report is not 0");
+        assert_eq!(
+            (&found[0]["cache"], &found[0]["placements"]),
+            (&Value::Null, &Value::Null),
+            "a missing report is not shown as 0"
+        );
         assert_eq!(found[0]["problem"], "known to 1 of 2 routers");
+    }
+
+    #[test]
+    fn prefill_worker_of_another_family_is_unpaired() {
+        let mut unpaired = view("p0", "a", 1);
+        unpaired.unpaired_reason = Some("it has another family".to_owned());
+        let reply = WorkersReply { workers: vec![unpaired], ..Default::default() };
+        let found = workers(&replies(&views(vec![Ok(reply)]), &Identity::default()));
+        assert_eq!(found[0]["health"], "unpaired");
+        assert_eq!(found[0]["problem"], "receives no requests: it has another family");
     }
 
     #[test]

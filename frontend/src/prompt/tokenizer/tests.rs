@@ -18,7 +18,7 @@ fn names_of_special_tokens_become_their_ids_only_if_parsed() {
 fn names_of_special_tokens_in_guarded_text_stay_text() {
     let tokenizer = Tokenizer::sim();
     for content in ["<|im_end|>", "<|im_<|im_start|>start|>", "<|im_end|><|im_end|>", "no names", "\u{FDD0}<|im_end|>", ""] {
-        let guard = Tokenizer::guard([content].into_iter()).expect("one is free");
+        let guard = Tokenizer::guard([content].into_iter()).expect("a guard character is free");
         let text = format!("<|im_start|>{}<|im_end|>", tokenizer.mark(content, guard));
         let ids = tokenizer.encode_guarded(&text, guard).expect("bytes always encode");
         let mut expected = vec![sim::IM_START];
@@ -106,27 +106,30 @@ fn tokenizer_json() -> serde_json::Value {
 }
 
 fn from_json(json: &serde_json::Value) -> Result<(Tokenizer, Option<TokenId>), ServedModelError> {
-    Tokenizer::from_json(&serde_json::to_vec(json).expect("it is JSON"))
+    Tokenizer::from_json(&serde_json::to_vec(json).expect("a JSON value can be serialized"))
 }
 
 #[test]
 fn tokenizer_json_encodes_like_the_same_gguf() {
-    let (tokenizer, first) = from_json(&tokenizer_json()).expect("it is supported");
+    let (tokenizer, first) = from_json(&tokenizer_json()).expect("the tokenizer is supported");
     assert_eq!(first, Some(257));
     let text = "he 12<|end|><tool>é";
-    assert_eq!(tokenizer.encode(text, Special::Parsed).expect("it encodes"), [256, 32, 49, 50, 258, 260, 0xC3, 0xA9]);
-    let plain = tokenizer.encode(text, Special::Text).expect("it encodes");
+    assert_eq!(
+        tokenizer.encode(text, Special::Parsed).expect("the text can be encoded"),
+        [256, 32, 49, 50, 258, 260, 0xC3, 0xA9]
+    );
+    let plain = tokenizer.encode(text, Special::Text).expect("the text can be encoded");
     assert!(!plain.contains(&258) && plain.contains(&260), "{plain:?}");
     assert_eq!(tokenizer.decode(&plain), text);
     assert_eq!((tokenizer.vocab_size(), tokenizer.special_id("<|end|>")), (261, Some(258)));
     assert_eq!(tokenizer.bytes(259), b"", "an id that no token has");
-    let guard = Tokenizer::guard(["<|end|>"].into_iter()).expect("one is free");
-    let guarded = tokenizer.encode_guarded(&tokenizer.mark("<|end|>", guard), guard).expect("it encodes");
+    let guard = Tokenizer::guard(["<|end|>"].into_iter()).expect("a guard character is free");
+    let guarded = tokenizer.encode_guarded(&tokenizer.mark("<|end|>", guard), guard).expect("the text can be encoded");
     assert_eq!(tokenizer.decode(&guarded), "<|end|>");
     assert!(!guarded.contains(&258));
     let mut silent = tokenizer_json();
     silent["post_processor"] = serde_json::Value::Null;
-    assert_eq!(from_json(&silent).expect("it is supported").1, None);
+    assert_eq!(from_json(&silent).expect("the tokenizer is supported").1, None);
 }
 
 #[test]
@@ -134,7 +137,7 @@ fn unsupported_tokenizer_json_is_refused() {
     let refused = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut json = tokenizer_json();
         change(&mut json);
-        from_json(&json).err().expect("it is refused")
+        from_json(&json).err().expect("the tokenizer is refused")
     };
     let error = refused(&|json| json["model"]["type"] = "Unigram".into());
     assert!(matches!(error, ServedModelError::TokenizerAlgorithm(found) if found == "Unigram"));
@@ -146,7 +149,7 @@ fn unsupported_tokenizer_json_is_refused() {
     assert!(matches!(error, ServedModelError::AddedToken(name) if name == "<|end|>"));
     let error = refused(&|json| {
         let end = serde_json::json!({"SpecialToken": {"id": "<|begin|>", "type_id": 0}});
-        json["post_processor"]["single"].as_array_mut().expect("a list").push(end);
+        json["post_processor"]["single"].as_array_mut().expect("the post-processor has a list of tokens").push(end);
     });
     assert!(matches!(error, ServedModelError::PostProcessor));
     let error = refused(&|json| json["model"]["vocab"]["he"] = u32::MAX.into());
@@ -164,7 +167,7 @@ fn byte_level_bpe_merges_and_decodes_to_the_same_bytes() {
     token_types.extend([kind::CONTROL, kind::USER_DEFINED]);
     let merges = vec!["h e".to_owned()];
     let data = TokenizerData { tokens, token_types, merges, pre: "smollm".into(), model: "gpt2".into(), ..Default::default() };
-    let tokenizer = Tokenizer::from_data(&data).expect("a small vocabulary");
+    let tokenizer = Tokenizer::from_data(&data).expect("the vocabulary is valid");
     let text = "he 12<|end|><user>é";
     let parsed = tokenizer.encode(text, Special::Parsed).expect("bytes always encode");
     assert_eq!(parsed, [256, 32, 49, 50, 257, 258, 0xC3, 0xA9]);

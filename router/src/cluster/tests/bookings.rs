@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
+fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     scenario.stored("p0", &hashes(1, 0, 2));
     let request = PlacementRequest { samples: 3, ..scenario.request(101, hashes(1, 0, 6)) };
@@ -38,13 +38,13 @@ fn remote_prompt_counts_on_both_workers_until_each_reports_it() {
     scenario.state.apply(scenario.member("p0"), KvBatch::default(), stats);
     let view = scenario.state.view();
     let of = |name: &str| view.workers.iter().find(|view| view.info.as_ref().is_some_and(|info| info.worker_id == name)).cloned();
-    let (prefill, decode) = (of("p0").expect("it is a member"), of("d0").expect("it is a member"));
+    let (prefill, decode) = (of("p0").expect("the worker is a member"), of("d0").expect("the worker is a member"));
     let totals = v1::PlacementTotals { prefill: 1, overlap_blocks: 2, overlap_under_tokens: 16, ..Default::default() };
     assert_eq!(prefill.placements, Some(totals));
     let reported = prefill.load.map(|load| (load.transfer_bytes_per_second, load.cache, load.steps));
     assert_eq!(reported, Some((7.0, cache, steps)));
     assert_eq!(decode.placements, Some(v1::PlacementTotals { decode: 1, ..Default::default() }));
-    assert_eq!(decode.load.map(|load| load.cache), Some(None), "it has reported none");
+    assert_eq!(decode.load.map(|load| load.cache), Some(None), "the decode worker has reported no cache totals");
     assert!(!prefill.circuit_open && !decode.circuit_open);
 }
 
@@ -62,7 +62,7 @@ fn bookings_count_as_reported_after_a_new_snapshot() {
 }
 
 #[test]
-fn local_prompt_counts_on_its_decode_worker_with_tokens_until_prefilled() {
+fn local_prompt_counts_on_its_decode_worker_and_its_tokens_count_until_prefilled() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 1, 1);
     let (booking, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert!(placement.prefill.is_none());
@@ -93,13 +93,15 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
     let (first, _) = scenario.place_hashes(100, hashes(1, 0, 6));
     let left = scenario.member("p0");
     scenario.state.leave(left);
-    assert!(!scenario.recorder.render().contains(r#"worker="p0""#), "its metric series are removed");
+    assert!(!scenario.recorder.render().contains(r#"worker="p0""#), "the worker's metric series are removed");
     let request = scenario.request(100, hashes(1, 0, 6));
     let refused = scenario.state.place(&request, &Excluded::default(), 1).expect_err("there is no prefill worker");
     assert_eq!(refused, PlacementError::NoEligibleWorker(NoEligibleWorker::NoPrefillWorker));
 
     // The worker joins as a new instance and reuses the slot, which is empty.
-    scenario.join(WorkerInfo { instance_id: "p0-2".to_owned(), ..info(worker_info::Role::Prefill, "p0") }).expect("it may join");
+    scenario
+        .join(WorkerInfo { instance_id: "p0-2".to_owned(), ..info(worker_info::Role::Prefill, "p0") })
+        .expect("the worker may join");
     let (second, placement) = scenario.place_hashes(100, hashes(1, 0, 6));
     assert_eq!(placement.prefill.map(|candidate| candidate.overlap_blocks), Some(0));
     assert_eq!(scenario.booked("p0"), (99, 1, 1));

@@ -7,7 +7,7 @@ use std::time::Duration;
 fn worker_that_differs_from_the_first_member_cannot_join() {
     let good = info(worker_info::Role::Decode, "d0");
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
-    let first = scenario.join(good.clone()).expect("the first decides");
+    let first = scenario.join(good.clone()).expect("the first member may have any identity");
     let new = || WorkerInfo { instance_id: "new".to_owned(), ..good.clone() };
     for (bad, field) in [
         (WorkerInfo { model: "n".to_owned(), ..new() }, "model"),
@@ -21,14 +21,14 @@ fn worker_that_differs_from_the_first_member_cannot_join() {
         (WorkerInfo { block_size: 0, ..new() }, "a block_size"),
         (WorkerInfo { capacity_blocks: 0, ..new() }, "a capacity"),
     ] {
-        let refused = scenario.join(bad).expect_err("it does not agree");
+        let refused = scenario.join(bad).expect_err("the worker does not fit the first member");
         assert!(refused.to_string().contains(field), "{refused}");
     }
     assert_eq!(scenario.join(good.clone()), Err(JoinError::Duplicate));
     assert_eq!(scenario.state.members.len(), 1);
     // When all members have left, the next worker that joins determines the identity.
     scenario.state.leave(first);
-    scenario.join(WorkerInfo { block_size: 32, ..new() }).expect("the first decides");
+    scenario.join(WorkerInfo { block_size: 32, ..new() }).expect("the first member may have any identity");
 }
 
 #[tokio::test]
@@ -46,7 +46,7 @@ async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
         let placed = std::cell::Cell::new(0);
         let place = async {
             loop {
-                let (booking, _) = cluster.lock().place(&request, &Excluded::default(), 1).expect("it can be placed");
+                let (booking, _) = cluster.lock().place(&request, &Excluded::default(), 1).expect("a worker is eligible");
                 cluster.lock().release(booking);
                 placed.set(placed.get() + 1);
                 tokio::task::yield_now().await;
@@ -54,7 +54,7 @@ async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
         };
         tokio::select! {
             biased;
-            applied = cluster.apply(id, batch, ReportedStats::default()) => applied.expect("the worker can hold it"),
+            applied = cluster.apply(id, batch, ReportedStats::default()) => applied.expect("the worker can hold the batch's blocks"),
             () = place => {}
         }
         assert_eq!(placed.get() + 1, slices, "one placement between two slices");
@@ -65,7 +65,8 @@ async fn requests_are_placed_while_a_large_batch_of_events_is_applied() {
 
 #[test]
 fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
     let report = |scenario: &mut Scenario, name: &str, rate: f64, prefill_measurements: u64| {
@@ -90,19 +91,20 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         report(&mut scenario, "p0", 100.0, 2);
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
-    let first = first.expect("it receives a prompt again");
-    assert!((30..200).contains(&first), "after {first} s");
+    let first = first.expect("the worker receives a prompt again");
+    assert!((30..200).contains(&first), "the worker was tried again after {first} s");
 }
 
 #[test]
 fn short_prefills_do_not_refresh_an_old_rate() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
         let candidate = scenario.state.members.get(id).candidate(&[], 0, Instant::now(), &Costs::default());
-        candidate.prefill_tokens_per_second.expect("it is measured").weight
+        candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
         let load = Load { prefill_tokens_per_second: rate, prefill_measurements, ..Default::default() };
@@ -118,7 +120,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     }
     assert!(weight(&scenario) < 0.01, "{}", weight(&scenario));
     report(&mut scenario, 20_000.0, 7_000, 2);
-    assert_eq!(weight(&scenario), 1.0, "a long step refreshes it");
+    assert_eq!(weight(&scenario), 1.0, "a long step refreshes the rate");
 }
 
 #[test]
@@ -132,7 +134,7 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     list(&mut scenario);
     let reason = |scenario: &Scenario| scenario.state.unavailable_reason().unwrap_or_default();
     assert!(reason(&scenario).contains("0 of 3"), "{}", reason(&scenario));
-    scenario.join(info(worker_info::Role::Decode, "d0")).expect("it agrees");
+    scenario.join(info(worker_info::Role::Decode, "d0")).expect("the worker agrees with the other members");
     scenario.state.update_unavailable(|workers| workers.insert("host:2", "cannot be reached".to_owned(), false));
     assert!(scenario.state.unavailable.is_starting() && reason(&scenario).contains("1 of 3"), "{}", reason(&scenario));
     scenario.state.update_unavailable(|workers| workers.insert("host:3", "another model".to_owned(), true));
@@ -150,4 +152,19 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
     assert!(impatient.state.unavailable.is_starting());
     impatient.state.update_unavailable(UnavailableWorkers::stop_expecting);
     assert_eq!(impatient.state.unavailable_reason(), None);
+}
+
+#[test]
+fn approximate_index_is_marked_in_metrics_view_and_explanation() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Auto), 0, 1);
+    let assumed = WorkerInfo { approximate_index: true, ..info(worker_info::Role::Decode, "d1") };
+    scenario.join(assumed).expect("it agrees");
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let view = scenario.state.view().workers.into_iter().map(|view| view.info.is_some_and(|info| info.approximate_index));
+    let explained = scenario.state.explain(&request).workers.into_iter().map(|worker| worker.approximate_index);
+    assert_eq!((view.collect::<Vec<_>>(), explained.collect::<Vec<_>>()), (vec![false, true], vec![false, true]));
+    let metrics = scenario.recorder.render();
+    for line in ["{worker=\"d0\"} 0", "{worker=\"d1\"} 1"] {
+        assert!(metrics.contains(&format!("tandem_router_index_approximate{line}")), "{metrics}");
+    }
 }

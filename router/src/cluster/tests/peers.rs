@@ -79,7 +79,8 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// A worker's report includes a booking of either router from now on. `of`: the router; `at`: its booking; `prefill`: the worker.
+    /// From now on a worker's report includes a booking. `of`: the router that made the booking; `at`: the booking's position at this
+    /// router; `prefill`: whether the worker is the booking's prefill worker.
     Included {
         of: usize,
         at: usize,
@@ -173,7 +174,7 @@ proptest! {
                     let hashes = hashes(prompt, 1, blocks);
                     let request = PlacementRequest { samples, request_id: format!("{requests}").into(), ..scenario.request(blocks as u32 * BLOCK + 2, hashes.clone()) };
                     let (id, placement) = scenario.place(&request);
-                    let load = scenario.state.members.unreported(scenario.state.bookings.by_id.get(&id).expect("it is booked"));
+                    let load = scenario.state.members.unreported(scenario.state.bookings.by_id.get(&id).expect("the request is booked"));
                     made[side].push(ModelBooking { id, request_id: requests.to_string(), placement, load, hashes, prefilling: true });
                 }
                 Act::FirstToken(at) => if let Some(at) = pick(at, &made[side]) {
@@ -256,7 +257,7 @@ fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
     let (booking, _) = one.place_hashes(100, hashes(1, 0, 6));
     replica.settle(&one.state, &mut other.state);
     assert_eq!(other.booked("d0"), (0, 1, 1));
-    other.join(info(worker_info::Role::Prefill, "p0")).expect("it agrees");
+    other.join(info(worker_info::Role::Prefill, "p0")).expect("the worker agrees with the other members");
     assert_eq!(other.booked("p0"), (0, 0, 1));
     let predicted =
         |scenario: &Scenario| scenario.state.members.get(scenario.member("p0")).bookings.predicted_blocks(&hashes(1, 0, 9), 0);

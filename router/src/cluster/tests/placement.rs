@@ -40,7 +40,7 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
         }
         assert_eq!(seen.len(), 1, "one worker computes the prompt");
         // Once the worker's events have arrived, the predicted blocks count as overlap.
-        let computes = seen.first().expect("there is one").clone();
+        let computes = seen.first().expect("a worker computes the prompt").clone();
         scenario.stored(&computes, &hashes(1, 0, 62));
         let (booking, placement) = scenario.place_hashes(1_001, hashes(1, 0, 62));
         let candidate = placement.prefill.or(placement.decode).expect("there is a decode worker");
@@ -63,7 +63,7 @@ fn load_is_balanced_although_all_prompts_share_their_first_block() {
         let (_, placement) = scenario.place_hashes(blocks as u32 * BLOCK + 1, hashes);
         *tokens.entry(name(&placement.prefill)).or_default() += blocks * u64::from(BLOCK);
     }
-    let (max, sum) = (tokens.values().max().expect("some"), tokens.values().sum::<u64>());
+    let (max, sum) = (tokens.values().max().expect("the map has a worker"), tokens.values().sum::<u64>());
     assert!(*max as f64 / (sum as f64 / 8.0) < 1.1, "{tokens:?}");
     assert_eq!(scenario.booked("d0").1 + scenario.booked("d1").1, 400);
     assert!(
@@ -131,7 +131,7 @@ fn wrong_model_long_prompt_and_full_router_are_refused() {
     let long = scenario.request(1_000_001, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &long), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong)));
     let unnamed = PlacementRequest { model: String::new(), ..scenario.request(10, hashes(1, 0, 0)) };
-    let booking = refused(&mut scenario, &unnamed).expect("an empty model is not checked");
+    let booking = refused(&mut scenario, &unnamed).expect("a request without a model name is not refused");
     let one_more = scenario.request(10, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &one_more), Err(PlacementError::TooManyBookings));
     scenario.state.release(booking);
@@ -141,7 +141,7 @@ fn wrong_model_long_prompt_and_full_router_are_refused() {
 }
 
 #[test]
-fn open_circuit_excludes_worker_unless_it_is_the_last() {
+fn open_circuit_excludes_a_worker_unless_no_other_worker_is_left() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 2, 1);
     let request = scenario.request(100, hashes(1, 0, 6));
     let fail = |scenario: &mut Scenario, reason, instance: &str| {
@@ -170,15 +170,15 @@ fn open_circuit_excludes_worker_unless_it_is_the_last() {
     (0..3).for_each(|_| fail(&mut scenario, v1::FailureReason::Timeout, "d0-1"));
     assert_eq!(open(&scenario), 2);
     let (booking, placement) = scenario.place(&request);
-    assert_eq!(name(&placement.decode), "d0", "it is the only decode worker");
+    assert_eq!(name(&placement.decode), "d0", "d0 is the only decode worker");
     scenario.state.on_first_token(booking);
     scenario.state.release(booking);
-    assert!(open(&scenario) <= 1, "its circuit is closed by the first token");
+    assert!(open(&scenario) <= 1, "the first token closes the circuit");
     scenario.assert_idle();
 }
 
 #[test]
-fn explanation_matches_the_placement_and_books_nothing() {
+fn explanation_matches_the_placement_and_adds_no_booking() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut scenario = Scenario::with(settings(place), 3, 2);
         scenario.stored("p1", &hashes(1, 0, 40));
@@ -219,4 +219,39 @@ fn explanation_matches_the_placement_and_books_nothing() {
     let request = scenario.request(10, hashes(1, 0, 0));
     let reply = scenario.state.explain(&request);
     assert!(reply.placement.is_none() && reply.explanation.contains("no decode worker"), "{}", reply.explanation);
+}
+
+#[test]
+fn prefill_worker_without_a_decode_worker_of_its_family_is_not_used_and_the_view_says_why() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 0, 1);
+    let join = |scenario: &mut Scenario, role, name: &str, family: &str| {
+        let info = WorkerInfo { transfer_family: family.to_owned(), ..info(role, name) };
+        scenario.join(info).expect("families need not agree");
+    };
+    let unpaired = |scenario: &Scenario| -> Vec<String> {
+        let reasons = scenario.state.view().workers.into_iter().filter_map(|view| view.unpaired_reason);
+        reasons.collect()
+    };
+    join(&mut scenario, worker_info::Role::Prefill, "p0", "nixl/2");
+    join(&mut scenario, worker_info::Role::Prefill, "p1", WorkerInfo::NO_TRANSFER_FAMILY);
+    join(&mut scenario, worker_info::Role::Decode, "d1", WorkerInfo::NO_TRANSFER_FAMILY);
+    let request = scenario.request(100, hashes(1, 0, 6));
+    let refused = scenario.state.place(&request, &Excluded::default(), 1).map(drop);
+    assert_eq!(refused, Err(PlacementError::NoEligibleWorker(NoEligibleWorker::NoCommonFamily)));
+    assert_eq!(scenario.state.unavailable_reason(), Some(NoEligibleWorker::NoCommonFamily.to_string()));
+    let reasons = unpaired(&scenario);
+    assert!(reasons[0].contains("family nixl/2,") && reasons[0].contains("Tandem's own transfers"), "{reasons:?}");
+    assert!(reasons[1].contains("no transfer family,"), "{reasons:?}");
+
+    join(&mut scenario, worker_info::Role::Decode, "d2", "nixl/2");
+    assert_eq!((unpaired(&scenario).len(), scenario.state.unavailable_reason()), (1, None));
+    let explained = scenario.state.explain(&request);
+    let used: Vec<_> =
+        explained.workers.iter().filter(|worker| worker.as_prefill.is_some() || worker.as_decode.is_some()).collect();
+    assert!(used.iter().all(|worker| worker.transfer_family == "nixl/2" && worker.unpaired_reason.is_none()), "{used:?}");
+    assert_eq!((used.len(), explained.workers[2].unpaired_reason.is_some()), (2, true));
+    let (booking, placement) = scenario.place(&request);
+    assert_eq!((name(&placement.prefill), name(&placement.decode)), ("p0".to_owned(), "d2".to_owned()));
+    scenario.state.release(booking);
+    scenario.assert_idle();
 }

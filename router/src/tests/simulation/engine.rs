@@ -1,5 +1,5 @@
 //! A worker with a modelled engine: steps in which chunks of prompts and running sequences share the device, blocks that are in use until
-//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the real one.
+//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the worker's real implementation.
 
 use super::{Prompt, namespace};
 use crate::cluster::MemberId;
@@ -27,11 +27,11 @@ pub(super) struct Sequence {
     pub(super) computed: u64,
     pub(super) committed: usize,
     pub(super) generated: u64,
-    /// Tokens that the sequence is expected to compute, without cached ones.
+    /// Tokens that the sequence is expected to compute, without cached tokens.
     pub(super) own: u64,
-    /// Whether its KV comes from a prefill worker.
+    /// Whether the sequence's KV comes from a prefill worker.
     pub(super) received: bool,
-    /// Blocks that were cached when the sequence was first admitted; `None` once they are counted.
+    /// Blocks that were cached when the sequence was first admitted; `None` once these blocks are included in the hit rate.
     pub(super) cached: Option<u32>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     pub(super) sending: Vec<Sequence>,
     /// The number of sequences that are placed on this worker and are being computed by prefill workers.
     pub(super) expected: u32,
-    /// The tokens that the current step computes for each sequence in `running`.
+    /// The tokens that the current step computes for each sequence in `running`; `None` between steps.
     pub(super) step: Option<Vec<u64>>,
     pub(super) step_ms: f64,
     pub(super) totals: StepTotals,
@@ -168,7 +168,7 @@ impl Worker {
             let len_blocks = sequence.target(prompts).div_ceil(BLOCK_TOKENS) as u32;
             let wanted = Wanted { reuse_max_blocks, len_blocks, spare_blocks: growing as u32 + 1 };
             let Ok(acquired) = self.cache.acquire(&namespace(), &prompt.blocks, wanted) else { break };
-            let mut sequence = self.waiting.remove(at).expect("it is waiting");
+            let mut sequence = self.waiting.remove(at).expect("the sequence is waiting");
             sequence.blocks = acquired.blocks;
             sequence.committed = acquired.cached_blocks as usize;
             sequence.computed = u64::from(acquired.cached_blocks) * BLOCK_TOKENS;
@@ -182,7 +182,8 @@ impl Worker {
         }
     }
 
-    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds.
+    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds; `None` if no sequence
+    /// runs.
     pub(super) fn plan(&mut self, prompts: &[Prompt]) -> Option<(Vec<u64>, f64)> {
         let (mut budget, mut decodes) = (CHUNK_TOKENS, 0);
         let tokens = self.running.iter().map(|sequence| match sequence.remaining(prompts) {

@@ -85,7 +85,8 @@ struct Simulation<'a> {
 
 /// Simulates the requests with these prompts on the cluster, in simulated time.
 pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
     let _entered = runtime.enter();
     let settings = RouterSettings {
         prefill: world.prefill,
@@ -107,7 +108,7 @@ pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
             ..Default::default()
         };
         let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
-        let member = router.lock().join(info, "host:1".to_owned(), &empty).expect("it may join");
+        let member = router.lock().join(info, "host:1".to_owned(), &empty).expect("the worker may join");
         Worker::new(member, *role, *slower, world.capacity_blocks)
     });
     let mut simulation = Simulation {
@@ -169,9 +170,9 @@ impl Simulation<'_> {
         let excluded = self.exclude_by_rule(&placement_request);
         let (booking, placement) = self.router.lock().place(&placement_request, &excluded, 1).expect("a worker is eligible");
         let number = |candidate: tandem_proto::v1::Candidate| -> usize {
-            candidate.worker.and_then(|worker| worker.worker_id.parse().ok()).expect("a simulated worker")
+            candidate.worker.and_then(|worker| worker.worker_id.parse().ok()).expect("the placement names a simulated worker")
         };
-        let decode = number(placement.decode.expect("one decodes"));
+        let decode = number(placement.decode.expect("every placement has a decode worker"));
         let computes = placement.prefill.map_or(decode, number);
         self.requests.insert(request, Request { booking, decode, cached: 0, first_token: None });
         let worker = &mut self.workers[computes];
@@ -238,7 +239,7 @@ impl Simulation<'_> {
             if done {
                 ended.push(sequence.request);
             }
-            let request = self.requests.get_mut(&sequence.request).expect("it is running");
+            let request = self.requests.get_mut(&sequence.request).expect("the request is running");
             if let Some(cached) = cached {
                 request.cached = cached;
                 self.found += u64::from(cached);
@@ -260,7 +261,7 @@ impl Simulation<'_> {
     /// Ends the request's sequence on this worker, which has computed its share of the request.
     fn ends(&mut self, now: Micros, number: usize, request: usize) {
         let worker = &mut self.workers[number];
-        let at = worker.running.iter().position(|sequence| sequence.request == request).expect("it is running");
+        let at = worker.running.iter().position(|sequence| sequence.request == request).expect("the sequence is running");
         let mut sequence = worker.running.remove(at);
         if worker.role == Role::Prefill {
             let time = sequence.blocks.len() as f64 * BLOCK_TOKENS as f64 * TRANSFER_TOKEN_US;
@@ -270,13 +271,13 @@ impl Simulation<'_> {
         }
         worker.release(&mut sequence);
         self.end_s += (now - self.prompts[request].at) as f64 / 1e6;
-        let request = self.requests.remove(&request).expect("it is running");
+        let request = self.requests.remove(&request).expect("the request is running");
         self.router.lock().release(request.booking);
     }
 
     fn sent(&mut self, now: Micros, from: usize, to: usize, request: usize) {
         let worker = &mut self.workers[from];
-        let at = worker.sending.iter().position(|sequence| sequence.request == request).expect("it is being sent");
+        let at = worker.sending.iter().position(|sequence| sequence.request == request).expect("the sequence is being sent");
         let mut sequence = worker.sending.remove(at);
         worker.release(&mut sequence);
         self.report(from, vec![]);

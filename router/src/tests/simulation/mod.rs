@@ -27,7 +27,7 @@ fn namespace() -> Namespace {
 
 /// Prints that a test is skipped.
 fn skipped() {
-    std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: no recorded trace\n").expect("stderr");
+    std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: no recorded trace\n").expect("stderr is writable");
 }
 
 /// A pseudo-random number generator (a linear congruential one).
@@ -63,12 +63,17 @@ fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
     let text = std::fs::read_to_string(path).ok()?;
     let number = |line: &str, key: &str| -> f64 {
-        let (_, rest) = line.split_once(key).expect("the key is there");
-        rest.split([',', '}']).next().and_then(|digits| digits.trim().parse().ok()).expect("a number")
+        let (_, rest) = line.split_once(key).expect("the line has the key");
+        rest.split([',', '}']).next().and_then(|digits| digits.trim().parse().ok()).expect("the line has a number")
     };
     let prompts = text.lines().take(count).map(|line| {
-        let (_, ids) = line.split_once("\"hash_ids\": [").expect("the key is there");
-        let ids = ids.split(']').next().expect("a list").split(", ").map(|id| id.parse().expect("an id"));
+        let (_, ids) = line.split_once("\"hash_ids\": [").expect("the line has the key");
+        let ids = ids
+            .split(']')
+            .next()
+            .expect("hash_ids ends with a bracket")
+            .split(", ")
+            .map(|id| id.parse().expect("a block id is a number"));
         let at = (number(line, "\"timestamp\":") * 1e3 / faster) as Micros;
         Prompt { at, answer_tokens: number(line, "\"output_length\":") as u64, blocks: ids.collect() }
     });

@@ -109,7 +109,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
             ..Default::default()
         };
         let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
-        router.lock().join(info, "host:1".to_owned(), &empty).expect("it may join")
+        router.lock().join(info, "host:1".to_owned(), &empty).expect("the worker may join")
     };
     let decode = join(Role::Decode, 0);
     let workers = (0..setup.workers).map(|number| Worker {
@@ -171,7 +171,7 @@ impl Simulation<'_> {
                 Event::Computed(worker) => self.computed(now, worker),
                 Event::Ends(request) => {
                     self.decoding -= 1;
-                    self.router.lock().release(self.bookings.remove(&request).expect("it was placed"));
+                    self.router.lock().release(self.bookings.remove(&request).expect("the request was placed"));
                     self.report_decode(vec![]);
                     if next < self.prompts.len() {
                         self.at(now, Event::Arrives(next));
@@ -207,9 +207,11 @@ impl Simulation<'_> {
         let (booking, placement) =
             self.router.lock().place(&placement_request, &Excluded::default(), 1).expect("a worker is eligible");
         self.bookings.insert(request, booking);
-        let prefill = placement.prefill.and_then(|candidate| candidate.worker).expect("prefills are remote");
+        let prefill = placement.prefill.and_then(|candidate| candidate.worker).expect("every placement has a prefill worker");
         let number = self.workers.len();
-        let chosen = (0..number).find(|at| prefill.worker_id == format!("{:?}-{at}", Role::Prefill)).expect("a simulated worker");
+        let chosen = (0..number)
+            .find(|at| prefill.worker_id == format!("{:?}-{at}", Role::Prefill))
+            .expect("the placement names a simulated worker");
         let worker = &mut self.workers[chosen];
         worker.requests += 1;
         let new = (blocks.len() - worker.known_blocks(blocks, self.prompts)) as u64;
@@ -231,7 +233,7 @@ impl Simulation<'_> {
         let tokens = &self.prompts[request].blocks;
         let len_blocks = tokens.len() as u32;
         let wanted = Wanted { reuse_max_blocks: len_blocks - 1, len_blocks, spare_blocks: 0 };
-        let acquired = worker.cache.acquire(&namespace(), tokens, wanted).expect("the cache has space for one prompt");
+        let acquired = worker.cache.acquire(&namespace(), tokens, wanted).expect("the cache can hold one prompt");
         let cached = acquired.cached_blocks as usize;
         self.found += cached as u64;
         worker.pending_tokens = worker.pending_tokens + (tokens.len() - cached) as u64 - expected;
@@ -300,7 +302,7 @@ impl Simulation<'_> {
         let blocks: usize = self.prompts.iter().map(|prompt| prompt.blocks.len()).sum();
         let by_mean = |of: fn(&Worker) -> u64| {
             let sum: u64 = self.workers.iter().map(of).sum();
-            let max = self.workers.iter().map(of).max().expect("there are workers");
+            let max = self.workers.iter().map(of).max().expect("the world has workers");
             max as f64 * self.workers.len() as f64 / sum as f64
         };
         let mut waits: Vec<f64> = self.first_token.iter().zip(&self.arrived).map(|(to, from)| (to - from) as f64 / 1e3).collect();

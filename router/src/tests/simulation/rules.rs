@@ -1,5 +1,5 @@
 //! The rules by which other routers choose workers, according to their documentation and sources, for comparison. Each rule gets the same
-//! input as this router's own.
+//! input as this router's own rule.
 
 use super::Lcg;
 use crate::route::{Candidate, PlacementQuery};
@@ -21,7 +21,7 @@ pub(super) enum Rule {
     RoundRobin,
 }
 
-/// All rules but the one of this router.
+/// All rules except this router's own rule.
 pub(super) const OTHER_RULES: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
 
 /// SGLang's thresholds: the cluster is imbalanced if loads differ by more than both, the first absolutely and the second as a factor.
@@ -63,12 +63,12 @@ impl Rule {
     }
 }
 
-/// Returns the worker with the least value. Among equal ones it is random.
+/// Returns the worker with the least value. Chooses one at random if several workers have this value.
 fn least(workers: &[Candidate], turn: u64, of: impl Fn(&Candidate) -> f64) -> usize {
     let random = |at: usize| Lcg(turn.wrapping_mul(0x9E37_79B9) + at as u64 * 7_919).below(1 << 20);
     let all = workers.iter().enumerate();
     let (at, _) = all
         .min_by(|(a, one), (b, other)| of(one).total_cmp(&of(other)).then_with(|| Reverse(random(*a)).cmp(&Reverse(random(*b)))))
-        .expect("there are workers");
+        .expect("the world has workers");
     at
 }

@@ -23,7 +23,8 @@ fn world() -> World {
     }
 }
 
-/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long.
+/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long;
+/// `None` without the recording.
 fn conversations(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
     let mut prompts = trace(1_500, faster)?;
     prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
@@ -42,10 +43,10 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
 /// most 5% longer.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
-    print(&format!("{what}, Tandem"), &ours).expect("stdout");
+    print(&format!("{what}, Tandem"), &ours).expect("stdout is writable");
     let others = OTHER_RULES.map(|rule| {
         let outcome = simulate(World { rule, ..world.clone() }, prompts);
-        print(&format!("{what}, {rule:?}"), &outcome).expect("stdout");
+        print(&format!("{what}, {rule:?}"), &outcome).expect("stdout is writable");
         outcome
     });
     let best = |of: fn(&Outcome) -> f64| others.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -57,20 +58,20 @@ fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Out
 /// If every new token were charged once for each running sequence, and blocks in use were not charged, one worker after the other would
 /// receive no more prompts, while the queues of the other workers grew.
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_long_answers() {
+fn cost_policy_has_the_shortest_waits_with_long_answers() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     assert_no_rule_is_better("answers x 8", world(), &prompts);
     let Some(prompts) = conversations(2.0, 8) else { return skipped() };
     let ours = assert_no_rule_is_better("answers x 8, near the limit", world(), &prompts);
     for (interference, least) in [(1.0, 2.0), (0.3, 1.2), (0.03, 0.8), (0.0, 0.8)] {
         let other = simulate(World { costs: Costs { interference, ..Costs::default() }, ..world() }, &prompts);
-        print(&format!("a running answer counts {interference}"), &other).expect("stdout");
+        print(&format!("a running answer counts {interference}"), &other).expect("stdout is writable");
         assert!(other.ttft_p99_s >= least * ours.ttft_p99_s, "{interference}: {other:?} {ours:?}");
     }
 }
 
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers() {
+fn cost_policy_has_the_shortest_waits_with_small_caches_or_recorded_answers() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };
@@ -78,7 +79,7 @@ fn requests_wait_least_by_the_cost_policy_with_small_caches_or_recorded_answers(
 }
 
 #[test]
-fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
+fn cost_policy_has_the_shortest_waits_with_one_slow_worker() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[0].1 = 4.0;
@@ -87,14 +88,14 @@ fn requests_wait_least_by_the_cost_policy_with_one_slow_worker() {
 
 /// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
 #[test]
-fn requests_wait_less_if_interference_is_charged_a_tenth_with_mixed_roles() {
+fn requests_wait_less_with_mixed_roles_if_interference_is_charged_at_a_tenth() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };
     let mut devices = world().devices;
     devices[..2].fill((Role::Prefill, 1.0));
     let mixed = World { devices, prefill: PrefillPlace::Auto, ..world() };
     let ours = simulate(mixed.clone(), &prompts);
-    print("two of eight prefill only", &ours).expect("stdout");
+    print("two of eight prefill only", &ours).expect("stdout is writable");
     let charged = simulate(World { costs: Costs { interference: 1.0, ..Costs::default() }, ..mixed }, &prompts);
-    print("two of eight prefill only, a running answer counts 1", &charged).expect("stdout");
+    print("two of eight prefill only, a running answer counts 1", &charged).expect("stdout is writable");
     assert!(ours.ttft_p99_s < 0.7 * charged.ttft_p99_s && ours.ttft_mean_s < 0.7 * charged.ttft_mean_s, "{ours:?} {charged:?}");
 }

@@ -11,7 +11,7 @@ function greatest(values) {
   return values.reduce((one, other) => Math.max(one, other), 0);
 }
 
-// The smallest of 1, 2, 5, 10, 20, … that is at least `value`.
+// Returns the smallest of 1, 2, 5, 10, 20, … that is at least `value`.
 export function niceMax(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -37,7 +37,7 @@ function frame(place, { label, x, y }) {
   return { chart, atX, atY };
 }
 
-// `series`: [{ name, points: [[time, value or null]] }], times in `span`.
+// Draws `series`, a list of { name, points: [[time, value or null], …] }. `span` has the first and the last time.
 export function lineChart(place, { series, span: [from, to], max, format, what }) {
   const latest = series.map(({ name, points }) => [name, points.findLast(([, value]) => value !== null)?.[1]]);
   const known = latest.filter(([, value]) => value !== undefined);
@@ -66,7 +66,7 @@ export function lineChart(place, { series, span: [from, to], max, format, what }
   return place.replaceChildren(chart);
 }
 
-// `points`: [{ x, y, name, title, open }], both in the same unit.
+// Draws `points`, a list of { x, y, name, title, open }. `x` and `y` have the same unit, and `open` is called at a click.
 export function scatterChart(place, { points, format, what }) {
   if (points.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'No prompt with a worker’s report yet.'));
   const max = niceMax(Math.max(1, greatest(points.map(({ x, y }) => Math.max(x, y)))));

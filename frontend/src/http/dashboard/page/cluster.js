@@ -40,7 +40,7 @@ function router({ address, problem, bookings, peer_bookings, peers, synced_worke
     problem && el('p', { class: 'problem' }, problem));
 }
 
-// The result of the last `tandem audit check`, if this frontend has its file.
+// Shows the result of the last `tandem audit check`, if this frontend has its file.
 function audit({ audit: found, now_unix_ms: now }) {
   if (!found) return [];
   const { problem, findings } = found;
@@ -68,10 +68,11 @@ function card(worker, blockSize) {
     blocks(worker, blockSize),
     el('p', {}, `${count(load.running_sequences)} running · ${count(load.waiting_requests)} waiting · ${count(worker.bookings)} booked`),
     load.pending_prefill_tokens > 0 ? el('p', {}, `${count(load.pending_prefill_tokens)} tokens to prefill`) : null,
-    measured && el('p', { class: 'quiet' }, measured));
+    measured && el('p', { class: 'quiet' }, measured),
+    worker.approximate_index && el('p', { class: 'quiet' }, 'cache assumed from requests: its engine publishes no KV events'));
 }
 
-// The use of a worker's KV memory.
+// Shows the use of a worker's KV memory.
 function blocks({ capacity_blocks: capacity, load }, blockSize) {
   const used = (100 * load.in_use_blocks) / Math.max(capacity, 1);
   const cached = (100 * load.cached_blocks) / Math.max(capacity, 1);
@@ -97,7 +98,7 @@ function showTable(workers) {
   arrange(body, wanted.map(([, row]) => row));
 }
 
-function cells({ worker, cache, placements, load, indexed_blocks }) {
+function cells({ worker, cache, placements, load, indexed_blocks, approximate_index: approximate }) {
   const cell = (field, text) => el('td', { 'data-field': field }, text);
   const kinds = [['prefill', placements?.prefill], ['decode', placements?.decode], ['both', placements?.local]];
   const placed = kinds.filter(([, number]) => number > 0).map(([kind, number]) => `${kind} ${count(number)}`);
@@ -111,7 +112,7 @@ function cells({ worker, cache, placements, load, indexed_blocks }) {
     cell('overlap_over_tokens', count(placements?.overlap_over_tokens)),
     cell('overlap_under_tokens', count(placements?.overlap_under_tokens)),
     cell('placements', placed.join(', ') || count(placements && 0)),
-    cell('indexed_blocks', count(indexed_blocks)),
+    cell('indexed_blocks', `${approximate ? '~' : ''}${count(indexed_blocks)}`),
     cell('free_blocks', count(load.free_blocks)),
     cell('cached_blocks', count(load.cached_blocks)),
     cell('in_use_blocks', count(load.in_use_blocks)),

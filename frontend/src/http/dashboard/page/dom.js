@@ -49,7 +49,7 @@ export function count(value) {
   return value === null || value === undefined ? NOTHING : whole.format(value);
 }
 
-// Short form for axes.
+// Formats a number in few characters, for axes and small labels.
 export function brief(value) {
   return compact.format(value);
 }
@@ -78,7 +78,7 @@ export function inOrder(one, other) {
   return other.role.localeCompare(one.role) || one.worker.localeCompare(other.worker, 'en', { numeric: true });
 }
 
-// A worker's colour is given by its index among all workers that this page has seen, so it never changes.
+// A worker's colour is given by its index in the order in which this page first saw the workers, so the colour never changes.
 const places = new Map();
 
 export function colour(worker) {

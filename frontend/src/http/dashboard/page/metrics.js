@@ -5,7 +5,7 @@ const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const ESCAPED = { '\\\\': '\\', '\\"': '"', '\\n': '\n' };
 
 const SAMPLES_MAX = 450;
-// Points of a line are ratios over this many milliseconds, which are steadier than those between two updates.
+// Each point of a line is a ratio over this many milliseconds. Ratios between two updates would fluctuate more.
 const WINDOW_MS = 10_000;
 
 // Parses Prometheus' text format. Returns a function that sums a family's series with the given labels.
@@ -34,7 +34,7 @@ export function note(at, workers) {
   const totals = new Map();
   for (const { worker, instance_id, cache, placements } of workers) {
     if (!cache) continue;
-    // Without a router's report there is no ratio.
+    // Without a router's report the number of prompts is unknown, so the ratio is null.
     const prompts = placements ? placements.prefill + placements.local : NaN;
     totals.set(worker, { instance_id, prompts, overlap: placements?.overlap_blocks, tokens: cache.prompt_tokens, cached: cache.cached_tokens });
   }
@@ -42,8 +42,8 @@ export function note(at, workers) {
   if (snapshots.length > SAMPLES_MAX) snapshots.shift();
 }
 
-// Returns one line per worker. Each point is a time and the ratio `part / all` of what was added in the window before it, or null if
-// nothing was added.
+// Returns one line per worker. Each point is a time and the ratio of the increases of the totals `part` and `all` in the window before it,
+// or null if `all` did not increase.
 export function lines(part, all) {
   const names = [...new Set(snapshots.flatMap((snapshot) => [...snapshot.totals.keys()]))];
   return names.map((name) => ({ name, points: snapshots.map((snapshot, index) => [snapshot.at, ratio(name, index, part, all)]) }));
@@ -54,7 +54,7 @@ function ratio(name, index, part, all) {
   let first = index;
   while (first > 0 && snapshots[index].at - snapshots[first].at < WINDOW_MS) first -= 1;
   const before = snapshots[first].totals.get(name);
-  // Totals restart at 0 with the worker's instance, and with the router.
+  // The totals begin at 0 again when the worker or the router restarts.
   if (!now || !before || now.instance_id !== before.instance_id) return null;
   const added = now[all] - before[all];
   return added > 0 && now[part] >= before[part] ? (now[part] - before[part]) / added : null;

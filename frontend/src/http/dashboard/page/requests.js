@@ -5,7 +5,7 @@ import { scatterChart } from './charts.js';
 import { openTimeline } from './timeline.js';
 
 const PAGE = 25;
-// Each point is an SVG element that is drawn again at every update.
+// The maximum number of points in the chart. Each point is an SVG element that is drawn again at every update.
 const POINTS_MAX = 500;
 
 let records = [];
@@ -26,7 +26,7 @@ export function take({ requests, max }) {
   records = [...requests.toReversed(), ...records].slice(0, max);
 }
 
-// The worker that computed the prompt.
+// Returns the worker that computed the prompt.
 const computedOn = (record) => record.prefill_worker ?? record.decode_worker;
 const reported = (record) => record.cached_tokens !== null && record.cached_tokens_source === 'worker';
 export const predictedTokens = (record) => record.overlap_blocks * (record.block_size ?? 0);
@@ -80,7 +80,7 @@ function makeRow(record) {
     cell('total', duration(record.steps.ended_ms)));
 }
 
-// The beginning of an id identifies it, and its end is the prompt's index in the request.
+// Shortens an id to its beginning, which identifies the request, and its end, which is the prompt's index in the request.
 export function shortId({ request_id: id }) {
   return id.length > 14 ? `${id.slice(0, 8)}…${id.slice(id.lastIndexOf('-'))}` : id;
 }

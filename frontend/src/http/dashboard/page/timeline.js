@@ -2,7 +2,7 @@
 
 import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
 
-// The stages from the request's arrival on.
+// Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
   const place = record.prefill_worker ?? record.decode_worker;
   // The prompt's last token is computed in the first step of the answer.
@@ -17,7 +17,7 @@ function phases({ steps, kv_transfer_ms: transfer, ...record }) {
     ['first', 'First step', steps.started_ms, steps.first_token_ms, `${record.decode_worker}, the prompt’s last token`],
     ['decode', 'Decode', steps.first_token_ms, steps.ended_ms, `${record.decode_worker}, ${count(record.completion_tokens)} tokens`],
   ].filter(([, , from, to]) => from !== null && to !== null);
-  // Without a first token, only the time of the end is known.
+  // Without a first token, only the time at which the request ended is known.
   return found.length > 0 ? found : [['read', 'Until its end', 0, steps.ended_ms, 'no first token']];
 }
 
@@ -48,7 +48,7 @@ function bars(list, steps) {
 function facts(record) {
   const tiers = Object.entries(record.cached_tokens_by_tier).map(([tier, tokens]) => `${tier} ${count(tokens)}`).join(', ');
   const source = { worker: 'counted by the worker', router_estimate: 'estimated by the router', unknown: 'not known' };
-  const cached = record.cached_tokens === null ? 'no first token'
+  const cached = record.cached_tokens === null ? (record.steps.first_token_ms === null ? 'no first token' : 'not reported before the end')
     : `${count(record.cached_tokens)} (${source[record.cached_tokens_source]}${tiers ? `; ${tiers}` : ''})`;
   const predicted = record.block_size === null ? '–'
     : `${count(record.overlap_blocks)} blocks, ${count(record.overlap_blocks * record.block_size)} tokens`;

@@ -1,4 +1,4 @@
-//! Checks that no crate has an import circle: a reader must know all files of a circle to understand one of them.
+//! Checks that no crate has an import cycle: a reader must know all files of a cycle to understand one of them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use tandem_tests::workspace::{root, text};
 /// A module's path from the crate's root: `["http", "app"]`.
 type Module = Vec<String>;
 
-/// Adds the modules below `dir`, each with the text of its file, to `into`. Test modules are omitted.
+/// Adds the modules below `dir` to `into`, each with the text of its file. Test modules are omitted.
 fn modules(dir: &Path, parent: &[String], into: &mut BTreeMap<Module, String>) {
     for entry in std::fs::read_dir(dir).expect("source folders are readable").flatten() {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
@@ -38,7 +38,7 @@ fn expanded(tree: &str) -> Vec<String> {
         depth += i32::from(char == '{') - i32::from(char == '}');
         match (char, depth) {
             (',', 0) => parts.push(String::new()),
-            _ => parts.last_mut().expect("a part has begun").push(char),
+            _ => parts.last_mut().expect("the list has an item").push(char),
         }
     }
     let parts = parts.iter().filter(|part| !part.trim().is_empty());
@@ -75,7 +75,7 @@ fn imports(module: &Module, text: &str, all: &BTreeMap<Module, String>) -> BTree
 }
 
 /// Returns the sets of modules that import from each other, directly or through other modules.
-fn circles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
+fn cycles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
     let edges: BTreeMap<&Module, BTreeSet<Module>> =
         all.iter().map(|(module, text)| (module, imports(module, text, all))).collect();
     let reached = |from: &Module| {
@@ -86,27 +86,27 @@ fn circles(all: &BTreeMap<Module, String>) -> BTreeSet<BTreeSet<Module>> {
         reached
     };
     let reached: BTreeMap<&Module, BTreeSet<Module>> = all.keys().map(|module| (module, reached(module))).collect();
-    let circle = |from: &Module| reached[from].iter().filter(|to| reached[to].contains(from)).cloned().collect();
-    all.keys().map(circle).filter(|circle: &BTreeSet<Module>| !circle.is_empty()).collect()
+    let cycle = |from: &Module| reached[from].iter().filter(|to| reached[to].contains(from)).cloned().collect();
+    all.keys().map(cycle).filter(|cycle: &BTreeSet<Module>| !cycle.is_empty()).collect()
 }
 
 #[test]
-fn crates_have_no_import_circles() {
+fn crates_have_no_import_cycles() {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(root()).expect("the workspace is readable").flatten() {
         let source = entry.path().join("src");
         if entry.path().join("Cargo.toml").exists() && source.exists() {
             let mut all = BTreeMap::new();
             modules(&source, &[], &mut all);
-            let names = |circle: &BTreeSet<Module>| circle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(", ");
-            found.extend(circles(&all).iter().map(|circle| format!("{:?}: {}", entry.file_name(), names(circle))));
+            let names = |cycle: &BTreeSet<Module>| cycle.iter().map(|module| module.join("::")).collect::<Vec<_>>().join(", ");
+            found.extend(cycles(&all).iter().map(|cycle| format!("{:?}: {}", entry.file_name(), names(cycle))));
         }
     }
-    assert!(found.is_empty(), "{} circles:\n{}", found.len(), found.join("\n"));
+    assert!(found.is_empty(), "{} cycles:\n{}", found.len(), found.join("\n"));
 }
 
 #[test]
-fn import_circle_is_detected() {
+fn import_cycle_is_detected() {
     let files = [
         ("", "mod a; pub use a::A;"),
         ("a", "use crate::{b::{C, D}, x};"),
@@ -117,5 +117,5 @@ fn import_circle_is_detected() {
     let module = |name: &str| name.split("::").filter(|part| !part.is_empty()).map(str::to_owned).collect::<Module>();
     let all = files.iter().map(|(name, text)| (module(name), (*text).to_owned())).collect();
     let expected: BTreeSet<Module> = ["a", "b", "c"].map(module).into();
-    assert_eq!(circles(&all), BTreeSet::from([expected]));
+    assert_eq!(cycles(&all), BTreeSet::from([expected]));
 }

@@ -1,0 +1,120 @@
+//! Tests of transfer families, and a comparison with a model that compares all pairs.
+
+use super::*;
+use proptest::{collection::vec, option, prelude::*};
+
+fn of(family: &str, worker: Candidate) -> Candidate {
+    Candidate { family: Some(family.into()), ..worker }
+}
+
+fn alone(worker: Candidate) -> Candidate {
+    Candidate { family: None, ..worker }
+}
+
+#[test]
+fn only_workers_of_one_family_are_paired() {
+    let queued = |queued_tokens, worker: Candidate| Candidate { queued_tokens, ..worker };
+    let busy = |sequences, worker: Candidate| Candidate { sequences, running: sequences, ..worker };
+    let out = |worker: Candidate| Candidate { excluded: true, ..worker };
+    let small = |worker: Candidate| Candidate { tokens_max: 99, ..worker };
+    let slow_local = || queued(50_000, decode());
+    for (query, workers, expected) in [
+        // The sum decides: one family has the cheapest prefill worker, the other one the cheapest decode worker.
+        (remote(100), vec![busy(9, of("a", decode())), of("a", prefill()), decode(), queued(89, prefill())], Ok((2, Some(3)))),
+        (remote(100), vec![busy(9, of("a", decode())), of("a", prefill()), decode(), queued(91, prefill())], Ok((0, Some(1)))),
+        // A worker without a decode worker of its family is not eligible, however cheap it is.
+        (remote(100), vec![decode(), of("a", prefill()), queued(9_000, prefill())], Ok((0, Some(2)))),
+        (remote(100), vec![of("a", decode()), busy(9, decode()), prefill()], Ok((1, Some(2)))),
+        (remote(100), vec![decode(), out(of("a", decode())), of("a", prefill()), queued(9, prefill())], Ok((0, Some(3)))),
+        (query(100), vec![slow_local(), of("a", prefill())], Ok((0, None))),
+        (query(100), vec![slow_local(), prefill()], Ok((0, Some(1)))),
+        // A worker that never exchanges KV prefills what it decodes.
+        (query(100), vec![alone(slow_local()), alone(prefill()), prefill()], Ok((0, None))),
+        (remote(100), vec![alone(decode()), alone(prefill())], Err(NoEligibleWorker::NoCommonFamily)),
+        (remote(100), vec![decode(), of("a", prefill())], Err(NoEligibleWorker::NoCommonFamily)),
+        (remote(100), vec![alone(decode()), prefill()], Err(NoEligibleWorker::NoCommonFamily)),
+        (remote(100), vec![alone(decode())], Err(NoEligibleWorker::NoPrefillWorker)),
+        (remote(100), vec![decode(), out(prefill()), of("a", prefill())], Err(NoEligibleWorker::AllFailed)),
+        (remote(100), vec![small(decode()), prefill(), of("a", prefill())], Err(NoEligibleWorker::PromptTooLong)),
+    ] {
+        assert_eq!(placed(&query, &workers), expected, "{query:?} {workers:#?}");
+    }
+}
+
+#[test]
+fn round_robin_cycles_over_the_workers_that_can_be_paired() {
+    let workers = [of("a", decode()), decode(), prefill(), of("b", prefill()), prefill(), alone(prefill())];
+    let expected = [(1, Some(2)), (1, Some(4)), (1, Some(2)), (1, Some(4))];
+    assert_eq!(first_choices(PolicyKind::RoundRobin, 1, &query(100), &workers, 4), expected);
+}
+
+fn any_worker() -> impl Strategy<Value = Candidate> {
+    let family = option::of(prop_oneof![Just(""), Just("a"), Just("b")]);
+    (any::<(bool, bool, bool)>(), family, 0..2_000_u64, 0..20_u32, 0..6_u32).prop_map(
+        |((prefills, excluded, is_small), family, queued_tokens, sequences, overlap_blocks)| Candidate {
+            family: family.map(Into::into),
+            excluded,
+            tokens_max: if is_small { 99 } else { 100_000 },
+            queued_tokens,
+            sequences,
+            overlap_blocks,
+            ..if prefills { prefill() } else { decode() }
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn choice_is_the_cheapest_of_all_pairs(workers in vec(any_worker(), 0..9), remote_only in any::<bool>(), number in any::<u64>()) {
+        let query = if remote_only { remote(100) } else { query(100) };
+        let placement = PlacementSeed { seed: 1, number };
+        // In one family, all workers have the costs that they would have in a pair.
+        let one_family: Vec<Candidate> = workers.iter().cloned().map(|worker| of("", worker)).collect();
+        let costs = costs_by_use(&*policy(PolicyKind::KvAware), &Costs::default(), &query, &one_family, placement);
+        let pairs = |is_one: &dyn Fn(&Candidate) -> bool| {
+            let of_role = |role| workers.iter().enumerate().filter(move |(_, worker)| worker.role == role && is_one(worker));
+            let all = of_role(Role::Decode).flat_map(|(decode, to)| of_role(Role::Prefill).map(move |from| (decode, to, from)));
+            let pairs = all.filter(|(_, to, (_, from))| to.family.is_some() && to.family == from.family);
+            pairs.map(|(decode, _, (prefill, _))| (decode, Some(prefill))).collect::<Vec<_>>()
+        };
+        let total = |(decode, prefill): (usize, Option<usize>)| {
+            let parts = match prefill {
+                Some(prefill) => [costs[prefill].prefill, costs[decode].decode],
+                None => [costs[decode].local, Some(Cost::default())],
+            };
+            parts.into_iter().map(|cost| cost.expect("the worker is eligible").total()).sum::<f64>()
+        };
+        let is_eligible = |worker: &Candidate| !worker.excluded && worker.tokens_max >= 100;
+        let mut choices = pairs(&is_eligible);
+        if !remote_only {
+            let decode = workers.iter().enumerate().filter(|(_, worker)| worker.role == Role::Decode && is_eligible(worker));
+            let mut local: Vec<_> = decode.map(|(at, _)| (at, None)).collect();
+            // Without an eligible decode worker there is no pair either.
+            choices.append(&mut local);
+        }
+        let lowest = choices.iter().map(|choice| total(*choice)).min_by(f64::total_cmp);
+        match (place_by(PolicyKind::KvAware, &query, &workers, placement), lowest) {
+            (Ok(choice), Some(lowest)) => {
+                prop_assert!(choices.contains(&choice), "{choice:?}");
+                prop_assert_eq!(total(choice), lowest);
+            }
+            (Err(error), None) => {
+                let has = |role| workers.iter().any(|worker| worker.role == role);
+                let fits = |worker: &Candidate| worker.tokens_max >= 100;
+                let (any_pair, any_fitting) = match remote_only {
+                    true => (!pairs(&|_| true).is_empty(), !pairs(&fits).is_empty()),
+                    false => (true, workers.iter().any(|worker| worker.role == Role::Decode && fits(worker))),
+                };
+                let expected = match error {
+                    NoEligibleWorker::NoDecodeWorker => !has(Role::Decode),
+                    NoEligibleWorker::NoPrefillWorker => remote_only && has(Role::Decode) && !has(Role::Prefill),
+                    NoEligibleWorker::NoCommonFamily => has(Role::Decode) && has(Role::Prefill) && !any_pair,
+                    NoEligibleWorker::PromptTooLong => has(Role::Decode) && any_pair && !any_fitting,
+                    NoEligibleWorker::AllFailed => any_fitting,
+                };
+                prop_assert!(expected, "{error}");
+            }
+            (placed, lowest) => prop_assert!(false, "{placed:?} {lowest:?}"),
+        }
+    }
+}

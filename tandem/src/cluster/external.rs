@@ -1,0 +1,180 @@
+//! Workers whose engine is a server in another process. The worker's process outlives the server: each connection to a server is a new
+//! instance of the worker, at the same address.
+
+use super::{
+    EngineConfig, StartError,
+    parts::{WorkerPlan, channel_to},
+    process::description,
+};
+use crate::{model::Source, settings::EngineLimits};
+use std::{
+    fs, io, net,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tandem_adapter::vllm::{self, ConnectError, ServerDescription, VllmSettings};
+use tandem_decode_worker::DecodeWorkerError;
+use tandem_node::{
+    Backoff, Metrics, Shutdown,
+    discovery::{self, EtcdSettings, MemberRecord},
+    retry::error_chain,
+};
+use tandem_proto::{
+    ClusterKey,
+    channel::{Channel, Listener},
+};
+use tandem_worker::WorkerError;
+use tokio::{net::TcpListener, time::sleep};
+
+/// The pauses between attempts to connect to a server again that could not be used.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// Why a worker with an external engine has ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ExternalError {
+    #[error("the engine cannot be used")]
+    Connect(#[from] ConnectError),
+    #[error("the socket cannot be used")]
+    Socket(#[from] io::Error),
+    #[error(transparent)]
+    Worker(#[from] DecodeWorkerError),
+}
+
+/// A worker with an external engine.
+pub(super) struct ExternalWorker {
+    pub(super) plan: WorkerPlan,
+    pub(super) engine: VllmSettings,
+    /// The socket of all instances.
+    pub(super) socket: net::TcpListener,
+    pub(super) key: ClusterKey,
+    pub(super) registration: Option<Registration>,
+}
+
+/// How instances of a worker register.
+pub(super) struct Registration {
+    pub(super) etcd: EtcdSettings,
+    /// `host:port` at which other processes reach the worker.
+    pub(super) address: String,
+    /// The shutdown of the process's registrations.
+    pub(super) shutdown: Shutdown,
+}
+
+impl EngineConfig {
+    /// Returns how the server at `url` is used by a worker.
+    pub(super) fn vllm(&self, url: &str, key: &ClusterKey) -> Result<VllmSettings, StartError> {
+        let external = &self.worker.external;
+        let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
+        let ca = external.engine_ca.as_ref().map(read).transpose()?;
+        let limits = EngineLimits {
+            block_size: self.block_size,
+            running_max: self.worker.batch_max,
+            waiting_max: self.model.max_concurrent_requests,
+        };
+        Ok(external.vllm(url, ca, key.hash_key(), &limits))
+    }
+}
+
+/// Waits until the server answers, and returns the settings of a worker for each of its data-parallel ranks, with its description.
+pub(super) async fn inspect(engine: VllmSettings) -> Result<(Vec<(VllmSettings, u64)>, ServerDescription), StartError> {
+    let described = vllm::inspect(&engine).await;
+    let server = described.map_err(|source| StartError::ExternalEngine { url: engine.url.clone(), source: source.into() })?;
+    // A server with one rank is not told which one.
+    let only = server.ranks.len() == 1;
+    let of_rank = |&(rank, tokens): &(u32, u64)| {
+        let rank = if only { engine.rank } else { Some(rank) };
+        (VllmSettings { rank, ..engine.clone() }, tokens)
+    };
+    Ok((server.ranks.iter().map(of_rank).collect(), server))
+}
+
+/// Returns where the tokenizer of the server's model can be loaded: from the directory or the repository from which the server loaded the
+/// model.
+pub(super) fn source(server: &ServerDescription) -> Option<Source> {
+    let root = server.root.as_deref().unwrap_or(&server.model);
+    if Path::new(root).exists() {
+        return Some(Source::Path(root.into()));
+    }
+    format!("hf:{root}").parse().ok()
+}
+
+impl ExternalWorker {
+    /// Runs an instance of the worker for each connection to its server, until the process drains.
+    pub(super) async fn run(self, metrics: Metrics, shutdown: Shutdown) -> Result<(), ExternalError> {
+        let (url, mut backoff) = (&self.engine.url, Backoff::new(PAUSES.0, PAUSES.1));
+        let mut has_connected = false;
+        loop {
+            let connected = tokio::select! {
+                biased;
+                () = shutdown.draining() => return Ok(()),
+                connected = vllm::connect(self.engine.clone()) => connected,
+            };
+            let connected = match connected {
+                Ok(connected) => connected,
+                // The settings are wrong, or the server is none of vLLM's: the operator should see this at the start.
+                Err(error) if !has_connected => return Err(error.into()),
+                Err(error) => {
+                    let error = error_chain(&error);
+                    if backoff.is_new_error(&error) {
+                        tracing::warn!(engine = %url, %error, "the restarted engine cannot be used; trying again");
+                    }
+                    sleep(backoff.next_delay()).await;
+                    continue;
+                }
+            };
+            has_connected = true;
+            backoff.reset();
+            match self.run_instance(connected, &metrics, &shutdown).await {
+                Err(DecodeWorkerError::Worker(WorkerError::EngineEnded)) if !shutdown.is_draining() => {}
+                ended => return Ok(ended?),
+            }
+        }
+    }
+
+    async fn run_instance(
+        &self,
+        connected: vllm::Connected,
+        metrics: &Metrics,
+        shutdown: &Shutdown,
+    ) -> Result<(), DecodeWorkerError> {
+        let mut plan = self.plan.clone();
+        if plan.settings.model.is_empty() {
+            plan.settings.model.clone_from(&connected.model);
+        }
+        let (adapter, follower) = connected.into_parts();
+        let listener = TcpListener::from_std(self.socket.try_clone()?)?;
+        let (instance, own) = (shutdown.child(), channel_to(listener.local_addr()?, &self.key));
+        let registered = self.registration.as_ref().map(|registration| registration.register(own, metrics));
+        let running = plan.run(Listener::tcp(listener, self.key.clone()), adapter, metrics.clone(), instance.clone());
+        let following = async {
+            let ended = follower.await;
+            tracing::warn!(engine = %self.engine.url, reason = %ended, "the engine has ended; the worker waits for it");
+            std::future::pending::<()>().await
+        };
+        let ended = tokio::select! {
+            biased;
+            () = following => unreachable!("it is pending for ever"),
+            ended = running => ended,
+        };
+        if let Some(registered) = registered {
+            registered.run(Duration::ZERO).await;
+        }
+        instance.run(Duration::ZERO).await;
+        ended
+    }
+}
+
+impl Registration {
+    /// Registers the instance to which `own` is connected, until the process or the returned shutdown drains.
+    fn register(&self, own: Channel, metrics: &Metrics) -> Shutdown {
+        let (registered, etcd, address, metrics) =
+            (self.shutdown.child(), self.etcd.clone(), self.address.clone(), metrics.clone());
+        let until = registered.clone();
+        self.shutdown.spawn(async move {
+            tokio::select! {
+                () = until.draining() => {}
+                info = description(own) => discovery::register(etcd, MemberRecord::of_worker(&info, address), &metrics, &until).await,
+            }
+        });
+        registered
+    }
+}

@@ -1,0 +1,38 @@
+//! Checks that the commands in docs/engines.md are valid, and that the messages that the page explains exist.
+
+use anyhow::{Context, Result, anyhow, ensure};
+use tandem::cli::Cli;
+use tandem_tests::workspace::{files, root, text};
+
+fn page() -> String {
+    text(&root().join("docs/engines.md"))
+}
+
+#[test]
+fn commands_are_valid() -> Result<()> {
+    let page = page().replace("\\\n", " ");
+    let commands: Vec<&str> = page.lines().filter(|line| line.starts_with("tandem ")).collect();
+    ensure!(commands.len() >= 5, "only {commands:?} were found");
+    for command in commands {
+        let args = command.split_whitespace().map(Into::into).collect();
+        Cli::read(args, None).map_err(|error| anyhow!("{command}: {error}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn explained_messages_exist() -> Result<()> {
+    let page = page();
+    let (_, section) = page.split_once("## Troubleshooting").context("the section with the messages")?;
+    let table = section.split("\n## ").next().unwrap_or_default();
+    let cells = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    let messages: Vec<&str> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+    ensure!(messages.len() >= 15, "only {messages:?} were found");
+    let is_code = |file: &std::path::PathBuf| file.extension().is_some_and(|extension| extension == "rs");
+    // A string may continue on the next line.
+    let lines = |code: String| code.split("\\\n").map(str::trim_start).collect::<String>();
+    let code: String = files(&root()).into_iter().filter(is_code).map(|file| lines(text(&file))).collect();
+    let missing: Vec<&str> = messages.into_iter().filter(|message| !code.contains(message)).collect();
+    ensure!(missing.is_empty(), "docs/engines.md explains messages that do not exist: {missing:?}");
+    Ok(())
+}
