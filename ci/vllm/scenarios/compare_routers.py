@@ -7,6 +7,7 @@ another one has cached. Nothing is asserted but that every request is answered.
 
 import statistics
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,7 @@ DOCUMENTS, QUESTIONS = 4, 5
 # About 640 tokens.
 DOCUMENT_WORDS = 450
 ANSWER_TOKENS = 6
+IDLE_SECONDS = 10
 
 
 class VllmRouter:
@@ -88,7 +90,8 @@ def scenario(stage):
             {"cache_aware": ["--policy", "cache_aware", "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url]},
         ),
     }
-    table = Table("engines", "router", "requests", "prompt tokens", "cached", "share", "TTFT p50", "p99", "router's CPU a request")
+    columns = ("engines", "router", "requests", "prompt tokens", "cached", "share", "TTFT p50", "p99", "router's CPU a request", "idle, a second")
+    table = Table(*columns)
     for mode, (engines, flags, policies) in modes.items():
         name = mode.replace("/", "")
         with Tandem(stage) as tandem, ExitStack() as stack:
@@ -99,9 +102,11 @@ def scenario(stage):
                 systems[f"vllm-router {policy}"] = (router.client, router.process)
             before = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
             received = ask_alternately({system: client for system, (client, _) in systems.items()}, mode)
+            used = {system: process.cpu_seconds() for system, (_, process) in systems.items()}
+            time.sleep(IDLE_SECONDS)
             for system, (_, process) in systems.items():
-                got, cpu = received[system], process.cpu_seconds() - before[system]
+                got, cpu, idle = received[system], used[system] - before[system], (process.cpu_seconds() - used[system]) / IDLE_SECONDS
                 prompt, cached = sum(answer.prompt_tokens for answer in got), sum(map(cached_tokens, got))
                 ttfts = statistics.quantiles((answer.ttft_s for answer in got), n=100, method="inclusive")
-                figures = [f"{ttfts[49]:.2f} s", f"{ttfts[98]:.2f} s", f"{cpu / len(got) * 1e3:.1f} ms"]
+                figures = [f"{ttfts[49]:.2f} s", f"{ttfts[98]:.2f} s", f"{cpu / len(got) * 1e3:.1f} ms", f"{idle * 1e3:.1f} ms"]
                 table.row(mode, system, len(got), prompt, cached, f"{cached / prompt:.3f}", *figures)
