@@ -20,9 +20,9 @@ ROUNDS_MIN = 7
 WARM_UPS = 2
 THREADS = (1, 2)
 KEPT_MIN = 0.4
-# A pause before each round, because llama.cpp's threads spin for a while after their work.
+# The pause before each round, in seconds. It is needed because llama.cpp's threads continue to spin for a while after their work.
 PAUSE_S = 0.05
-# Limit on a round. On busy processors llama.cpp may need a minute.
+# The time limit of a round, in seconds. On busy processors llama.cpp may need a minute.
 ANSWER_MAX_S = 300
 OTHERS_MAX = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")

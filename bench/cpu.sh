@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 version=0.3.36
 
-# Builds llama.cpp with the processor's features except AMX, for which gcc 12 generates code that crashes.
+# Builds llama.cpp with all features of the processor except AMX: the code that gcc 12 generates for AMX crashes.
 llama_cpp() {
     local flag word flags="-DGGML_NATIVE=OFF"
     for flag in AVX:avx AVX2:avx2 FMA:fma F16C:f16c AVX512:avx512f AVX512_VNNI:avx512_vnni AVX512_BF16:avx512_bf16; do

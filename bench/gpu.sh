@@ -27,7 +27,7 @@ if [ ! -x target/gpu/cuda ] || [ ! -x target/gpu/tandem ]; then
     exit 1
 fi
 python=${BENCH_PYTHON:-python3}
-# The folders of NVRTC and cuBLASLt in the installed wheels.
+# Prints the folders of NVRTC and cuBLASLt in the installed wheels.
 libraries=$("$python" - <<'PYTHON'
 import glob, os, sysconfig
 roots = {sysconfig.get_path("purelib"), *os.environ.get("PYTHONPATH", "").split(":")} - {""}

@@ -58,7 +58,7 @@ def main(url, root_file, user_file):
     if ask(url, "auth/user/add", {"name": "tandem", "password": user}, token) is None:
         ask(url, "auth/user/changepw", {"name": "tandem", "password": user}, token)
     ask(url, "auth/role/add", {"name": "tandem"}, token)
-    # All keys with this prefix: the range ends before the next text of this length.
+    # The range has all keys that begin with `/tandem/`. It ends before `/tandem0`, because `0` is the character after `/`.
     keys = {"permType": "READWRITE", "key": in_base64("/tandem/"), "range_end": in_base64("/tandem0")}
     ask(url, "auth/role/grant", {"name": "tandem", "perm": keys}, token)
     ask(url, "auth/user/grant", {"user": "tandem", "role": "tandem"}, token)

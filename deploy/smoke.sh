@@ -39,10 +39,10 @@ load=$!
 trap 'kill "$load" 2>/dev/null || true; "${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$log" "$SECRETS_DIR"' EXIT
 bash rolling-restart.sh
 for service in prefill router etcd nats; do
-    # Reads the service's containers. The whole output is read, because docker-compose would otherwise end with SIGPIPE.
+    # Reads the ids of the service's containers. The whole output is read, because docker-compose would end with SIGPIPE otherwise.
     mapfile -t containers < <("${compose[@]}" ps -q "$service")
     victim=${containers[0]:?no container of $service runs}
-    # The process is killed from outside, like a crash: Docker does not restart containers that it kills itself.
+    # The process is killed from outside of Docker, as in a crash. Docker does not restart a container that it has killed itself.
     kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$victim")"
     printf '%s: killed %s\n' "$service" "${victim:0:12}"
     sleep 5
@@ -50,11 +50,11 @@ done
 kill -INT "$load"
 wait "$load" && lost=0 || lost=$?
 cat "$log"
-# By now the killed processes must run again, and Prometheus must scrape them.
+# The killed processes must run again by now, and Prometheus must scrape them.
 sleep 10
 for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}
-    # The output is empty while Prometheus knows no target. This is not an error.
+    # The output is empty while Prometheus knows no target. This is no error.
     up=$(curl -sf "http://$PROMETHEUS_PORT/api/v1/query" --data-urlencode "query=sum(up{job=\"$target\"})" | sed -n 's/.*"\([0-9.]*\)"\].*/\1/p')
     printf 'Prometheus scrapes %s of %s %s processes\n' "${up:-none}" "${expected#*=}" "$target"
     [ "${up:-0}" -eq "${expected#*=}" ] || lost=1

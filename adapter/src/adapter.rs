@@ -50,7 +50,7 @@ impl Backend for Adapter {
     async fn hung(&self) {
         let mut hung = self.hung.clone();
         if hung.wait_for(|hung| *hung).await.is_err() {
-            // The health checks have stopped because the engine has ended, and the worker ends as well.
+            // The health checks have stopped because the engine has ended. This worker will end as well.
             std::future::pending().await
         }
     }

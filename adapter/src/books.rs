@@ -34,7 +34,7 @@ struct State {
 }
 
 impl Books {
-    /// Returns the load with its numbers of blocks at 0, and the number of tokens whose KV the running requests use.
+    /// Returns the load, in which all numbers of blocks are 0, and the number of tokens whose KV the running requests use.
     pub fn load(&self) -> (Load, u64) {
         let state = self.state.lock();
         let load = Load {
@@ -132,7 +132,8 @@ impl Work {
             state.generated += tokens as u64;
             let now = Instant::now();
             let before = state.last_chunk_at.replace(now);
-            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times as long.
+            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times the time since the
+            // last chunk.
             before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
         };
         self.books.update(|state| {

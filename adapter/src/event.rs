@@ -31,7 +31,7 @@ pub struct BlocksStored {
     pub parent: Option<EngineHash>,
     /// The tokens of all blocks. Empty if the engine does not report them.
     pub tokens: Vec<TokenId>,
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
     /// Whether the blocks were computed with a LoRA adapter.
     pub lora: bool,
@@ -51,9 +51,9 @@ pub struct BlocksStored {
 /// Blocks that were dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlocksRemoved {
-    /// The hashes of the blocks.
+    /// The hashes of the dropped blocks.
     pub hashes: Vec<EngineHash>,
-    /// The memory from which they were dropped.
+    /// The memory from which the blocks were dropped.
     pub medium: Medium,
     /// The group of layers whose KV the blocks held; `None`: the engine does not name a group.
     pub group: Option<u32>,

@@ -30,7 +30,7 @@ use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, ch
 /// The settings of a [`Mirror`].
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorSettings {
-    /// The key of the cluster's sequence hashes.
+    /// The key with which the cluster's sequence hashes are computed.
     pub hash_key: HashKey,
     /// Tokens in a block of the cluster.
     pub block_size: u32,
@@ -93,13 +93,13 @@ pub struct Mirror {
 struct EngineBlock {
     /// The Tandem block before this block; `None` at the start of a prompt.
     parent: Option<SequenceHash>,
-    /// The block's Tandem blocks.
+    /// The sequence hashes of the Tandem blocks in this engine block, in the order of their tokens.
     hashes: Box<[SequenceHash]>,
     device: u32,
     host: u32,
 }
 
-/// The block before a block in its prompt.
+/// The Tandem block before an engine block in its prompt: none, a known block, or a block that could not be identified.
 #[derive(Clone, Copy)]
 enum Before {
     Nothing,
@@ -107,9 +107,9 @@ enum Before {
     Unidentified,
 }
 
-/// The kinds of attention for which a cached prefix needs all of its blocks, and no other state.
+/// The kinds of attention that can reuse a cached prefix if all of its blocks are cached, and that need no other state.
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
-/// The most names of other kinds of attention that are kept for the log; vLLM has ten kinds.
+/// The most names of kinds of attention outside `FULL_ATTENTION` that are kept for the log. vLLM has ten kinds.
 const IGNORED_KINDS_MAX: usize = 16;
 
 impl Mirror {
@@ -279,8 +279,8 @@ impl Mirror {
         }
     }
 
-    /// Whether the blocks of a group are mirrored. A prompt is found in the cache only if its blocks of every group are cached. Engines
-    /// usually drop the blocks of all groups together, so one group represents all.
+    /// Returns whether the blocks of a group are mirrored. A prompt is found in the cache only if its blocks of every group are cached.
+    /// Engines usually drop the blocks of all groups together, so one group represents all.
     fn is_mirrored(&mut self, group: Option<u32>, kind: Option<&str>) -> bool {
         if let Some(kind) = kind.filter(|kind| !FULL_ATTENTION.contains(kind)) {
             if self.ignored_kinds.len() < IGNORED_KINDS_MAX {

@@ -16,7 +16,7 @@ use tandem_kv::{KvBatch, Load, Namespace, Snapshot, TokenId};
 use tandem_worker::CacheWatch;
 use tokio::sync::broadcast;
 
-/// The most batches that wait for a slow reader. A reader that is further behind starts again from a snapshot.
+/// The most batches of KV events that wait for a slow reader. A reader that falls further behind starts again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 
 /// The state of one adapter.
@@ -24,16 +24,16 @@ pub(crate) struct Shared {
     pub info: EngineInfo,
     pub slots: Arc<Slots>,
     pub books: Arc<Books>,
-    /// Whether the mirror assumes blocks from the requests that were routed here, because the engine reports no usable events.
+    /// Whether the mirror is filled from the requests that were routed to this worker, because the engine reports no usable events.
     pub approximate: bool,
     mirror: Mutex<Mirror>,
-    /// The sender of all batches; `None` once the engine has ended.
+    /// The sender of all batches of KV events; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     last: Mutex<Load>,
     calls: AtomicU64,
 }
 
-/// The tiers that held a prompt's cached blocks when the prompt was submitted.
+/// The number of a prompt's leading blocks that were cached in each tier when the prompt was submitted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiers {
     prefix: PrefixTiers,
@@ -41,13 +41,13 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    /// Returns how many leading tokens of the prompt are known to be cached.
+    /// Returns how many leading tokens of the prompt the mirror assumed to be cached.
     pub fn known(&self) -> usize {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Splits the engine's number of cached tokens by tier. If the host's memory held blocks that follow those on the device, all cached
-    /// tokens beyond the device's blocks came from the host's memory.
+    /// Divides the number of cached tokens that the engine reported between the tiers. If blocks on the device were followed by blocks in
+    /// the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
     pub fn split(&self, tokens: u32) -> CachedTokens {
         let host =
             if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
@@ -78,24 +78,24 @@ impl Shared {
         tokens.div_ceil(self.info.block_size as usize) as u64
     }
 
-    /// Returns an id that is unique in the engine, even for several attempts of a client with one request id.
+    /// Returns an id that is unique in the engine, even if a client makes several attempts with the same request id.
     pub fn request_id(&self, request_id: &str) -> String {
         format!("{request_id}-{}", self.calls.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Returns the tiers that hold the prompt's cached blocks now.
+    /// Returns the number of the prompt's leading blocks that each tier holds now.
     pub fn tiers(&self, call: &Call) -> Tiers {
         Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
     }
 
-    /// Returns how many leading tokens of the prompt the engine has cached and need not compute: at most all but the last.
+    /// Returns how many leading tokens of the prompt the engine has cached and need not compute. The prompt's last token is never counted.
     pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
         let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
         let known = Tiers { prefix, block_size: self.info.block_size }.known();
         known.min(tokens.len().saturating_sub(1))
     }
 
-    /// Records that the engine has computed the request's prompt.
+    /// Records that the engine has computed the request's prompt. An approximate mirror then assumes that the prompt's blocks are cached.
     pub fn routed(&self, call: &Call) {
         if self.approximate {
             self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
@@ -124,7 +124,7 @@ impl Shared {
         drop(batches.send(Arc::new(batch)));
     }
 
-    /// Returns the snapshot, the load and all later batches; `None` if the engine has ended.
+    /// Returns the current snapshot and load, and a receiver of all later batches; `None` if the engine has ended.
     pub fn watch(&self) -> Option<CacheWatch> {
         // While this lock is held, no batch is published.
         let batches = self.batches.lock();

@@ -9,7 +9,7 @@ use std::{
 use tandem_engine::Refusal;
 use tokio::sync::oneshot;
 
-/// How many requests the engine runs at a time, and how many wait.
+/// The limits on the number of requests that the engine runs at a time, on their blocks, and on the number of requests that wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotLimits {
     /// The most requests in the engine.

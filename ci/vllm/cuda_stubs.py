@@ -78,7 +78,8 @@ def main(site_packages, folder):
         symbols[library][version] = set()
     for name, version in undefined.items():
         if name not in defined and CUDA_SYMBOL.match(name):
-            # A symbol without a version is found in any library that is loaded.
+            # The dynamic linker accepts a symbol without a version from any loaded library, so the stand-in for libcudart defines all of
+            # these.
             library = home.get(version) or next(name for name in libraries if name.startswith("libcudart."))
             symbols[library][version if version in home else ""].add(name)
     folder = Path(folder)

@@ -26,7 +26,7 @@ LAYER_TENSORS = {
 MODEL_TENSORS = {"output": "lm_head", "output_norm": "model.norm", "token_embd": "model.embed_tokens"}
 # vLLM's names of special tokens, and their names in GGUF.
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-# Types of tokens in GGUF: control and user-defined tokens are matched in the text as a whole.
+# The numbers of two types of tokens in GGUF, control and user-defined tokens. Tokenizers match these tokens in the text as a whole.
 SPECIAL = (3, 4)
 
 

@@ -24,7 +24,7 @@ impl Client {
     pub(crate) async fn send(&self, message: Message) -> Result<(), Disconnected> {
         let mut outcome: Option<fn(&LedgerEntry)> = None;
         match &message {
-            // Sent again if the cached tokens are reported later.
+            // `Scheduled` is sent again if the cached tokens are reported later, but its event is recorded once.
             Message::Scheduled(_) => self.scheduled.call_once(|| self.span.event("scheduled", &[])),
             Message::DecodeStarted(_) => self.span.event("started", &[]),
             Message::PrefillTimeline(_) => {}

@@ -23,7 +23,7 @@ pub(crate) struct Prefill {
 
 /// A message of the prefill worker.
 pub(crate) enum Reply {
-    /// The prompt has left its queue; `Scheduled` follows.
+    /// The prompt has left the prefill worker's queue; `Scheduled` follows.
     Submitted,
     Scheduled(Scheduled),
     Handle(KvHandle),
@@ -52,7 +52,8 @@ impl Prefill {
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
-    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. Cancel-safe.
+    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker.
+    /// Cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {

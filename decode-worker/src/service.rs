@@ -1,4 +1,5 @@
-//! The `Decode` service: checks a request, then prefills its prompt here or on a prefill worker, and generates its tokens.
+//! The `Decode` service. It checks a request, has its prompt prefilled on this worker or on a prefill worker, and generates the tokens of
+//! the answer.
 
 use crate::{
     client::Client,

@@ -36,7 +36,7 @@ const BLOCK: usize = 16;
 const CHUNK: usize = 8_192;
 const ROUNDS: usize = 5;
 const GREEDY: usize = 32;
-/// Decode steps per measurement.
+/// The number of decode steps that a measurement takes.
 const STEPS: usize = 64;
 /// Number of concurrent sequences. Decode steps pad them to six rows.
 const BATCH: usize = 5;

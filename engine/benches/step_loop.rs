@@ -1,12 +1,10 @@
 //! Measures the overhead of an engine step without the device's time: `cargo bench -p tandem-engine --bench step_loop`.
-//!
 //! 64 sequences are decoded on a simulated device whose steps take no time; one task for each sequence reads its events, as on a worker.
 //! The overhead is the time from the end of one device step to the beginning of the next: applying results, sampling, sending events to
-//! every job, publishing load and cache events, planning. Takes the median over the steps of each round, and prints the median over seven
+//! every job, publishing load and cache events, planning. Each round has a median over its steps; the benchmark prints the median of seven
 //! rounds.
-//!
-//! The overhead is measured with two vocabularies: the simulator's small one, in which four tokens are likely and to which the goal
-//! applies; and one of SmolLM2's size, in which every token may be sampled, as with a model, so that sampling dominates.
+//! The overhead is measured with two vocabularies. The simulator's is small, and only four of its tokens are likely; the goal applies to
+//! this one. The other has SmolLM2's size, and every token may be sampled, as with a model, so sampling takes most of the time.
 #![expect(clippy::print_stdout, clippy::disallowed_methods, reason = "the benchmark measures real time and prints measurements")]
 
 use std::{
@@ -22,7 +20,7 @@ use tandem_kv::{BlockId, HashKey, Namespace};
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
 const PROMPT: u32 = 128;
-/// Steps measured in a round.
+/// The number of steps that a round measures.
 const STEPS: usize = 100;
 const VOCABULARY: usize = 49_152;
 /// The goal for the overhead of a step with the simulator's vocabulary.

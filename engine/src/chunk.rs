@@ -1,8 +1,8 @@
-//! Validation of chunks.
+//! Checks that chunks are valid.
 
 use crate::{Chunk, EngineInfo};
 
-/// A chunk is invalid, which is a bug of the caller. The step computes nothing.
+/// An error for an invalid chunk, which is a bug of the caller. The step is then not computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum ChunkError {

@@ -1,8 +1,9 @@
 //! The CPU back end for models of the Llama and Qwen families.
 //!
 //! The result for a token depends, bit for bit, only on the tokens up to it, their positions and their KV. It does not depend on the chunks
-//! of a step, on where chunks begin, on the processor, or on the number of threads. Every floating-point sum has a fixed order, which the
-//! file of its kernel describes, integers are summed exactly, and no mathematics library is used that differs between machines (ADR 003).
+//! of a step, on the position at which a chunk begins, on the processor, or on the number of threads. For this purpose, every
+//! floating-point sum has a fixed order, which the file of its kernel describes. Integers are summed exactly, and no mathematics library is
+//! used that differs between machines (ADR 003).
 
 mod attention;
 mod isa;
@@ -27,7 +28,7 @@ use tandem_kv::BlockId;
 use tandem_model::{ModelError, TensorType};
 use threads::Threads;
 
-/// Why a model cannot be loaded, or an engine cannot be created.
+/// An error of loading a model or of creating an engine.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum CpuError {
@@ -43,7 +44,7 @@ pub enum CpuError {
     /// A weight is infinite or not a number.
     #[error("tensor {name} has a number that is not finite: the file is damaged, fetch it again")]
     NotFinite { name: String },
-    /// A layer has a weight that models of its family do not have, and that the kernels would ignore.
+    /// A layer has a weight that models of its family do not have. The kernels would ignore it and compute wrong results.
     #[error("the model has the tensor {name}, which is not supported in models of its family: use another model")]
     Unexpected { name: String },
     /// The KV memory would be empty, or larger than the address space.
@@ -56,14 +57,14 @@ pub enum CpuError {
     Threads { count: usize, source: std::io::Error },
 }
 
-/// The settings of one engine: its KV memory, and the threads and the instruction set of its steps.
+/// The settings of one engine: the size of its KV memory, and the threads and instruction set that its steps use.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuSettings {
     /// The number of tokens in a block.
     pub block_size: u32,
     /// The number of blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// The number of threads that compute a step, the calling thread included; 0 counts as 1.
+    /// The number of threads that compute a step, including the thread that calls the engine; 0 counts as 1.
     pub threads: usize,
     /// The instruction set of the kernels.
     pub isa: Isa,
@@ -75,7 +76,7 @@ pub struct CpuEngine {
     settings: CpuSettings,
     threads: Threads,
     layout: KvLayout,
-    /// All blocks, in half-precision bits ([`KvLayout`]). Pages that were never written take no memory.
+    /// The KV of all blocks, as half-precision bits in the order of [`KvLayout`]. Pages that were never written take no memory.
     kv: Vec<u16>,
     buffers: Buffers,
 }

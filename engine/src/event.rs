@@ -19,8 +19,8 @@ pub enum Event {
         /// the external engine does not report them.
         cached: Option<CachedTokens>,
     },
-    /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as that engine reports
-    /// it: at the earliest with the first token.
+    /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as the external engine
+    /// reports that the prompt is scheduled: at the earliest with the first token.
     Submitted,
     /// The prompt has its blocks; another worker may write the KV of the missing ones.
     Reserved {
@@ -29,7 +29,8 @@ pub enum Event {
         /// The indices of the missing blocks in the prompt. If there are none, the prompt starts immediately.
         missing_blocks: Vec<u32>,
     },
-    /// Prefill: these of the requested blocks ([`crate::Job::send_blocks`]) are computed. They stay unchanged until the job is dropped.
+    /// Prefill: these blocks are computed. The job requested them with [`crate::Job::send_blocks`]. They stay unchanged until the job is
+    /// dropped.
     BlocksReady(Vec<ReadyBlock>),
     /// Prefill: the prompt is computed, in these chunks, and every requested block was reported as ready.
     Computed(Vec<PrefillChunk>),
@@ -55,7 +56,7 @@ pub enum Event {
         /// Why the sample has ended.
         reason: FinishReason,
     },
-    /// The blocks reserved for another worker's KV were taken back, for sequences that already run.
+    /// The blocks that were reserved for KV from another worker were taken back, because sequences that already run need them.
     Revoked,
     /// A write that the ticket does not allow ended the reservation; the blocks written so far were dropped.
     WriteRefused(WriteRefused),
@@ -70,9 +71,9 @@ pub enum Event {
 /// Tokens of a prompt that were found in a worker's prefix cache, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachedTokens {
-    /// Tokens found in the device's memory.
+    /// The number of tokens found in the device's memory.
     pub device: u32,
-    /// Tokens found in the host's memory.
+    /// The number of tokens found in the host's memory.
     pub host: u32,
 }
 
@@ -82,7 +83,7 @@ impl CachedTokens {
         Self { device: tokens, host: 0 }
     }
 
-    /// Returns the tokens of all tiers.
+    /// Returns the number of tokens that were found in all tiers together.
     pub fn total(self) -> u32 {
         self.device + self.host
     }
@@ -93,7 +94,7 @@ impl CachedTokens {
 pub struct KvHandle {
     /// The engine's own description of the KV, which only engines of the same family can read. It is secret and never logged.
     pub bytes: Vec<u8>,
-    /// The time, from now on, for which the engine is certain to hold the KV.
+    /// The time for which the engine is certain to hold the KV, counted from the creation of this value.
     pub valid_for: Duration,
     /// The chunks in which the prompt was computed, as far as the engine reports them.
     pub chunks: Vec<PrefillChunk>,
@@ -110,9 +111,9 @@ impl fmt::Debug for KvHandle {
 pub struct Started {
     /// Time from submission to the allocation of blocks.
     pub queue: Duration,
-    /// Time from the first block written to the confirmation of all.
+    /// Time from the write of the first block to the confirmation of all blocks; zero if no block came from another worker.
     pub kv_transfer: Duration,
-    /// Bytes written by another worker.
+    /// The number of bytes that another worker has written.
     pub kv_transfer_bytes: u64,
     /// The chunks that this worker computed, in order; empty if another worker computed the prompt, or if the prompt was cached.
     pub chunks: Vec<PrefillChunk>,
@@ -125,14 +126,14 @@ pub struct PrefillChunk {
     pub begun: Duration,
     /// Duration of the whole step, which may have computed other sequences, too.
     pub took: Duration,
-    /// The number of tokens.
+    /// The number of prompt tokens in the chunk.
     pub tokens: u32,
 }
 
 /// Why a sample has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// A stop token was sampled: the last token reported.
+    /// This stop token was sampled. It is the last token that was reported.
     Stop(TokenId),
     /// `max_tokens` or the context's end was reached.
     Length,

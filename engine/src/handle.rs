@@ -1,8 +1,7 @@
 //! Handles to the thread that owns an engine and its scheduler.
-//!
-//! Commands are queued while a step runs; those that have arrived by its end are handled before the next one. A job's events go through a
+//! Commands are queued while a step runs; those that have arrived by its end are handled before the next step. A job's events go through a
 //! channel that always has capacity for them: backpressure pauses a generation while its client's buffer is full, and a prefill sends each
-//! of its blocks once. So a slow client delays no other, loses nothing, and uses a bounded amount of memory.
+//! of its blocks once. So a slow client delays no other client, loses no event, and uses a bounded amount of memory.
 
 mod block_write;
 mod driver;
@@ -33,7 +32,8 @@ pub struct EngineSettings {
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
-    /// Buffered events at which backpressure pauses a generation. It resumes at half of them.
+    /// The number of a job's buffered events at which backpressure pauses its generation. The generation resumes when half of them are
+    /// left.
     pub max_buffered_events: u32,
     /// A step that takes longer counts as a hang ([`EngineHandle::hung`]).
     pub step_max: Duration,
@@ -57,7 +57,7 @@ pub struct EngineHandle {
 pub struct Job {
     id: JobId,
     events: mpsc::Receiver<Event>,
-    /// Dropped after `events`, so that the woken engine's thread sees that the job's events are closed.
+    /// Dropped after `events`: when the engine's thread is woken, it must see that the job's events are closed.
     _wake: WakeOnDrop,
     engine: EngineHandle,
 }
@@ -103,7 +103,7 @@ impl EngineHandle {
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
     }
 
-    /// Returns the engine's constants.
+    /// Returns the properties of the engine's model and KV memory. They never change.
     pub fn info(&self) -> &EngineInfo {
         &self.info
     }
@@ -133,17 +133,17 @@ impl EngineHandle {
         Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
-    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when it is in the engine's memory.
-    ///
-    /// # Errors
-    ///
-    /// [`WriteRefused`] if the ticket does not allow it. Most refusals also end the reservation.
+    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's
+    /// memory.
+    /// Errors
+    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
-    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report.
+    /// Ends the ticket's reservation because the ticket was misused. Returns the reason to report: `why`, or that the ticket has no
+    /// reservation, or that the engine has ended.
     pub async fn refuse(&self, ticket: Ticket, why: WriteRefused) -> WriteRefused {
         self.ask(|reply| Command::Refuse { ticket, why, reply }).await.unwrap_or(WriteRefused::EngineEnded)
     }
@@ -153,10 +153,9 @@ impl EngineHandle {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write all these blocks, or none, under a ticket through [`EngineHandle::kv_memory`] while steps run.
-    ///
-    /// # Errors
-    ///
+    /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the
+    /// blocks may not be written, none may.
+    /// Errors
     /// As for [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
@@ -179,9 +178,9 @@ impl EngineHandle {
         self.load.borrow().clone()
     }
 
-    /// Resolves when the load satisfies `condition`.
+    /// Resolves when the load satisfies `condition`, or when the engine's thread has ended.
     pub async fn wait_for_load(&self, condition: impl FnMut(&Load) -> bool) {
-        // An engine whose thread has ended has no load.
+        // The wait fails only if the engine's thread has ended. Then the load no longer changes.
         let _ = self.load.clone().wait_for(condition).await;
     }
 
@@ -215,7 +214,7 @@ impl Job {
     /// Polls for the next event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.events.poll_recv(context));
-        // A paused job gets no new events, so the count passes this number exactly once.
+        // A paused job gets no new events, so the number of buffered events only falls, and equals `resume_below` exactly once.
         if self.events.len() == self.engine.resume_below {
             self.engine.wake.notify_one();
         }
@@ -223,7 +222,7 @@ impl Job {
     }
 
     /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
-    /// computed. Only the first request of a job counts.
+    /// computed. Later requests for blocks of the same job are ignored.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
         // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;

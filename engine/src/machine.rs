@@ -1,9 +1,10 @@
-//! The scheduler: decides which chunks make a step, by admission, chunked prefill, continuous batching and preemption. A state machine
-//! without I/O or clocks.
+//! The scheduler. It decides which chunks form a step, by admission, chunked prefill, continuous batching and preemption. It is a state
+//! machine without I/O or clocks.
 //!
-//! [`Machine::plan`] returns the chunks of the next step, [`Machine::complete`] applies its output. No other method may be called between
-//! them. Blocks belong to sequences; however a sequence ends, it releases its blocks. Sequences of the roles `Prefill` and `Prompt` compute
-//! all tokens of a prompt but the last; sequences of the role `Sample` compute that token and the generated ones.
+//! [`Machine::plan`] returns the chunks of the next step, and [`Machine::complete`] applies the step's output. Between these two calls no
+//! other method may be called. Blocks belong to sequences: however a sequence ends, it releases its blocks. Sequences of the roles
+//! `Prefill` and `Prompt` compute all tokens of a prompt but the last. Sequences of the role `Sample` compute the last token and the
+//! generated ones.
 
 mod admission;
 mod fair;
@@ -30,7 +31,8 @@ use std::time::Duration;
 use tandem_kv::{BlockId, CacheSettings, KvBatch, Load, PrefixCache, ReadyBlock, StepStats, Violation, ensure};
 use waiting::Waiting;
 
-/// An action that the owner of the engine must carry out for the machine, in the order of the actions, before the next step or write.
+/// An action that the owner of the engine must carry out for the machine. Actions are carried out in order, before the next step and before
+/// the next write to a reservation.
 #[derive(Debug)]
 pub(crate) enum Action {
     /// Send an event to a job.
@@ -53,7 +55,7 @@ pub(crate) struct Plan {
 struct PlannedChunk {
     /// The sequence's index in `running`.
     sequence: usize,
-    /// The number of tokens to compute, from the sequence's first token that is not computed.
+    /// The number of tokens to compute. The chunk begins at the sequence's first token that is not computed yet.
     len: usize,
 }
 
@@ -63,22 +65,22 @@ pub(crate) struct Machine {
     cache: PrefixCache,
     /// Sequences that have no blocks: new ones and preempted ones.
     waiting: Waiting,
-    /// Sequences with blocks whose KV another worker writes, the oldest first.
+    /// Sequences that have blocks whose KV another worker writes, the oldest first.
     reserved: Vec<Sequence>,
     /// Ended reservations whose tickets may still be used by late writes.
     ended_reservations: EndedReservations,
     /// Prompts whose KV is complete and whose samples have not all started, the oldest first.
     forking: Vec<Sequence>,
-    /// Sequences with blocks that steps compute, the oldest first. If there are more than fit in a step, a step computes the first of them
-    /// in the fair order.
+    /// Sequences that have blocks and are computed by steps, the oldest first. If a step cannot compute all of them, it computes the first
+    /// ones in the fair order.
     running: Vec<Sequence>,
     /// Splits each step's prompt tokens between accounts.
     round_robin: RoundRobin,
-    /// The number of prompt tokens that were computed here or received.
+    /// The number of prompt tokens whose KV was computed by this engine or received from another worker.
     prefilled: u64,
-    /// Prefills whose KV is computed. Their blocks are held until their jobs are dropped.
+    /// Sequences of the role `Prefill` whose KV is completely computed. Their blocks are held until their jobs are dropped.
     held: Vec<Sequence>,
-    /// The number of samples that have not finished, by job.
+    /// The number of each job's samples that have not finished.
     live: BTreeMap<JobId, u32>,
     actions: Vec<Action>,
     included_request_ids: Vec<String>,
@@ -88,12 +90,13 @@ pub(crate) struct Machine {
     draw_ticket: ticket::Draw,
 }
 
-/// The number of prompt tokens that a step may compute even if the decoding sequences use up its budget.
+/// The minimum of a step's budget of prompt tokens: this many tokens remain even if the decoding sequences use up the budget.
 const PREFILL_TOKENS_MIN: usize = 16;
 /// The number of blocks whose contents one audit checks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take
 /// 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
-/// The most tokens in a chunk that returns logits for every token: a row of logits is large.
+/// The most tokens in a chunk that returns logits for every token. The bound limits memory: each row has a logit for every token of the
+/// vocabulary.
 const LOGIT_ROWS_MAX: usize = 64;
 
 impl Machine {
@@ -149,7 +152,8 @@ impl Machine {
 
     /// Admits the waiting sequences that fit, and returns the chunks of the next step; `None` if there is nothing to compute.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
-        // Running sequences get blocks before new sequences do. A sequence that was just admitted may need a block for its first token.
+        // Running sequences get blocks before new sequences are admitted. `grow` runs a second time because a sequence that was just
+        // admitted may need a block for its first token.
         self.grow();
         self.admit(now);
         self.grow();
@@ -183,9 +187,9 @@ impl Machine {
         index == 0 || self.running[index - 1].job != self.running[index].job
     }
 
-    /// Splits the step's budget of prompt tokens between the sequences of the batch; returns each sequence's tokens, by its index in
-    /// `running`. The first sequences of all requests come before their further samples (which compute tokens again after a preemption), as
-    /// in the fair order.
+    /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
+    /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
+    /// again after a preemption).
     fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
         let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
         if prefills.is_empty() && self.round_robin.is_empty() {
@@ -270,7 +274,7 @@ impl Machine {
         stats
     }
 
-    /// Moves a sequence to the list that fits its state after a step or after its admission.
+    /// Moves a sequence to the list that fits its state. Called after a step has computed the sequence, and after its admission.
     fn settle(&mut self, mut sequence: Sequence, now: Duration) {
         let done = sequence.remaining() == 0;
         match &sequence.role {
@@ -288,13 +292,13 @@ impl Machine {
         }
     }
 
-    /// Adds a sequence with blocks to those that run.
+    /// Inserts a sequence that has blocks into `running`.
     fn run(&mut self, sequence: Sequence) {
         let index = self.running.partition_point(|other| other.order < sequence.order);
         self.running.insert(index, sequence);
     }
 
-    /// Commits the blocks that have become full to the cache.
+    /// Commits those of the sequence's blocks to the cache that have become full.
     fn commit(&mut self, sequence: &mut Sequence) {
         let size = self.info.block_size as usize;
         while (sequence.committed + 1) * size <= sequence.computed {
@@ -340,7 +344,7 @@ impl Machine {
         self.cache.snapshot()
     }
 
-    /// Returns the changes of the cache since the last call, and the load.
+    /// Returns the changes of the cache since the last call, and the current load.
     pub fn take_batch(&mut self, step: Option<StepStats>) -> KvBatch {
         KvBatch {
             events: self.cache.take_events(),
@@ -394,7 +398,7 @@ impl Machine {
         self.check_sequences()
     }
 
-    /// Fails if a block in use belongs to no sequence, or a sequence to no live job.
+    /// Fails if a block in use belongs to no sequence, or a sequence belongs to no live job.
     fn check_sequences(&self) -> Result<(), Violation> {
         let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
         let mut held: HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();

@@ -15,30 +15,30 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use tandem_kv::{TokenId, mix};
 
-/// Sampling parameters. The defaults are OpenAI's.
+/// Sampling parameters. The defaults are those of OpenAI's API.
 #[derive(Clone, Debug)]
 pub struct Sampling {
     /// The maximum number of new tokens. 0 generates nothing; `None` generates until the context or the cache is full.
     pub max_tokens: Option<u32>,
-    /// Stop tokens are not sampled before this many new tokens.
+    /// The number of new tokens before which no stop token is sampled.
     pub min_tokens: u32,
-    /// The number by which logits are divided; 0 selects the likeliest token.
+    /// The number by which logits are divided. 0: the likeliest token is always chosen.
     pub temperature: f32,
-    /// Keeps the likeliest tokens whose probabilities together reach this value.
+    /// Only the likeliest tokens whose probabilities together reach this value are kept.
     pub top_p: f32,
-    /// Keeps this many of the likeliest tokens; 0 keeps all tokens.
+    /// The number of likeliest tokens that are kept; 0 keeps all tokens.
     pub top_k: u32,
-    /// Keeps the tokens whose probability is at least this fraction of the likeliest token's.
+    /// Only tokens are kept whose probability is at least this fraction of the likeliest token's.
     pub min_p: f32,
-    /// Subtracted from a token's logit once for every time the token was generated.
+    /// The number that is subtracted from a token's logit once for every time the token was generated.
     pub frequency_penalty: f32,
-    /// Subtracted from a token's logit if the token was generated.
+    /// The number that is subtracted from a token's logit if the token was generated at least once.
     pub presence_penalty: f32,
-    /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.
+    /// The number by which positive logits of tokens in the prompt or the output are divided and negative ones multiplied; 1: no penalty.
     pub repetition_penalty: f32,
-    /// Added to the logits of these tokens.
+    /// The number that is added to the logit of each of these tokens.
     pub logit_bias: HashMap<TokenId, f32>,
-    /// Determines, with the position, the random number for each token.
+    /// The seed. The random number for each token depends on it and on the token's position.
     pub seed: u64,
     /// Tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
@@ -46,7 +46,7 @@ pub struct Sampling {
     pub logprobs: Option<u32>,
 }
 
-/// A token and the log of its probability (before temperature and penalties).
+/// A token and the logarithm of its probability. Temperature, penalties and biases are not included.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogprob {
     /// The token's id.
@@ -55,7 +55,7 @@ pub struct TokenLogprob {
     pub logprob: f32,
 }
 
-/// The sampled token's logprob, and the likeliest tokens in order.
+/// The sampled token's logprob, and the likeliest tokens, the likeliest first.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The natural logarithm of the sampled token's probability.
@@ -88,16 +88,16 @@ impl Default for Sampling {
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     sampling: Sampling,
-    /// Penalties and biases. Tokens of the prompt and the output are recorded only if a penalty depends on them.
+    /// Changes to logits by penalties and biases. Tokens of the prompt and the output are recorded only if a penalty depends on them.
     changes: Changes,
     generated_len: u32,
 }
 
-/// A token that may be sampled, and its weight: its probability relative to the likeliest token's.
+/// A token that may be sampled, and its weight: its probability divided by that of the likeliest token.
 type Candidate = (TokenId, f32);
 
-/// Tokens whose weight has at most this natural logarithm are not candidates: half a million such tokens together weigh less than the last
-/// of the 53 bits of the random number.
+/// A token is no candidate if the natural logarithm of its weight is at most this number. Half a million such tokens together weigh less
+/// than the lowest of the random number's 53 bits.
 const LOG_WEIGHT_MIN: f32 = -50.0;
 
 impl Sampler {
@@ -108,7 +108,7 @@ impl Sampler {
         }
         sampling.logit_bias.iter().for_each(|(token, bias)| changes.of(*token).bias = *bias);
         if sampling.min_tokens > 0 {
-            // Each stop token gets an entry, which excludes the token until `min_tokens` tokens are generated.
+            // Each stop token needs an entry, because its logit changes until `min_tokens` tokens are generated.
             sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
         }
         Self { sampling, changes, generated_len: 0 }
@@ -121,7 +121,7 @@ impl Sampler {
         sampler
     }
 
-    /// Returns the state after these tokens, which another worker generated.
+    /// Returns the state after `generated`, the tokens that another worker has generated for this sample.
     pub(crate) fn resumed(mut self, generated: &[TokenId]) -> Self {
         generated.iter().for_each(|token| self.accept(*token));
         self
@@ -190,18 +190,18 @@ impl Sampler {
         Cow::Owned(adjusted)
     }
 
-    /// Returns the candidates after temperature, min-p, top-k and then top-p, sorted by token id.
+    /// Returns the candidates that remain after temperature, min-p, top-k and top-p were applied in this order, sorted by token id.
     fn candidates(&self, logits: &[f32]) -> Vec<Candidate> {
         let s = &self.sampling;
         let likeliest = argmax(logits);
         let max = logits[likeliest as usize];
         if !max.is_finite() {
-            // Weights cannot be computed, because a penalty overflowed, or because all tokens are excluded stop tokens.
+            // No weights can be computed: a penalty overflowed, or all tokens are stop tokens that `min_tokens` excludes.
             return vec![(likeliest, 1.0)];
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
         let mut candidates = Vec::with_capacity(logits.len());
-        // If the temperature is so low that `logit_min` equals the maximum, the likeliest tokens remain.
+        // At a very low temperature `logit_min` equals the maximum. The second condition keeps the likeliest tokens in this case.
         candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min || *logit == max));
         for (_, weight) in &mut candidates {
             *weight = exp((*weight - max) / s.temperature);
@@ -216,13 +216,14 @@ impl Sampler {
         if s.top_p < 1.0 {
             keep_top_p(&mut candidates, f64::from(s.top_p));
         }
-        // The sum of the weights and the selection depend on the order of the candidates, so this order must not depend on the filters.
+        // The sum of the weights and the chosen token depend on the order of the candidates. Sorting makes this order independent of the
+        // filters above.
         candidates.sort_unstable_by_key(|(token, _)| *token);
         candidates
     }
 }
 
-/// Keeps the likeliest candidates that together have `top_p` of the weight; sorts only as many as necessary.
+/// Keeps the likeliest candidates that together have the fraction `top_p` of the weight. Only as many candidates are sorted as necessary.
 fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f64) {
     candidates.sort_unstable_by_key(|(token, _)| *token);
     let wanted = top_p * total(candidates);
@@ -255,14 +256,13 @@ fn total(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|(_, weight)| f64::from(*weight)).sum()
 }
 
-/// Returns e^x for x from [`LOG_WEIGHT_MIN`] to 0, with a relative error below 2e-7. Consists of sums and products that the compiler can
-/// vectorise: to sample a token, it is computed for each token of the vocabulary.
+/// Returns e^x for x from [`LOG_WEIGHT_MIN`] to 0, with a relative error below 2e-7. It is computed for each token of the vocabulary
+/// whenever a token is sampled, so it consists of sums and products that the compiler can vectorise.
 #[inline]
 fn exp(x: f32) -> f32 {
-    /// 1.5 × 2^23. If this is added to a number below 2^22 in absolute value, the low bits of the sum are the nearest integer to the
-    /// number.
+    /// The number 1.5 × 2^23. The low bits of its sum with a number x are the integer nearest to x, if |x| is below 2^22.
     const ROUNDING: f32 = 12_582_912.0;
-    /// ln 2 in two parts; the first has few enough bits for exact products.
+    /// The sum of these two numbers is ln 2. The first one has so few bits that its product with an integer is exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // x = n ln 2 + r. 2^n is set as the result's exponent, and e^r is approximated by the first terms of its Taylor series.
     let rounded = x * std::f32::consts::LOG2_E + ROUNDING;
@@ -287,7 +287,7 @@ fn choose(candidates: &[Candidate], uniform: f64) -> TokenId {
 
 /// Returns the likeliest token; of several equally likely ones, the one with the lowest id.
 fn argmax(logits: &[f32]) -> TokenId {
-    // There are eight maxima, so that the compiler vectorises the comparison. A NaN is never larger than a maximum.
+    // Eight maxima are computed side by side, so that the compiler vectorises the comparison. A NaN is never larger than a maximum.
     let larger = |max: f32, logit: f32| if logit > max { logit } else { max };
     let mut maxima = [f32::NEG_INFINITY; 8];
     let (rows, rest) = logits.as_chunks::<8>();

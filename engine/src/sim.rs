@@ -1,7 +1,7 @@
-//! A simulated device without a model: deterministic tokens, and durations from a cost model.
+//! A simulated device without a model. Its tokens are deterministic, and its durations come from a cost model.
 //!
-//! Each slot of a block holds a hash of the sequence up to its token, and the next token depends on *all* bytes of KV before it. So a torn,
-//! stale or misplaced block changes the text, and a test that compares texts detects it.
+//! Each slot of a block holds a hash of the sequence up to the slot's token, and the next token depends on the KV of *all* tokens before
+//! it. So a torn, stale or misplaced block changes the text, and a test that compares texts detects it.
 
 use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput};
 use std::sync::{
@@ -19,7 +19,7 @@ pub struct SimSettings {
     pub block_size: u32,
     /// The number of blocks in the KV memory.
     pub capacity_blocks: u32,
-    /// The number of prompt tokens computed per second, without the fixed duration of a step.
+    /// The number of prompt tokens computed per second, not counting the fixed duration of a step.
     pub prefill_tokens_per_second: f64,
     /// The fixed duration of a step that computes prompt tokens.
     pub prefill_overhead: Duration,
@@ -27,9 +27,9 @@ pub struct SimSettings {
     pub decode_step: Duration,
     /// The additional duration of a step for each decoding sequence.
     pub decode_per_sequence: Duration,
-    /// The size of a token's KV in a simulated transfer.
+    /// The number of bytes that a token's KV counts in a simulated transfer.
     pub kv_bytes_per_token: f64,
-    /// Bandwidth of simulated transfers between workers.
+    /// The bandwidth of simulated transfers between workers, in bytes per second.
     pub transfer_bytes_per_second: f64,
     /// The number by which all simulated durations are divided.
     pub speedup: f64,
@@ -62,21 +62,21 @@ impl SimSettings {
     }
 }
 
-/// The tokens with which a simulated device answers.
+/// The tokens that a simulated device generates.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
     /// The number of token ids.
     pub size: usize,
-    /// The most tokens in a sequence.
+    /// The context length: the most tokens in a sequence.
     pub context_length: u32,
-    /// The tokens of answers; at least one.
+    /// The tokens of which answers consist; at least one.
     pub words: Vec<TokenId>,
     /// The token that ends an answer.
     pub end: TokenId,
 }
 
 impl Default for Vocabulary {
-    /// Returns a vocabulary of bytes; answers consist of frequent letters.
+    /// Returns a vocabulary in which each byte is a token. Answers consist of frequent letters.
     fn default() -> Self {
         let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
         Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
@@ -87,15 +87,15 @@ impl Default for Vocabulary {
 pub struct SimEngine {
     settings: SimSettings,
     vocabulary: Vocabulary,
-    /// The content of all blocks, `block_size` slots for each.
+    /// The slots of all blocks, block by block. A block has `block_size` slots, one for each token.
     slots: Vec<u64>,
-    /// A hash over each block's slots; `None` if they have changed since it was computed.
+    /// The hash of each block's slots; `None` if the slots have changed since the hash was computed.
     folds: Vec<Option<u64>>,
     clock: SimClock,
     real_time: bool,
 }
 
-/// The simulated duration of steps that has not been slept yet.
+/// The simulated time that steps have taken and that the engine's thread has not slept yet. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct SimClock(Arc<AtomicU64>);
 
@@ -111,9 +111,9 @@ impl SimClock {
     }
 }
 
-/// An answer ends at each token with a probability of about 1 ÷ `END_ODDS`.
+/// After each token, an answer ends with a probability of about 1 ÷ `END_ODDS`.
 const END_ODDS: u64 = 64;
-/// The logit of tokens that are never sampled. It is a finite number.
+/// The logit of tokens that are practically never sampled. It is a finite number.
 const NO_CANDIDATE: f32 = -100.0;
 const SLOT_BYTES: usize = 8;
 
@@ -152,7 +152,7 @@ impl SimEngine {
         blocks[position / size].0 as usize * size + position % size
     }
 
-    /// Returns a hash over the slots of the first `len` positions.
+    /// Returns a hash over the slots of the sequence's first `len` positions.
     fn state(&mut self, blocks: &[BlockId], len: usize) -> u64 {
         let size = self.settings.block_size as usize;
         let mut state = 0;
@@ -249,7 +249,8 @@ fn fold(slots: &[u64]) -> u64 {
 }
 
 impl Vocabulary {
-    /// Appends a row with four likely words, so that temperature and seed matter, and sometimes a likely end token.
+    /// Appends a row of logits with up to four likely words, so that temperature and seed matter. In some rows the end token is the
+    /// likeliest.
     fn push_logits(&self, logits: &mut Vec<f32>, state: u64) {
         let row = logits.len();
         logits.resize(row + self.size, NO_CANDIDATE);

@@ -27,23 +27,24 @@ pub(crate) fn from_seed(seed: u64) -> Draw {
     })
 }
 
-/// The reason to refuse a write. A refusal under the ticket of a reservation that still waits for blocks ends that reservation, and
-/// drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
+/// The reason for which a write is refused. If the reservation of the write's ticket still waits for blocks, the refusal ends the
+/// reservation and drops the blocks written so far: either the sender is faulty, or an attacker has the ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
     /// This worker does not know the ticket: it was guessed, or was issued before the worker restarted.
     #[error("no reservation has this ticket")]
     UnknownTicket,
-    /// The reservation is complete or was cancelled, for example with its request while blocks were in flight.
+    /// The reservation is complete or was cancelled, for example because its request was cancelled while blocks were in flight.
     #[error("the ticket's reservation has ended")]
     SpentTicket,
-    /// The block was written before, or the ticket does not name it. Ends the reservation.
+    /// The block was written before, or the ticket does not name it. This refusal ends the reservation.
     #[error("the ticket does not name this block, or it was written before")]
     NotMissing,
-    /// The block does not have this worker's block size. Ends the reservation.
+    /// The block does not have this worker's block size. This refusal ends the reservation.
     #[error("the block's size differs from this worker's")]
     WrongSize,
-    /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. Ends the reservation.
+    /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. This refusal ends the
+    /// reservation.
     #[error("the blocks do not take the transfer path that the ticket names")]
     WrongPath,
     /// The engine has ended.
@@ -52,7 +53,7 @@ pub enum WriteRefused {
 }
 
 impl WriteRefused {
-    /// The reasons that are a fault of the write, each with its label in metrics.
+    /// The reasons that are caused by the write itself, each with its label in metrics.
     pub const REASONS: [(Self, &str); 5] = [
         (Self::UnknownTicket, "unknown_ticket"),
         (Self::SpentTicket, "spent_ticket"),
@@ -61,7 +62,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the refusal is not the write's fault.
+    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write itself did not cause the refusal.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }

@@ -15,7 +15,8 @@ use tandem_engine::{
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
-/// A difference of two logits of the reference. If it is smaller, 8-bit activations may change the order of the two.
+/// The least difference between the two highest logits of the reference that counts as clear. If the difference is smaller, 8-bit
+/// activations may change the order of the two tokens.
 const CLEAR_MARGIN: f32 = 1.0;
 const BLOCK_SIZE: usize = 16;
 const SEQUENCE_BLOCKS: usize = 128;
@@ -117,8 +118,8 @@ fn greedy_continuations_match_the_reference_at_every_clear_step() {
     let mut engine = engine(&model, 1);
     let (mut free, mut clear) = (0, 0);
     for golden in goldens::<Greedy>("greedy.json") {
-        // After the reference's tokens, the likeliest token at every clear step is the reference's. Up to the first step that is not clear,
-        // greedy decoding gives the same tokens.
+        // The engine computes the reference's tokens. At every clear step, its likeliest token must be the reference's token. So up to the
+        // first step that is not clear, greedy decoding gives the same tokens.
         let tokens = [&golden.prompt[..], &golden.tokens[..golden.tokens.len() - 1]].concat();
         let logits = all_logits(&mut engine, &tokens, 512);
         let mut all_clear = true;

@@ -1,5 +1,5 @@
-//! Admission: limits the sequences that run at a time, in total and for each client. A request's sequences are released when its
-//! [`Admitted`] is dropped.
+//! Admission: limits the number of sequences that run at a time, in total and for each client. The sequences of a request are released when
+//! its [`Admitted`] is dropped.
 
 use crate::{
     error::ApiError,
@@ -14,19 +14,19 @@ use tandem_node::{Shutdown, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-/// The client whose sequences [`Limits::per_client`] limits: the account if a trusted proxy names one, else the address.
+/// The client to which [`Limits::per_client`] applies: the account if a trusted proxy names one, else the client's address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Client {
     Account(String),
-    /// The client's address, or its IPv6 network.
+    /// The client's IPv4 address, or the IPv6 network to which its address belongs.
     Address(Peer),
 }
 
-/// The maximum numbers of sequences (prompts × `n`) that run at a time.
+/// Limits on the number of sequences (prompts × `n`) that run at a time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// The maximum number of sequences of one client that run at a time; `None`: one client may use all sequences.
+    /// The maximum number of sequences of one client; `None`: one client may use all sequences.
     pub(crate) per_client: Option<usize>,
 }
 
@@ -44,18 +44,18 @@ struct Sequences {
     used: Mutex<Counts<Client>>,
 }
 
-/// An admitted request. Dropping this value releases the request's sequences and decrements the gauges; if the request
-/// was not finished before, the client has disconnected, and the request counts as cancelled.
+/// An admitted request. Dropping this value releases the request's sequences and decrements the gauges. If the request was not marked as
+/// finished before, it counts as cancelled, because its client has disconnected.
 pub(crate) struct Admitted {
     pub(crate) endpoint: Endpoint,
     pub(crate) since: Instant,
     /// Whether the request names a model that is served.
     pub(crate) model_known: bool,
-    /// The span in which the request's end is recorded.
+    /// The span that records the end of the request.
     pub(crate) span: Span,
     finished: bool,
-    /// The number of reserved sequences, and the client to whose limit they count, if there is a limit for each client. `None` while the
-    /// request is read and parsed.
+    /// The number of reserved sequences, and the client to whose limit they count; no client if there is no limit for each client. `None`
+    /// while the request is being read and parsed.
     reserved: Option<(usize, Option<Client>)>,
     sequences: Arc<Sequences>,
     metrics: Arc<FrontendMetrics>,
@@ -68,7 +68,7 @@ impl Admission {
         Self { sequences, running: TaskTracker::new(), shutdown, metrics }
     }
 
-    /// Admits a request, whose body may then be read. [`Admitted::reserve`] reserves its sequences once they can be counted.
+    /// Admits a request, so that its body may be read. When its sequences can be counted, [`Admitted::reserve`] reserves them.
     ///
     /// # Errors
     /// The process drains and accepts no new requests.
@@ -100,8 +100,8 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Reserves all of the request's sequences, or fails. Each prompt has `n` sequences. Must be called once, when the request has been
-    /// parsed. Requests are not queued here, because a queue would only hide the overload.
+    /// Reserves all `sequences` of the request (prompts × `n`), or none and fails. Must be called once, when the request has been parsed.
+    /// Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
     /// The limit of the client or of all clients is reached.

@@ -12,9 +12,9 @@ use std::{
 };
 use tandem_node::Metrics;
 
-/// The maximum number of bytes read from a file; a result has less than 200.
+/// The maximum number of bytes read from a file. A result has less than 200 bytes.
 const READ_MAX_BYTES: u64 = 64 << 10;
-/// The maximum time for which a request for the metrics or the dashboard waits until the file is read.
+/// The maximum time that a request for the metrics or the dashboard waits for the file to be read.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one `tandem audit check`.
@@ -67,13 +67,13 @@ impl AuditResult {
         fs::rename(&part, path)
     }
 
-    /// Returns this result with the current time as the time at which the check ended.
+    /// Returns this result with `checked_unix_s` set to the current time.
     pub fn now(self) -> Self {
         Self { checked_unix_s: unix_time().as_secs(), ..self }
     }
 }
 
-/// Reads at most [`READ_MAX_BYTES`] of a regular file. Other files are refused: reading a pipe could block for ever.
+/// Reads the first [`READ_MAX_BYTES`] of a regular file. Other kinds of file are refused, because reading a pipe could block forever.
 fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
@@ -83,11 +83,11 @@ fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// The result file, which is read when the metrics or the dashboard are requested.
+/// The result file of the last audit. It is read whenever the metrics or the dashboard are requested.
 pub(crate) struct LastAudit {
     path: PathBuf,
     metrics: Metrics,
-    /// Held while the file is read, also when the caller of [`LastAudit::read`] no longer waits for the result.
+    /// Locked while the file is read. The lock is held even if the caller of [`LastAudit::read`] no longer waits for the result.
     reading: Arc<tokio::sync::Mutex<()>>,
     known: Arc<Mutex<Known>>,
 }
@@ -96,14 +96,15 @@ pub(crate) struct LastAudit {
 type Known = Option<Result<AuditResult, Arc<AuditResultError>>>;
 
 impl LastAudit {
-    /// Creates the value without reading the file. The gauge of the last audit's time is 0 until a result is read, so that an alert fires
+    /// Creates the value without reading the file. The metric of the last audit's time is 0 until a result is read, so that an alert fires
     /// if the file is missing.
     pub(crate) fn new(path: PathBuf, metrics: Metrics) -> Self {
         audited_at(&metrics).set(0.0);
         Self { path, metrics, reading: Arc::default(), known: Arc::default() }
     }
 
-    /// Reads the file and updates the gauges. One read runs at a time; after [`READ_TIMEOUT`] the last known result is returned.
+    /// Reads the file, updates the metrics and returns the result. One read runs at a time. If the read does not end within
+    /// [`READ_TIMEOUT`], the last known result is returned.
     ///
     /// # Errors
     /// The last read failed because the file is unreadable or is not a result, or no read has ended yet.
@@ -124,7 +125,7 @@ impl LastAudit {
     }
 }
 
-/// Stores the outcome of a read and updates the gauges. Logs a failure unless the previous read failed, too.
+/// Stores the outcome of a read, and updates the metrics. Logs a failure unless the previous read failed, too.
 fn note(found: Result<AuditResult, AuditResultError>, metrics: &Metrics, known: &Mutex<Known>) {
     let mut known = known.lock();
     match &found {

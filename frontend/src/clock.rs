@@ -1,4 +1,4 @@
-//! The wall clock, for times that people and other processes read.
+//! The wall clock. It is used only for times that people or other processes read.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -7,7 +7,7 @@ pub(crate) fn unix_time() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Returns the milliseconds since 1970.
+/// Returns the time since 1970 in milliseconds.
 pub(crate) fn unix_ms() -> u64 {
     u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,8 +1,8 @@
 //! Serves OpenAI's HTTP API for a cluster whose routers and workers process token ids.
 //!
-//! The modules that a request passes: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement and
-//! opens the decode worker's stream, `stream` converts the tokens to text, and `usage` counts them. The response owns everything reserved
-//! for a request (sequences, booking, generation) and releases it when the client disconnects.
+//! A request passes these modules in order: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement
+//! and opens the decode worker's stream, `stream` converts the tokens to text, and `usage` counts them. The response owns everything that
+//! is reserved for a request (sequences, booking, generation). It is dropped when the client disconnects, which releases everything.
 
 mod admission;
 mod audit;
@@ -35,10 +35,10 @@ use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
 use tandem_proto::channel::Listener;
 
-/// The maximum number of connections to [`FrontendSettings::admin`].
+/// The maximum number of open connections to the address [`FrontendSettings::admin`].
 const ADMIN_CONNECTIONS_MAX: usize = 256;
 
-/// Why the frontend cannot run.
+/// An error that prevents the frontend from running.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The list of routers cannot be used.
@@ -52,8 +52,8 @@ pub enum FrontendError {
     Serve(#[from] std::io::Error),
 }
 
-/// Serves HTTP until the process drains and every request has ended, or until the process stops. While it drains, new requests are
-/// refused with 503. Requests that still run when it stops end with an error event.
+/// Serves HTTP until the process drains and every request has ended, or until the process stops. While the process drains, new requests are
+/// refused with 503. Requests that still run when the process stops end with an error event.
 ///
 /// # Errors
 /// The settings cannot be used, or the routers' addresses cannot be watched.
@@ -92,7 +92,7 @@ pub async fn run(
     }
 }
 
-/// Resolves a moment after the process was stopped, so that the streams can send their last events.
+/// Resolves a moment after the process was stopped. Within this time the streams can send their last events.
 async fn after_stop(shutdown: &Shutdown) {
     const LAST_EVENTS: Duration = Duration::from_millis(200);
     shutdown.stopped().await;

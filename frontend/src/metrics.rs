@@ -14,7 +14,7 @@ const WORKERS_MAX: usize = 4096;
 pub(crate) const CLIENT_CLOSED: u16 = 499;
 /// The value of the label `tier` for cached tokens whose tier is not known.
 const TIER_UNKNOWN: &str = "unknown";
-/// The known cache tiers.
+/// The cache tiers that are counted separately.
 const TIERS: [&str; 1] = ["device"];
 
 /// An endpoint that generates text.
@@ -46,7 +46,7 @@ pub(crate) struct FrontendMetrics {
     request_completion_tokens: Histogram,
     request_cached_tokens: Histogram,
     request_cached_ratio: Histogram,
-    /// The workers that have reported cached tokens.
+    /// The ids of the workers that report cached tokens.
     reporting: Mutex<HashSet<String>>,
 }
 
@@ -58,7 +58,7 @@ impl Endpoint {
         }
     }
 
-    /// Returns OpenTelemetry's name for the operation.
+    /// Returns the name of the operation in OpenTelemetry's conventions.
     pub(crate) fn operation(self) -> &'static str {
         match self {
             Self::Chat => "chat",
@@ -72,7 +72,7 @@ impl FrontendMetrics {
         let gauge = |name, help| registry.gauge(name, help, &[]);
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
-        // Counters of failures exist from the start, so that an alert sees the change from 0 to 1.
+        // Counters of failures must exist from the start, so that an alert detects the increase from 0 to 1.
         for reason in (0..).map_while(|number| FailureReason::try_from(number).ok()) {
             attempts_failed(registry, reason).increment(0);
         }
@@ -131,7 +131,8 @@ impl FrontendMetrics {
         attempts_failed(&self.registry, reason).increment(1);
     }
 
-    /// Counts a prompt whose answer is complete. `worker` is the worker that prefilled it; empty if that worker was lost before it could report.
+    /// Counts a prompt whose answer is complete. `worker` is the id of the worker that prefilled it; empty if that worker was lost before
+    /// it could report.
     pub(crate) fn prompt_finished(&self, usage: &PromptUsage, worker: &str) {
         let Some(cached) = &usage.cached else { return };
         let (prompt, completion) = (usage.prompt_tokens, usage.completion_tokens);
@@ -158,14 +159,15 @@ impl FrontendMetrics {
                 counter(tier).increment((*tokens).into());
             }
         }
-        // If no tier was reported, the counter is incremented even by 0, so that its series for this source exists.
+        // If the worker reported no tier, the counter is incremented even by 0, so that the series with the labels `source` and `unknown`
+        // exists.
         let rest = cached.tokens.saturating_sub(of_known_tiers);
         if rest > 0 || cached.by_tier.is_empty() {
             counter(TIER_UNKNOWN).increment(rest.into());
         }
     }
 
-    /// Counts a prompt whose cached tokens the worker did not report, and warns of a worker that has stopped reporting them.
+    /// Counts a prompt whose cached tokens the worker did not report. Logs a warning if the worker reported them for earlier prompts.
     fn note_report(&self, cached: &Cached, worker: &str) {
         let mut reporting = self.reporting.lock();
         if cached.source == CachedSource::Worker {

@@ -42,7 +42,8 @@ pub struct FrontendSettings {
     pub admin: Option<TcpListener>,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
-    /// The maximum number of attempts up to the first token, after which the request fails. A resume has the same maximum.
+    /// The maximum number of attempts up to the first token, after which the request fails. A resumed generation may make as many attempts
+    /// again.
     pub attempts: u32,
     /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
     pub attempt_timeout: Duration,
@@ -54,7 +55,7 @@ pub struct FrontendSettings {
     /// common proxies is 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with
     /// status 200.
     pub keep_alive: Duration,
-    /// The number of finished prompts that the dashboard shows. 0: there is no dashboard.
+    /// The maximum number of finished prompts that the dashboard shows. 0: there is no dashboard.
     pub dashboard_requests: usize,
     /// The file that `tandem audit check --result` writes, shown on the dashboard and in the metrics. `None`: no audit result is shown.
     pub audit_result: Option<PathBuf>,
@@ -65,10 +66,10 @@ pub struct FrontendSettings {
     pub account_header: Option<HeaderName>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
-    /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. Empty: if the
-    /// listener is on loopback or in memory, all peers are trusted whose requests were not forwarded; otherwise no peer is trusted.
+    /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. If the list is
+    /// empty, a listener on loopback or in memory trusts every peer whose request was not forwarded, and any other listener trusts no peer.
     pub trusted_proxies: Vec<IpNet>,
-    /// Which clients may use `x-tandem-details` and `x-tandem-explain`.
+    /// Which clients may use the headers `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
 }
 

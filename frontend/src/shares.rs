@@ -1,4 +1,4 @@
-//! Counts and limits what each client uses of a resource.
+//! Counts and limits each client's use of a resource.
 
 use parking_lot::Mutex;
 use std::{
@@ -8,7 +8,7 @@ use std::{
 };
 use tokio::sync::Semaphore;
 
-/// How much of a resource is in use, in total and by each client.
+/// The amount of a resource that is in use, in total and by each client.
 pub(crate) struct Counts<K> {
     pub(crate) all: usize,
     /// The amount that each client uses. A client that uses nothing has no entry.
@@ -47,7 +47,7 @@ impl<K: Clone + Eq + Hash> Counts<K> {
     }
 }
 
-/// A semaphore for each client that holds permits or waits for them. All semaphores have the same number of permits.
+/// A semaphore for each client that holds permits of it or waits for them. All semaphores have the same number of permits.
 pub(crate) struct Shares<K> {
     permits: usize,
     /// The semaphores in use, by client. Unused semaphores are removed at the next call of [`Shares::of`], so there are never more
@@ -60,7 +60,7 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         Self { permits: permits.min(Semaphore::MAX_PERMITS), in_use: Mutex::default() }
     }
 
-    /// Returns the client's semaphore. All calls return the same semaphore while it or one of its permits is held.
+    /// Returns the client's semaphore. While the semaphore or one of its permits is held, further calls return the same semaphore.
     pub(crate) fn of(&self, client: &K) -> Arc<Semaphore> {
         let mut in_use = self.in_use.lock();
         in_use.retain(|_, share| share.strong_count() > 0);

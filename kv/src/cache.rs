@@ -50,11 +50,11 @@ pub struct Acquired {
 /// The blocks that a prompt needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
-    /// The most leading blocks that may be taken from the cache.
+    /// The largest number of leading blocks that may be taken from the cache.
     pub reuse_max_blocks: u32,
     /// The total number of blocks to return, found or fresh.
     pub len_blocks: u32,
-    /// The number of blocks that must remain for others afterwards, free or evictable.
+    /// The number of free or evictable blocks that must remain for other prompts after the allocation.
     pub spare_blocks: u32,
 }
 
@@ -69,12 +69,12 @@ pub struct Counts {
     pub in_use: u32,
 }
 
-/// The block pool and the prefix cache. Has no `Debug`: it would print token ids.
+/// The block pool and the prefix cache. It does not implement `Debug`, whose output would contain token ids.
 pub struct PrefixCache {
     settings: CacheSettings,
     blocks: Vec<Block>,
     free: Vec<BlockId>,
-    /// Every cached block, by its hash.
+    /// All cached blocks, by hash.
     index: HashMap<SequenceHash, BlockId>,
     /// Cached blocks without pins, by [`Content::unused_since`]. The first is the next to be evicted.
     unused: BTreeMap<u64, BlockId>,
@@ -205,12 +205,10 @@ impl PrefixCache {
 
     /// Makes a pinned, full block reusable: it holds the KV of `tokens` after `parent`. Returns the block that the caller must use for
     /// these tokens from now on, pinned: `block` itself, or an equal block that was cached before (then `block` is released).
-    ///
     /// A different block with the same hash is evicted with its descendants, unless it is pinned. So a prompt that an attacker constructed
     /// to collide with another prompt keeps that prompt out of the cache only while the attacker's prompt runs.
-    ///
-    /// `block` stays private to its owners if its parent is private, a different pinned block has its hash, it is older than the last
-    /// [`PrefixCache::clear`], or caching is off.
+    /// `block` stays private to its owners if its parent is private, if a different pinned block has its hash, if it was allocated before
+    /// the last [`PrefixCache::clear`], or if caching is off.
     pub fn commit(&mut self, namespace: &Namespace, parent: Option<BlockId>, block: BlockId, tokens: &[TokenId]) -> BlockId {
         assert!(tokens.len() == self.settings.block_size as usize, "only full blocks are shared");
         assert!(self.block(block).pins > 0, "only an owner of a block can commit it");

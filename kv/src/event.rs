@@ -35,7 +35,7 @@ pub struct StoredChain {
 /// A cache's content after the change with id `at_event_id`; parents come before their children.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Changes with higher ids are not in it.
+    /// The id of the last change that the snapshot includes.
     pub at_event_id: u64,
     /// Chains that together are the whole cache.
     pub stored: Vec<StoredChain>,

@@ -40,7 +40,7 @@ pub struct SequenceHash(pub u64);
 pub struct Namespace(Arc<[u8]>);
 
 impl Namespace {
-    /// Encodes each part with its length, so that different lists of parts never give equal bytes.
+    /// Returns the namespace of these properties. Each property is encoded with its length, so different properties never give equal bytes.
     pub fn new(model: &str, revision: &str, lora: &str, cache_salt: &str) -> Self {
         let mut bytes = Vec::new();
         for part in [model, revision, lora, cache_salt] {
@@ -126,8 +126,8 @@ mod tests {
     const KEY: HashKey = HashKey([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
     /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
-    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). Input: parts and tokens little-endian, lengths as 64 bits. If
-    /// this fails, routers and workers of two versions disagree on the identity of blocks.
+    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
+    /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
     fn sequence_hashes_equal_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");

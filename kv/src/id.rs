@@ -1,4 +1,4 @@
-//! Names of processes and requests, as types, so that one kind cannot be used in place of another.
+//! Ids of workers, instances and requests. Each kind has its own type, so that one kind cannot be used in place of another.
 
 use std::{borrow::Borrow, fmt, ops::Deref, sync::Arc};
 
@@ -39,8 +39,8 @@ macro_rules! id {
 id! {
     /// A worker's stable name, which the operator chooses; also the label of the worker's metrics. Cheap to clone.
     WorkerId,
-    /// One run of a process; new at every start. Cheap to clone.
+    /// The id of one run of a process. It is new at every start. Cheap to clone.
     InstanceId,
-    /// One prompt of a client's request, on all processes that serve it. Cheap to clone.
+    /// The id of one prompt of a client's request. It is the same on all processes that serve the prompt. Cheap to clone.
     RequestId,
 }

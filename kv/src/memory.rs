@@ -10,10 +10,9 @@ use std::{error::Error, sync::Arc};
 /// How a prefill hands over its computed blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
-    /// With a copy of each block's content, made as soon as the block is ready, because a later read would have to wait for a step of the
-    /// engine.
+    /// The prefill copies each block's content as soon as the block is ready. A later read would have to wait for a step of the engine.
     Copied,
-    /// Without content: the transfer path reads the blocks from the KV memory.
+    /// The prefill copies nothing. The transfer path reads the blocks from the KV memory.
     InPlace,
 }
 
@@ -56,9 +55,8 @@ pub trait KvMemory: Send + Sync {
     /// no NCCL.
     fn nccl_ranks(&self) -> u32;
 
-    /// Returns the id of a communicator that two engines may then join.
-    ///
-    /// # Errors
+    /// Creates the id of a new communicator, which two engines may then join.
+    /// Errors
     /// NCCL failed.
     fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError>;
 

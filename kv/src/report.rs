@@ -10,7 +10,7 @@ pub struct Load {
     pub running_sequences: u32,
     /// The number of sequences that wait for blocks.
     pub waiting_requests: u32,
-    /// Prompt tokens still to be computed, of waiting and running sequences.
+    /// The number of prompt tokens of waiting and running sequences that are still to be computed.
     pub pending_prefill_tokens: u64,
     /// Number of blocks without content.
     pub free_blocks: u32,
@@ -18,7 +18,7 @@ pub struct Load {
     pub cached_blocks: u32,
     /// The number of blocks pinned by sequences.
     pub in_use_blocks: u32,
-    /// Prompt tokens that the device computes per second, without the fixed time of each step; 0 while there is no evidence.
+    /// Prompt tokens that the device computes per second, not counting the fixed time of each step; 0 while there is no evidence.
     pub prefill_tokens_per_second: f64,
     /// The number of long prefill steps since the worker's start from which `prefill_tokens_per_second` was computed. That rate depends on
     /// short steps too, but mainly on long ones.
@@ -29,7 +29,7 @@ pub struct Load {
     pub decode_step_ms: f64,
     /// The number of preemptions since the start.
     pub preemptions: u64,
-    /// Failed checks of the engine's invariants since the start: each is a bug.
+    /// The number of failed checks of the engine's invariants since the start. Each one shows a bug.
     pub invariant_violations: u32,
 }
 
@@ -38,16 +38,16 @@ pub struct Load {
 pub struct StepStats {
     /// Number of prompt tokens computed.
     pub prefill_tokens: u32,
-    /// Number of tokens computed for decoding sequences, one for each.
+    /// The number of tokens computed for decoding sequences, one for each sequence.
     pub decode_tokens: u32,
-    /// The device time of the step; simulated time counts.
+    /// The time that the device took for the step. For a simulated device, this is the simulated time.
     pub duration: Duration,
 }
 
-/// The changes in a worker since its last batch.
+/// One report of a worker: the changes of its cache since the previous report, and its load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvBatch {
-    /// Id of the last change, including those in `events`.
+    /// The id of the worker's last change. If `events` is not empty, this is the id of the last event in it.
     pub last_event_id: u64,
     /// Changes of the cache, in the order of their ids.
     pub events: Vec<KvEvent>,

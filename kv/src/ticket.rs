@@ -13,7 +13,7 @@ pub struct Ticket([u8; Ticket::BYTES]);
 pub struct InvalidTicket;
 
 impl Ticket {
-    /// The length on the wire: 128 bits cannot be guessed.
+    /// The length of a ticket in bytes. Its 128 bits cannot be guessed.
     pub const BYTES: usize = 16;
 
     /// Creates a ticket from these bytes, which must be random except in tests.

@@ -10,15 +10,15 @@ use crate::{
 pub struct ModelConfig {
     /// Number of transformer layers.
     pub layers: usize,
-    /// Length of the residual stream.
+    /// Number of elements of a token's vector in the residual stream (the hidden size).
     pub width: usize,
     /// Number of query heads.
     pub heads: usize,
     /// Number of key and value heads. Each serves `heads ÷ kv_heads` query heads.
     pub kv_heads: usize,
-    /// Length of a head.
+    /// Number of elements of one head's vector.
     pub head_dim: usize,
-    /// Length of the feed-forward network's inner layer.
+    /// Number of elements of the feed-forward network's inner layer.
     pub ffn: usize,
     /// RMSNorm's epsilon, which is added to the mean square.
     pub eps: f32,
@@ -50,7 +50,7 @@ impl Gguf {
 
 /// The properties in which the model families differ.
 pub(crate) struct Family {
-    /// Which elements of a head are a RoPE pair in GGUF files.
+    /// Which two elements of a head form a RoPE pair in GGUF files.
     pairs: Pairs,
     pub(crate) qkv_biases: bool,
     pub(crate) qk_norms: bool,
@@ -154,7 +154,7 @@ impl Numbers<'_> {
         }
     }
 
-    /// Returns the length of a head, which must be the same for keys, values and RoPE.
+    /// Returns the number of elements of a head, which must be the same for keys, values and RoPE.
     fn head_dim(&self, width: usize, heads: usize) -> Result<usize, ModelError> {
         let head_dim = match self.optional_size("attention.key_length")? {
             Some(head_dim) => head_dim,
@@ -187,7 +187,8 @@ impl Numbers<'_> {
             "linear" if factor == 1.0 => Ok(Scaling::None),
             "linear" => Ok(Scaling::Linear { factor }),
             "yarn" => {
-                // `yarn_ext_factor` is the weight of the frequencies that YaRN does not divide. It is 1 in all models of these families.
+                // `yarn_ext_factor` is the weight of the frequencies that YaRN does not divide. It is 1 in all models of the supported
+                // families.
                 if number("yarn_ext_factor")?.is_some_and(|share| share != 1.0) {
                     return Err(self.wrong(&key("yarn_ext_factor"), "1"));
                 }

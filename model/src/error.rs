@@ -10,7 +10,7 @@ pub enum ModelError {
     Open { path: PathBuf, source: io::Error },
     #[error("this is not a GGUF file: give the path of a .gguf file")]
     NotGguf,
-    /// In a big-endian file `found` is a huge number.
+    /// `found` is the version in the file. It is a huge number if the file is big-endian.
     #[error("GGUF version {found} is not supported, only version 3: convert the file with a current llama.cpp")]
     Version { found: u32 },
     #[error("the model file ends inside its {part}: it is incomplete, fetch it again")]

@@ -1,4 +1,5 @@
-//! Reads a model from a GGUF file or a Hugging Face directory: weights for the engine, tokenizer and chat template for the frontend.
+//! Reads a model from a GGUF file or a Hugging Face directory: the weights for the engine, and the tokenizer and the chat template for the
+//! frontend.
 
 mod bytes;
 mod config;
@@ -23,12 +24,12 @@ pub use tokenizer::TokenizerData;
 
 /// The built-in vocabulary of `--engine sim`: one token for each of the 256 bytes, then these tokens.
 pub mod sim {
-    /// Starts a chat turn.
+    /// The token that begins a chat turn.
     pub const IM_START: u32 = 256;
-    /// Ends a chat turn, and therefore also an answer.
+    /// The token that ends a chat turn. It therefore also ends an answer.
     pub const IM_END: u32 = 257;
-    /// Number of tokens in the vocabulary.
+    /// The number of tokens in the vocabulary.
     pub const VOCAB_SIZE: usize = 258;
-    /// Longest sequence, in tokens.
+    /// The length of the longest sequence, in tokens.
     pub const CONTEXT_LENGTH: u32 = 131_072;
 }

@@ -49,13 +49,13 @@ pub(crate) enum Scaling {
     },
 }
 
-/// Returns YaRN's default for [`Rope::magnitude`]. It exceeds 1 in a longer context, which makes attention sharper.
+/// Returns YaRN's default for [`Rope::magnitude`]. It exceeds 1 if `factor` does, and then makes attention sharper.
 pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * libm::log(factor) + 1.0 }
 }
 
 impl Rope {
-    /// Computes the frequencies. Each pair's frequency is divided by its entry of `divisors` (if there are any) before the scaling.
+    /// Computes the frequencies. If `divisors` are given, each pair's frequency is divided by the pair's divisor before it is scaled.
     pub(crate) fn new(pairs: Pairs, head_dim: usize, base: f32, divisors: Option<&[f32]>, scaling: Scaling) -> Self {
         let len = head_dim / 2;
         let mut frequencies: Vec<f64> = (0..len).map(|pair| libm::pow(f64::from(base), -(pair as f64) / len as f64)).collect();

@@ -1,6 +1,6 @@
 //! The prefill worker: serves `Prefill`, which computes the KV of a prompt and sends its blocks to the decode worker.
 //!
-//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker, or until the stream closes; never longer.
+//! - A prompt's blocks are pinned from `Scheduled` until they are written on the decode worker or the stream closes, and never longer.
 //! - Every stream ends with `PrefillDone`, with a `Failure` that has a reason, or with a gRPC error if the client breaks the protocol.
 //! - Computed blocks stay cached, even if the request fails.
 
@@ -24,7 +24,7 @@ use tonic::service::Routes;
 /// Settings of a prefill worker.
 #[derive(Clone, Debug)]
 pub struct PrefillWorkerSettings {
-    /// The settings of workers of either role.
+    /// The settings that prefill workers and decode workers have in common.
     pub worker: WorkerSettings,
     /// The longest time from the start of a prompt's prefill until its ticket arrives. Without a ticket the prompt's blocks are released.
     pub ticket_wait: Duration,
@@ -39,11 +39,11 @@ struct Worker {
     ticket_wait: Duration,
 }
 
-/// How this worker sends the KV of a prompt.
+/// The form in which this worker gives the KV of a prompt to decode workers.
 enum Sending {
-    /// Block by block, into the reservation that a ticket names.
+    /// The blocks are sent one by one into the reservation that a ticket names.
     Transfers(SendPaths),
-    /// As a handle for the prompt's KV. `hash_key` is the key of the prompt digest that the handle carries.
+    /// A handle for the prompt's KV is sent. `hash_key` is the key of the prompt digest that the handle carries.
     Handles { hash_key: HashKey },
 }
 
@@ -63,7 +63,7 @@ pub async fn run(
     let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
     let sending = match common.backend.kv_exchange() {
         KvExchange::Transfers(engine) => {
-            // Registers the series now, so that they exist before the first transfer.
+            // The series of the transfer metrics must exist before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
             let requests = common.requests.clone();
             Sending::Transfers(SendPaths::new(SendSettings {

@@ -1,7 +1,6 @@
 //! Connections between processes: the HTTP/2 settings that both ends of every connection share.
-//!
-//! A silent peer becomes a closed connection within [`PING_INTERVAL`] + [`PING_TIMEOUT`], busy or idle. A service notices that a peer has
-//! ended when the peer's streams end.
+//! The connection to a silent peer is closed within [`PING_INTERVAL`] + [`PING_TIMEOUT`], whether it is busy or idle. A service notices
+//! that a peer has ended when the peer's streams end.
 
 mod guard;
 mod network;
@@ -16,33 +15,37 @@ use tonic::transport::{Endpoint, Server, Uri, server::TcpIncoming};
 /// Time between two keep-alive pings.
 pub const PING_INTERVAL: Duration = Duration::from_secs(5);
 
-/// An unanswered ping closes the connection after this time. It is longer than a thread waits for a processor on a busy laptop.
+/// An unanswered ping closes the connection after this time. On a busy laptop, a live peer's thread waits less long than this for a
+/// processor.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An attempt to connect fails after this time.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Bytes of the largest message: many times a KV block of a large model, or a prompt of millions of tokens.
+/// The size of the largest allowed message in bytes. It is many times the size of a large model's KV block, and enough for a prompt of
+/// millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes in flight to a server, of one stream and of a whole connection. A stream's window must hold a KV block (2 MiB and more), otherwise
-/// each block waits for a round trip. Both windows bound the bytes that a sender buffers for a slow receiver.
+/// The HTTP/2 windows for requests: the most bytes in flight to a server on one stream, and on a whole connection. A stream's window must
+/// hold a KV block (2 MiB and more), otherwise each block waits for a round trip. Both windows bound the bytes that a sender buffers for a
+/// slow receiver.
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// Bytes of one frame to a server. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both sides 1.5 times as much processor
-/// time; frames larger than this delay the other streams of their connection.
+/// The largest HTTP/2 frame to a server, in bytes. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both ends 1.5 times as much
+/// processor time. Frames larger than this would delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
-/// Bytes in flight to a client, of one stream: thousands of messages with tokens or KV events. Only this limit bounds the bytes that are
-/// buffered for a reader that has stopped. All streams together are not bounded (the connection's window is HTTP/2's largest), otherwise
-/// streams that are not read would block the others. HTTP/2's allowance for small unread messages also grows with the connection's window;
-/// a connection that exceeds this allowance breaks.
+/// The HTTP/2 windows for replies. On one stream, thousands of messages with tokens or KV events may be in flight to a client; only this
+/// limit bounds the bytes that are buffered for a reader that has stopped. All streams together are not bounded (the connection's window is
+/// HTTP/2's largest), otherwise streams that are not read would block the others. HTTP/2's allowance for small unread messages also grows
+/// with the connection's window; a connection that exceeds this allowance breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// Streams that a client may open and reset before the server has accepted them. A client that resets more breaks its connection with all
-/// streams. The limit exceeds the streams that a frontend serves at a time, because all of its clients may disconnect together.
+/// The number of streams that a client may open and reset before the server has accepted them. If a client resets more, its connection
+/// breaks with all streams. The limit exceeds the number of streams that a frontend serves at a time, because all of its clients may
+/// disconnect together.
 const PENDING_RESETS_MAX: usize = 16_384;
 
 /// The number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process
@@ -91,7 +94,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // The limit is turned off: it would count messages for streams that the client has reset, over the whole life of the connection.
+        // No limit is set: a limit would count messages for streams that the client has reset, over the whole life of the connection.
         .http2_max_local_error_reset_streams(None))
 }
 
@@ -108,7 +111,7 @@ impl Channels {
         Self { network, open: Arc::default() }
     }
 
-    /// Returns the network of the channels.
+    /// Returns the network over which the channels connect.
     pub fn network(&self) -> &Network {
         &self.network
     }

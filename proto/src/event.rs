@@ -78,11 +78,11 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
     batches
 }
 
-/// Bytes of the tag and the length that precede an item of a list, at most.
+/// The most bytes that an item of a list takes in addition to its content: its tag and its length.
 const ITEM_BYTES_MAX: usize = 6;
 
 /// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. The result has no
-/// `step`, because messages do not carry it.
+/// `step`, because the wire format has no such field.
 impl TryFrom<v1::KvEventBatch> for KvBatch {
     type Error = WireError;
 

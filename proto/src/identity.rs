@@ -6,15 +6,15 @@ use crate::v1::{Identity, WorkerInfo};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the process's {field} is {found}, but the cluster's is {expected}; {}", self.remedy())]
 pub struct Difference {
-    /// The differing field, such as `block size`.
+    /// The name of the differing field, such as `block size`.
     pub field: &'static str,
-    /// The value of the process.
+    /// The field's value in the identity of the process.
     pub found: String,
-    /// The value of the cluster.
+    /// The field's value in the identity of the cluster.
     pub expected: String,
 }
 
-/// The name of the field in which processes with different cluster keys differ.
+/// The value of [`Difference::field`] if the cluster keys differ.
 const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
@@ -27,8 +27,8 @@ impl Difference {
 }
 
 impl Identity {
-    /// Checks whether a process of this identity belongs to a cluster of identity `cluster`. Fields that are empty on either side are not
-    /// compared, except the cluster key: a process with a key differs from a process without a key.
+    /// Checks whether a process with this identity belongs to a cluster with the identity `cluster`. A field that is empty in either
+    /// identity is not compared, except the cluster key: a process with a key differs from a process without a key.
     ///
     /// # Errors
     /// The identities differ. The error is the first difference.
@@ -60,7 +60,8 @@ impl Identity {
         Err(Difference { field: "version", found: found.clone(), expected: expected.clone() })
     }
 
-    /// Returns this identity with its empty fields filled from `other`, except the cluster key: a process always knows whether it has one.
+    /// Returns this identity with its empty fields filled from `other`. The key fingerprint is not filled, because a process always knows
+    /// whether it has a key.
     pub fn or(self, other: &Self) -> Self {
         let text = |ours: String, theirs: &String| if ours.is_empty() { theirs.clone() } else { ours };
         Self {
@@ -97,9 +98,9 @@ impl From<&WorkerInfo> for Identity {
     }
 }
 
-/// Shortens a revision for messages: they show the first digits only, but the whole revision is compared.
+/// Shortens a revision for a message, which shows only the first digits. The whole revision is compared.
 fn shown(text: &str) -> String {
-    /// The hex digits of a SHA-256, and how many of them are shown.
+    /// The number of hex digits in a SHA-256, and the number of them that are shown.
     const HASH_DIGITS: usize = 64;
     const SHOWN_DIGITS: usize = 16;
     match text.get(..HASH_DIGITS) {
@@ -110,8 +111,8 @@ fn shown(text: &str) -> String {
     }
 }
 
-/// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Within one generation, older processes may
-/// ignore what newer processes have added.
+/// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Processes are compatible if they have this
+/// part of the version in common: older ones may ignore what newer ones have added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {

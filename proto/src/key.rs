@@ -94,7 +94,7 @@ impl ClusterKey {
         self.0.is_some()
     }
 
-    /// Returns the key of sequence hashes.
+    /// Returns the key with which sequence hashes are computed; [`HashKey::NONE`] if the cluster has no key.
     pub fn hash_key(&self) -> HashKey {
         self.0.as_ref().map_or(HashKey::NONE, |keys| keys.hash)
     }
@@ -116,7 +116,7 @@ impl ClusterKey {
         hmac::verify(&keys.comparing, presented, keys.bearer_tag.as_ref()).is_ok()
     }
 
-    /// Signs parts, in their order and with their lengths. The signature has [`SIGNATURE_BYTES`] bytes; it is empty without a key.
+    /// Signs the parts. The signature covers their order and their lengths, and has [`SIGNATURE_BYTES`] bytes. It is empty without a key.
     pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
         let Some(keys) = &self.0 else { return Vec::new() };
         hmac::sign(&keys.signing[purpose as usize], &joined(parts)).as_ref().to_vec()

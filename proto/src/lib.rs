@@ -39,7 +39,7 @@ pub mod v1 {
 }
 
 impl v1::worker_info::Role {
-    /// The role as text, such as in metrics, JSON and worker ids.
+    /// Returns the role as text, as used in metrics, JSON and worker ids.
     pub fn name(self) -> &'static str {
         match self {
             Self::Prefill => "prefill",

@@ -4,17 +4,18 @@ use crate::v1;
 use std::ops::RangeInclusive;
 use tandem_kv::Load;
 
-/// Plausible prompt tokens per second: from a device that takes ten seconds for one token to a thousand times the fastest device.
+/// The plausible numbers of prompt tokens per second: from one token in ten seconds to a thousand times the speed of the fastest device.
 const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 
-/// Plausible milliseconds of a step: from a picosecond, as in simulations, to ten minutes, longer than any engine is allowed to take.
+/// The plausible durations of a step in milliseconds: from a picosecond, as in simulations, to ten minutes, which is longer than any engine
+/// is allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// Plausible transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest network.
+/// The plausible transfer rates in bytes per second: from one that is useless for serving to a thousand times that of the fastest network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
-/// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them; the sender
-/// sets them.
+/// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them. The sender
+/// of the message sets them.
 impl From<&Load> for v1::Load {
     fn from(load: &Load) -> Self {
         Self {
@@ -33,8 +34,8 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// An implausible rate becomes 0, which means that it was not measured. `preemptions` and `invariant_violations` are not on the wire and
-/// become 0.
+/// An implausible rate becomes 0, which means that it was not measured. The message does not contain `preemptions` and
+/// `invariant_violations`, so they become 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! `Debug` for messages that hold a ticket; it prints them without the ticket.
+//! Implements `Debug` for messages that contain a ticket or a handle, so that these secrets are not printed.
 
 use crate::v1::{KvHandle, NcclControlRequest, PushRequest, Ticket};
 use std::fmt::{Debug, Formatter, Result};

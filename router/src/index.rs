@@ -15,7 +15,7 @@ use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerSlot(pub u32);
 
-/// The numbers of blocks in a change that the index could not apply. The rest of the change is applied.
+/// The numbers of blocks of a change that the index could not apply, by reason. The rest of the change is applied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Skipped {
     /// Blocks that were removed but were not in the index.
@@ -39,7 +39,7 @@ pub struct PrefixIndex {
 #[derive(Clone, Copy)]
 enum Workers {
     One(u32),
-    /// The number of a set in [`PrefixIndex::sets`].
+    /// The number of the bit set in [`PrefixIndex::sets`] that names the workers.
     Set(u32),
 }
 

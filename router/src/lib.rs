@@ -56,7 +56,8 @@ pub enum RouterError {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// How long a router that has just started waits for the listed workers. A connection to an unreachable host fails sooner.
+/// How long a router that has just started waits for the listed workers before it places requests without them. A connection to an
+/// unreachable host fails sooner.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other
@@ -105,7 +106,7 @@ pub async fn run(
     tokio::select! {
         biased;
         () = shutdown.stopped() => Ok(()),
-        // The watchers are polled before the server, so that the expected workers are known when the first request arrives.
+        // The watchers are polled before the server. So the expected workers are known when the first request arrives.
         never = workers => match never {},
         never = peers => match never {},
         never = startup_timeout => never,

@@ -1,10 +1,11 @@
 //! The rate to assume for each worker. It is estimated from the measurements of all workers, so that no old or outlying measurement
-//! excludes a worker for ever.
+//! excludes a worker forever.
 //!
-//! A worker that receives no prompts measures nothing, so a low rate, once measured, would keep prompts from it for ever. Three rules
-//! prevent that. A measurement counts less the older it is, and the mean of all workers counts instead. Small differences are ignored: even
-//! equal workers measure different rates, depending on the prompts that they receive. A worker without a measurement is assumed to have the
-//! mean. Means are geometric: half as fast and twice as fast are equally far from the mean, and one absurd value changes it little.
+//! A worker that receives no prompts measures nothing. So a low measured rate could keep prompts from a worker forever. Three rules prevent
+//! this. The older a measurement is, the less it counts, and the more the mean of all workers counts instead. Small differences are
+//! ignored: even equal workers measure different rates, depending on the prompts that they receive. A worker without a measurement is
+//! assumed to have the mean rate. Means are geometric: half as fast and twice as fast are equally far from the mean, and one absurd value
+//! changes it little.
 
 use crate::settings::Costs;
 use std::time::Duration;
@@ -12,21 +13,23 @@ use std::time::Duration;
 /// A measured value and its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measurement {
-    /// More than 0.
+    /// The measured value, which is more than 0.
     pub value: f64,
-    /// 1 for a new measurement, less for an older one, never 0.
+    /// The weight: 1 for a new measurement, less for an older one, never 0.
     pub weight: f64,
 }
 
-/// The minimum weight. If all measurements are old, their mean still counts, because it is a better estimate than a constant.
+/// The minimum weight of a measurement. It is not 0: if all measurements are old, their mean is still a better estimate than a constant.
 const WEIGHT_MIN: f64 = 1e-6;
 
-/// Differences from the mean up to this factor are ignored, and larger differences are reduced by this factor. Equal workers measure rates
-/// that differ by less, because their prompts have different lengths. If workers really differ by less, their queues show the difference.
+/// Differences from the mean up to this factor are ignored. Larger differences are reduced by this factor. Equal workers measure rates that
+/// differ by less than this factor, because their prompts have different lengths. If unequal workers differ by less, the lengths of their
+/// queues show the difference.
 const TOLERANCE: f64 = 1.25;
 
 impl Measurement {
-    /// Weighs a value by the time since it was measured. Returns `None` for the value 0, which means that nothing was measured.
+    /// Returns a measurement whose weight depends on the time since the value was measured; `None` for the value 0, which means that
+    /// nothing was measured.
     pub fn new(value: f64, age: Duration, costs: &Costs) -> Option<Self> {
         let half_lives = age.as_secs_f64() / costs.rate_half_life.as_secs_f64();
         (value > 0.0).then(|| Self { value, weight: (-half_lives).exp2().max(WEIGHT_MIN) })

@@ -1,4 +1,4 @@
-//! The router's settings, each with the reason for its default.
+//! The router's settings. The comment of each one gives its default and the reason for it.
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -12,15 +12,15 @@ use tandem_proto::v1::Identity;
 /// The settings of one router.
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
-    /// The gRPC addresses of prefill and decode workers. They need not be up yet; the router retries for ever.
+    /// The gRPC addresses of prefill and decode workers. The workers need not run yet: the router retries forever.
     pub workers: MemberSource,
     /// The NATS server to which workers publish KV events, so that each event is published once for all routers; `None`: each worker sends
     /// its events to each router.
     pub broker: Option<Broker>,
     /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
-    /// The gRPC addresses of the other routers, with which this router exchanges bookings. A router that has peers places no requests
-    /// before it has synchronised with its workers, because its peers can place them meanwhile. Its own address in the list is ignored.
+    /// The gRPC addresses of the other routers, with which this router exchanges bookings. A router with peers places no request before it
+    /// has synchronised with its workers; until then its peers can place requests. Its own address in the list is ignored.
     pub peers: MemberSource,
     /// The identity on which all processes must agree, such as model and block size. Empty fields are taken from the first worker that
     /// joins.
@@ -31,20 +31,23 @@ pub struct RouterSettings {
     pub prefill: PrefillPlace,
     /// The parameters of the cost estimate.
     pub costs: Costs,
-    /// The seed that breaks ties and determines [`PolicyKind::Random`]. Two routers with the same seed and input make the same placements.
+    /// The seed of the random numbers that break ties and that [`PolicyKind::Random`] uses. Two routers with the same seed and input make
+    /// the same placements.
     pub seed: u64,
-    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last placement uses a decode worker only. 3: two
-    /// workers may fail at the same time; more retries only keep the client waiting.
+    /// The most placements that one request may receive. With [`PrefillPlace::Auto`] the last placement uses a decode worker only. Default
+    /// 3: two workers may fail at the same time; more retries would only keep the client waiting.
     pub attempts_max: u32,
-    /// The most sequence hashes of one prompt. 65,536: a million tokens in blocks of 16, half a megabyte.
+    /// The most sequence hashes of one prompt. Default 65,536: with blocks of 16 tokens this is a prompt of a million tokens, and half a
+    /// megabyte of hashes.
     pub hashes_max: usize,
-    /// The most bookings at one time, of this router and of each peer separately. Beyond this number this router refuses requests. 16,384:
-    /// enough for the running requests of many frontends; each booking may have `hashes_max` hashes.
+    /// The most bookings at one time. The bound applies to this router's bookings and to those of each peer separately. If it is reached,
+    /// this router refuses requests. Default 16,384: enough for the running requests of many frontends; each booking may have `hashes_max`
+    /// hashes.
     pub bookings_max: usize,
-    /// A worker or peer that sends nothing for this long is considered lost. 15 s: heartbeats are due every second, and a laptop that
-    /// computes on all cores may delay them by several seconds.
+    /// The time without a message after which a worker or peer is considered lost. Default 15 s: heartbeats are due every second, and a
+    /// laptop that computes on all cores may delay them by several seconds.
     pub silence_max: Duration,
-    /// How long a `Route` stream may take to send its prompt. 10 s: frontends send it immediately.
+    /// The time within which the prompt must arrive on a new `Route` stream. Default 10 s: frontends send the prompt immediately.
     pub prompt_wait: Duration,
 }
 
@@ -102,36 +105,39 @@ pub enum PrefillPlace {
 /// `docs/adr/005-routing-cost.md` describes how they are used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// The assumed prefill rate while no worker has measured one. 2,000 tokens/s lies between a CPU's hundreds and a GPU's tens of
+    /// The assumed prefill rate while no worker has measured one. Default 2,000 tokens/s: between a CPU's hundreds and a GPU's tens of
     /// thousands. A worker measures its rate from three steps of 64 tokens or more, or from shorter steps of clearly different lengths. If
     /// all prompts are short and of one size, this value stays in use.
     pub prefill_tokens_per_second: f64,
-    /// The assumed fixed time of a prefill step while no worker has measured one. 0: the prefill rate above includes it.
+    /// The assumed fixed time of a prefill step while no worker has measured one. Default 0: the default prefill rate includes the fixed
+    /// time.
     pub prefill_fixed_ms: f64,
-    /// The assumed time of a decode step while no worker has measured one. 10 ms: between a CPU's and a GPU's.
+    /// The assumed time of a decode step while no worker has measured one. Default 10 ms: between a CPU's and a GPU's time.
     pub decode_step_ms: f64,
-    /// The assumed bandwidth of a transfer, in bytes per second, while no worker has measured one. 1 GB/s: a 10 Gbit/s network.
+    /// The assumed bandwidth of a transfer, in bytes per second, while no worker has measured one. Default 1 GB/s: that of a 10 Gbit/s
+    /// network.
     pub transfer_bytes_per_second: f64,
-    /// The cost of a remote prefill in addition to its computation and transfer: two more calls, a reservation and the wait for an engine's
-    /// next step. 5 ms: it keeps prompts with only a few new tokens on the decode worker.
+    /// The cost of a remote prefill in addition to its computation and transfer: two more calls, a reservation, and the wait for the next
+    /// step of an engine. Default 5 ms: prompts with only a few new tokens stay on the decode worker.
     pub handoff_ms: f64,
-    /// The fraction of a prompt's compute time that is charged a second time, because other prompts will queue behind it. 0.25: without it,
-    /// waiting for a block that is being computed would cost as much as computing it elsewhere, and a burst of equal prompts would be
-    /// scattered.
+    /// The fraction of a prompt's compute time that is charged a second time, for the delay of prompts that queue behind it. Default 0.25.
+    /// With 0, waiting for a block that is being computed would cost as much as computing it elsewhere, and a burst of equal prompts would
+    /// be scattered.
     pub work_weight: f64,
-    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. 0.25: assume that one in
-    /// four evicted blocks is needed again. An empty cache evicts nothing, so prompts that no worker has cached spread over the caches
-    /// before any of them overflows.
+    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 0.25: one in four
+    /// evicted blocks is assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all
+    /// caches before any of them overflows.
     pub displaced_weight: f64,
-    /// The cost of a millisecond of prefill on a decode worker for each sequence that runs there. 0.1: a pause within an answer delays its
-    /// reader less than a late first token; at 1, workers with long answers received hardly any prompts, and the queues of the others grew.
+    /// The cost of a millisecond of prefill on a decode worker, in milliseconds for each sequence that runs there. Default 0.1: a pause
+    /// within an answer is a smaller delay for its reader than a late first token. With 1, workers with long answers received hardly any
+    /// prompts, and the queues of the other workers grew.
     pub interference: f64,
-    /// The assumed time of an answer in milliseconds, until the router has seen an answer end. A prompt that lacks blocks waits for running
-    /// answers to release theirs. 5 s: some hundred tokens of ten milliseconds each, and more.
+    /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
+    /// blocks that running answers must release. Default 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
-    /// The age at which a worker's measurement and the mean of all workers count half each. 30 s: a worker that seems a hundred times
-    /// slower than it is receives a prompt again after two to five minutes, and a worker that really is ten times slower delays one prompt
-    /// in two minutes.
+    /// The age at which a worker's measurement has the same weight as the mean of all workers. Default 30 s: a worker whose measurement is
+    /// wrong by a factor of a hundred receives a prompt again after two to five minutes. A worker that really is ten times slower delays
+    /// one prompt in two minutes.
     pub rate_half_life: Duration,
 }
 

@@ -12,8 +12,8 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// How long an event may take to arrive over NATS after the stream has announced its id. One heartbeat: messages are rarely late by a
-/// hundredth of that time, and a lost message is noticed at the next heartbeat.
+/// How long an event may take to arrive over NATS after the stream has announced its id. The limit is one heartbeat, because a lost message
+/// is noticed only at the next heartbeat. Few messages are more than a hundredth of this time late.
 const LATE_MAX: Duration = Duration::from_secs(1);
 
 /// What a message changes in the known content of the worker's cache.
@@ -23,14 +23,14 @@ pub(crate) enum Update {
     None,
     /// The snapshot replaces the known content of the worker's cache.
     Snapshot(Snapshot),
-    /// All events are applied, then the load is recorded.
+    /// The batch's events are applied first, then its load is recorded.
     Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
 }
 
 /// The fields of a reported load that `tandem_kv::Load` does not have. Counters are `None` if the worker does not report them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct ReportedStats {
-    /// Measured bandwidth; 0 before the first transfer.
+    /// The bandwidth that the worker has measured for its transfers; 0 before the first transfer.
     pub(crate) transfer_bytes_per_second: f64,
     pub(crate) cache: Option<CacheTotals>,
     pub(crate) steps: Option<StepTotals>,

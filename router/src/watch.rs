@@ -14,10 +14,10 @@ use tonic::{Status, transport::Endpoint};
 /// The first pause between attempts: short enough for a process that starts together with the router.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 
-/// The longest pause between attempts. A process that returns is found within this time, and attempts at this interval cost almost nothing.
+/// The longest pause between attempts. A process that returns is found within this time. Attempts at this interval cost almost nothing.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The pause after an address turned out to be this router's own. Another router may have that address some day.
+/// The pause after an address turned out to be this router's own. The address is tried again, because another router may have it some day.
 const ITSELF_PAUSE: Duration = Duration::from_secs(30);
 
 /// Why a connection has ended.

@@ -18,14 +18,15 @@ pub(crate) type BookingKey = (RequestId, BookingId);
 /// The load that one request adds to one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BookedLoad {
-    /// Prompt tokens that the worker has to compute.
+    /// The number of prompt tokens that the worker has to compute.
     pub(crate) tokens: u64,
-    /// Sequences that the worker has to run.
+    /// The number of sequences that the worker has to run.
     pub(crate) sequences: u32,
 }
 
-/// The number of request ids from a worker's latest reports that are kept, because another router may announce a booking after the worker
-/// has reported its request. 1,024: a busy worker reports fewer in a second, and an announcement takes milliseconds.
+/// The number of request ids that are kept of a worker's latest reports. They are kept because another router may announce a booking after
+/// the worker has reported its request. The announcement takes milliseconds, and a busy worker reports fewer than 1,024 requests in a
+/// second.
 const INCLUDED_MAX: usize = 1_024;
 
 /// All bookings on one worker.
@@ -33,11 +34,11 @@ pub(crate) struct WorkerBookings {
     /// The number of requests placed on the worker, reported or not.
     pub(crate) count: u32,
     unreported: BTreeMap<BookingKey, BookedLoad>,
-    /// Ids of the requests that the worker's reports included for the first time: the latest [`INCLUDED_MAX`].
+    /// The ids of the latest [`INCLUDED_MAX`] requests that a report of the worker included for the first time.
     included: VecDeque<RequestId>,
-    /// Prompt tokens that the worker's report does not include yet.
+    /// The number of prompt tokens that the worker's report does not include yet.
     pub(crate) tokens: u64,
-    /// Sequences that the worker's report does not include yet.
+    /// The number of sequences that the worker's report does not include yet.
     pub(crate) sequences: u64,
     /// For each block, the number of prompts being prefilled that contain it. Each prompt adds all of its blocks, so the set of keys is
     /// prefix-closed.
@@ -65,7 +66,7 @@ impl WorkerBookings {
         (hashes.partition_point(|hash| self.predicted.contains_key(hash)) as u32).saturating_sub(overlap_blocks)
     }
 
-    /// Adds a booking. `prefilling` are the prompt's blocks if the worker will prefill the prompt, and else empty.
+    /// Adds a booking. `prefilling` has the prompt's blocks if the worker will prefill the prompt; otherwise it is empty.
     pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, prefilling: &[SequenceHash]) {
         self.count += 1;
         self.tokens += load.tokens;
@@ -91,12 +92,12 @@ impl WorkerBookings {
         }
     }
 
-    /// Whether one of the worker's latest reports included the request for the first time.
+    /// Returns whether the request is one of the latest [`INCLUDED_MAX`] requests that the worker's reports have included.
     pub(crate) fn has_included(&self, request_id: &str) -> bool {
         self.included.iter().any(|included| **included == *request_id)
     }
 
-    /// Returns the load of the booking that the worker's report does not include.
+    /// Returns the part of a booking's load that the worker's report does not include.
     pub(crate) fn unreported(&self, key: &BookingKey) -> BookedLoad {
         self.unreported.get(key).copied().unwrap_or_default()
     }

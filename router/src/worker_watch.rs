@@ -1,9 +1,9 @@
 //! Receives the description, the KV events and the load of one worker while it is connected.
 //!
-//! A worker is a member from its first complete snapshot until its stream ends, fails, falls silent or carries a message of another
-//! instance. A gap in its events does not end its membership: a new snapshot replaces the known content of its cache. If NATS is
-//! configured, events come over NATS, except while NATS is disconnected or delivers nothing; then they come on the stream. Loads and
-//! heartbeats always come on the stream.
+//! A worker is a member from its first complete snapshot until its stream ends, fails, is silent for too long or carries a message of
+//! another instance. A gap in its events does not end its membership: a new snapshot replaces the known content of its cache. If NATS is
+//! configured, events arrive over NATS. While NATS is disconnected or delivers nothing, they arrive on the stream. Loads and heartbeats
+//! always arrive on the stream.
 
 use crate::{
     cluster::{JoinError, MemberId},
@@ -27,20 +27,21 @@ use tandem_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::{Code, Status, Streaming};
 
-/// How long NATS is not used after it delivered no event between two gaps. The likely cause is that NATS does not permit the messages,
-/// which only an operator can change. Until then each attempt costs the worker a snapshot.
+/// The time for which NATS is not used after it delivered no event between two gaps. The likely cause is that NATS does not permit the
+/// messages, which only an operator can change. Until then, each further try costs the worker a snapshot.
 const NO_DELIVERY_PAUSE: Duration = Duration::from_secs(30);
 
-/// How long NATS is not used after it disconnected: each reconnection costs the worker a snapshot.
+/// The time for which NATS is not used after it disconnected. The pause bounds the number of snapshots, because each reconnection costs the
+/// worker one.
 const DISCONNECTED_PAUSE: Duration = Duration::from_secs(1);
 
-/// Timeout of subscribing at NATS, which answers within milliseconds.
+/// The time limit for a subscription at NATS. NATS normally answers within milliseconds.
 const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Watches one worker.
 pub(crate) struct WorkerWatcher(pub(crate) Remote);
 
-/// The reason that a worker's cache has to be read from a snapshot again.
+/// The reason for which a worker's cache has to be read from a snapshot again.
 enum Resync {
     /// Events are missing from the subscription.
     Gap,
@@ -117,14 +118,14 @@ struct Connection<'a> {
     backoff: &'a mut Backoff,
     control: ControlClient<Channel>,
     info: WorkerInfo,
-    /// The worker's metrics, which exist before it joins because gaps are counted from the start.
+    /// The worker's metrics. They exist before the worker joins, because gaps are counted from the start.
     series: WorkerSeries,
-    /// `None` before the first snapshot.
+    /// The worker's membership; `None` before the first snapshot.
     member: Option<MemberId>,
 }
 
 impl Connection<'_> {
-    /// Receives everything on the worker's stream until NATS can be used.
+    /// Receives snapshot, events and loads on the worker's stream until NATS can be used.
     async fn receive_direct(&mut self, broker: Option<&Broker>, use_nats_at: Instant) -> Result<Resync, Lost> {
         let mut replies = self.watch(false).await?;
         let mut subscription = KvSubscription::new(&self.info, EventSource::Direct);
@@ -156,8 +157,8 @@ impl Connection<'_> {
         let mut replies = self.watch(true).await?;
         let mut subscription = KvSubscription::new(&self.info, EventSource::Nats);
         let mut snapshot = Some(self.snapshot().await?);
-        // The number of gaps since an event last arrived from any source. The first gap may concern events that were published while this
-        // router subscribed.
+        // The number of gaps since the last event arrived, from either source. One gap is expected: it may concern events that were
+        // published while this router subscribed.
         let mut gaps_without_events = 0;
         let mut last_message_at = Instant::now();
         let silence_max = self.remote.cluster.settings.silence_max;
@@ -196,7 +197,7 @@ impl Connection<'_> {
                 Err(Lost::InvalidEvents(error)) if error.is_repaired_by_snapshot(source) => {
                     gaps_without_events += 1;
                     // Only events from NATS wait until the snapshot is complete. A gap among events on the stream shows that the worker
-                    // sends its events there, so the router now reads them there.
+                    // sends its events there, so the router stops using NATS and reads them from the stream.
                     if gaps_without_events == 2 || source == EventSource::Direct {
                         return Ok(Resync::NoDelivery);
                     }
@@ -232,7 +233,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Applies the update. `source` is where its events came from, if it has any.
+    /// Applies the update. `source` is the source of its events, if it has any.
     async fn apply(&mut self, update: Update, source: EventSource) -> Result<(), Lost> {
         let cluster = &self.remote.cluster;
         let has_events = match update {
@@ -260,7 +261,7 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Reports that events are missing, and waits before a snapshot is requested.
+    /// Counts and logs that events are missing, and waits before a snapshot is requested.
     async fn pause_after_gap(&mut self) {
         self.series.gaps.increment(1);
         tracing::warn!(worker = %self.remote.address, "KV events of this worker are missing; requesting a snapshot of its cache");
@@ -278,7 +279,7 @@ impl Drop for Connection<'_> {
     }
 }
 
-/// Returns the stream's next message; `None` if the worker reports that it has not sent this router all events.
+/// Returns the stream's next message; `None` if the worker reports that it has not sent all events to this router.
 fn reply_or_gap(reply: Result<Option<WatchReply>, Status>) -> Result<Option<WatchReply>, Lost> {
     match reply {
         Ok(Some(reply)) => Ok(Some(reply)),

@@ -6,7 +6,7 @@ use std::{io::Read, path::Path};
 use tandem_kv::{Change, SequenceHash, StoredChain};
 use tandem_router::{PrefixIndex, Skipped, WorkerSlot};
 
-/// Block ids of the last query.
+/// The ids of a prompt's blocks. A stream names stored blocks by their positions in the prompt of the last query.
 type Blocks = Vec<u32>;
 
 struct Reader<'a>(&'a [u8]);

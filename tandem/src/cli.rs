@@ -111,17 +111,17 @@ pub enum RouteCommand {
 pub enum AuditCommand {
     /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
     Check {
-        /// What clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1, "prompt_tokens": 52,
-        /// "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
+        /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1,
+        /// "prompt_tokens": 52, "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
         client: Vec<PathBuf>,
         /// The ledgers of all workers
         #[arg(long, value_name = "FILE", required = true)]
         ledger: Vec<PathBuf>,
-        /// The last /metrics of each process, one file each, taken when no request was running any more
+        /// Files with the last /metrics of each process, one file per process, taken after all requests had ended
         #[arg(long, value_name = "FILE", required = true)]
         metrics: Vec<PathBuf>,
-        /// A worker that was killed: its last counters and the last lines of its ledger are lost
+        /// Id of a worker that was killed: its last counters and the last lines of its ledger are lost
         #[arg(long = "lost-worker", value_name = "ID")]
         lost_workers: Vec<String>,
         /// A frontend was killed: its counters are lost, so that the sums over frontends may be lower than the answers, but not higher
@@ -185,7 +185,7 @@ pub struct Serve<R: Args + Serialize> {
 }
 
 impl<R: Args + Serialize> Serve<R> {
-    /// Returns the role's settings as a file for `--config`. Secrets are left out.
+    /// Returns the role's settings in the format of the file for `--config`. Secrets are left out.
     pub fn to_toml(&self) -> String {
         toml::to_string(&self.role).expect("settings can be serialized")
     }

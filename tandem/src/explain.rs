@@ -36,10 +36,9 @@ struct PromptArgs {
     tokens: Option<Vec<u32>>,
 }
 
-/// Returns the text to print.
-///
-/// # Errors
-/// The file cannot be read, no frontend answers, or it refuses the request.
+/// Requests the explanation of a placement from the frontend, and returns it as JSON or as a table.
+/// Errors
+/// The file cannot be read, the frontend does not answer, or the frontend refuses the request.
 pub fn run(args: ExplainArgs) -> Result<String> {
     let prompt: Value = match args.prompt {
         PromptArgs { file: Some(path), .. } => {

@@ -1,4 +1,4 @@
-//! The parts of the binary: its command line, the store of models, a whole cluster in one process, and each role as a process of its own.
+//! The library of the binary `tandem`: its command line, the store of models, a whole cluster in one process, and each role as a process.
 
 pub mod audit;
 pub mod cli;

@@ -1,14 +1,14 @@
-//! Reads secrets from files: flags are visible in the list of processes, and environment variables in `docker inspect` and to child
-//! processes.
+//! Reads secrets from files. Flags are not safe for secrets, because they are visible in the list of processes. Environment variables are
+//! visible in `docker inspect` and to child processes.
 
 use std::{fs, io, path::Path};
 use tandem_node::Secret;
 
-/// Limit on the length of a secret, in bytes. The tokens of all services are shorter, and a wrong path, such as a model's, must not fill
-/// the memory.
+/// The maximum length of a secret in bytes. The tokens of all services are shorter. The limit prevents a wrong path, such as that of a
+/// model, from filling the memory.
 const LEN_MAX: u64 = 64 << 10;
 
-/// Reads a file that holds one secret.
+/// Returns the content of a file that holds one secret. Fails if the file is too long.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     match fs::metadata(path)?.len() {
         ..=LEN_MAX => fs::read(path),
@@ -16,7 +16,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Reads the secret in the file at `path`, without its line ending.
+/// Returns the secret in the file at `path`, without its line ending.
 pub(crate) fn secret_file(path: &str) -> Result<Secret, String> {
     let text = read(path.as_ref()).and_then(|content| String::from_utf8(content).map_err(io::Error::other));
     match text.map_err(|error| format!("the file cannot be read: {error}"))?.trim_end_matches(['\r', '\n']) {

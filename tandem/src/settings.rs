@@ -1,7 +1,7 @@
 //! The settings of processes that serve.
 //!
-//! Each group of settings is one struct of clap arguments; a role is composed of the groups that it takes ([`roles`]). A new setting is one
-//! field of a group and its use; rules that concern several settings are in `cli/rules.rs`.
+//! Each group of settings is one struct of clap arguments. A role is composed of the groups that apply to it ([`roles`]). A new setting
+//! needs a field in a group and the code that uses it. Rules that concern several settings are in `cli/rules.rs`.
 
 mod common;
 mod discovery;

@@ -1,4 +1,4 @@
-//! The services of a cluster as tasks of this process, with settings that the command line does not permit.
+//! Runs the services of a cluster as tasks of this process. A test can use settings that the command line does not permit.
 
 use crate::{Client, wait_until};
 use anyhow::Result;
@@ -14,10 +14,10 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;
 
-/// Time limit for waiting for a ticket, for blocks, and for a step.
+/// The time limit for each of these waits of a worker: for a ticket, for blocks, and for a step.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Running services with common metrics. Dropping this value stops them.
+/// Running services that share their metrics. Dropping this value stops them.
 #[derive(Default)]
 pub struct Services {
     /// The metrics of all services.
@@ -64,7 +64,7 @@ impl Services {
         Ok(address)
     }
 
-    /// Waits until this many workers have joined the router, and this client's frontend is ready.
+    /// Waits until this many workers have joined the router, and the frontend of `client` is ready.
     pub async fn ready(&self, workers: usize, client: &Client) -> Result<()> {
         wait_until("all workers have joined", async || {
             let metrics = self.metrics.render();

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Returns the folder of the workspace.
+/// Returns the root folder of the workspace.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this crate is in the workspace").to_owned()
 }
@@ -15,7 +15,7 @@ pub fn text(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{} is not readable as UTF-8: {error}", path.display()))
 }
 
-/// Returns all files at or below a path, except those in build outputs and hidden folders.
+/// Returns all files at or below a path, except those in hidden folders and in folders of build outputs.
 pub fn files(path: &Path) -> Vec<PathBuf> {
     let is_source =
         |path: &PathBuf| path.file_name().is_some_and(|name| name != "target" && !name.to_string_lossy().starts_with('.'));

@@ -15,7 +15,7 @@ fn reusable(prompt_tokens: u64) -> u64 {
 }
 
 /// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. The second time, all full blocks before the last
-/// token must be cached; the first time, only the prefix that all chats share may be.
+/// token must be cached. The first time, no tokens may be cached but those of the prefix that all chats share.
 async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;

@@ -32,7 +32,7 @@ async fn start_with_key() -> Result<TestCluster> {
     start(settings).await
 }
 
-/// Makes every call of every service with this key, and returns the results.
+/// Makes every call of every service with this key. Returns the name of each call and the error with which it was refused, if it was.
 async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
@@ -77,7 +77,7 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Without a key, every user of the machine could call the sockets of `up`.
+/// The sockets of `up` need a key even if none is configured. Without a key, every user of the machine could call them.
 #[tokio::test(flavor = "multi_thread")]
 async fn cluster_without_a_configured_key_generates_a_key() -> Result<()> {
     let cluster = start(UpSettings { prefill_workers: 1, ..sim_settings() }).await?;
@@ -117,7 +117,7 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     Ok(())
 }
 
-/// A process that has the key and sends wrong addresses.
+/// A process that has the cluster key and sends wrong addresses.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -149,7 +149,7 @@ impl Insider {
         Ok([decode, prefill])
     }
 
-    /// Sends the decode worker a request that names this prefill worker, and returns the decode worker's first message.
+    /// Sends a request that names this prefill worker to the decode worker. Returns the decode worker's first message.
     async fn generate(&mut self, instance_id: &str, prefill: WorkerRef) -> Result<Option<generate_reply::Message>> {
         let request = GenerateRequest {
             request_id: "r".to_owned(),
@@ -164,7 +164,7 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Sends the prefill worker a prompt with this ticket, and returns the error with which the worker ends the stream.
+    /// Sends a prompt with this ticket to the prefill worker. Returns the error with which the prefill worker ends the stream.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {
@@ -204,7 +204,7 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // This is a worker of the cluster, but not a prefill worker.
+        // This reference names a worker of the cluster, but not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

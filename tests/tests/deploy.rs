@@ -18,7 +18,7 @@ use std::{
 };
 use tandem::{cli::Cli, model::Source};
 
-/// The depth of nested merge keys: hardened, tandem, prefill, prefill-2.
+/// The most levels of nested merge keys in a compose file: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
 
 fn deploy(file: &str) -> PathBuf {

@@ -98,7 +98,7 @@ impl Cluster {
     }
 }
 
-/// Sends a prompt, and returns its prompt tokens and cached tokens.
+/// Sends a prompt. Returns the number of its prompt tokens and the number of its cached tokens.
 async fn usage_of(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
     let body = json!({ "model": "sim", "prompt": prompt, "max_tokens": 8 });
     let answer = client.answer(Endpoint::Completions.path(), &body).await?;
@@ -132,7 +132,8 @@ fn prompts(seed: u64) -> VecDeque<Vec<u32>> {
     prompts.into()
 }
 
-/// Sends all questions. Returns the fraction of cached prompt tokens, and the requests of the busiest prefill worker divided by the mean.
+/// Sends all questions. Returns the fraction of prompt tokens that were cached, and the number of requests of the busiest prefill worker
+/// divided by the mean of all prefill workers.
 async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     let cluster = Cluster::start(PREFILL_WORKERS, PREFILL_CAPACITY_TOKENS, seed).await?;
     let prompts = std::sync::Mutex::new(prompts(seed));
@@ -158,8 +159,8 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
     Ok((cached_tokens as f64 / prompt_tokens as f64, placed_max / placed_mean))
 }
 
-/// At most 0.876 of all tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows the
-/// measured shares.
+/// At most 0.876 of all prompt tokens can be cached, because each document is computed for the first question about it. `--nocapture` shows
+/// the measured shares.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test prints measurements")]
 fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
@@ -174,8 +175,8 @@ fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     Ok(())
 }
 
-/// Sends one to five prompts of two tokens, such as health checks, and then 28 prompts of 1,000 tokens. Returns how many of the 28 each of
-/// two prefill workers receives.
+/// Sends one to five prompts of two tokens, such as health checks, and then 28 prompts of 1,000 tokens. Returns how many of the 28 prompts
+/// each of the two prefill workers receives.
 async fn placed_after_tiny_prompts(seed: u64) -> Result<Vec<f64>> {
     let cluster = Cluster::start(2, 65_536, seed).await?;
     for tiny in 0..=seed % 5 {

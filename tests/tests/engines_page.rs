@@ -29,7 +29,7 @@ fn explained_messages_exist() -> Result<()> {
     let messages: Vec<&str> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
     ensure!(messages.len() >= 15, "only {messages:?} were found");
     let is_code = |file: &std::path::PathBuf| file.extension().is_some_and(|extension| extension == "rs");
-    // A string may continue on the next line.
+    // Joins the lines of strings that continue on the next line.
     let lines = |code: String| code.split("\\\n").map(str::trim_start).collect::<String>();
     let code: String = files(&root()).into_iter().filter(is_code).map(|file| lines(text(&file))).collect();
     let missing: Vec<&str> = messages.into_iter().filter(|message| !code.contains(message)).collect();

@@ -135,7 +135,7 @@ fn mutated_gguf_files_do_not_panic() {
     });
 }
 
-/// One of a directory's files is mutated at a time.
+/// Each input mutates one of a directory's files.
 #[test]
 fn mutated_model_directories_do_not_panic() {
     let header = br#"{"lm_head.weight":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}"#;
@@ -208,7 +208,8 @@ fn mutated_kv_events_do_not_panic() {
     });
 }
 
-/// A whole simulated cluster: every request gets an answer that is not an internal error, and the cluster still serves afterwards.
+/// Sends mutated requests to a whole simulated cluster: every request gets an answer that is not an internal error, and the cluster still
+/// serves afterwards.
 #[tokio::test(flavor = "multi_thread")]
 async fn mutated_request_bodies_are_answered() -> Result<()> {
     let mut settings = sim_settings();

@@ -34,18 +34,18 @@ const DATA: &[&str] = &["ci/goldens/cuts.json", "ci/goldens/texts.py", "ci/golde
 
 /// Parts of lines that may contain a banned word.
 const ALLOWED: &[&str] = &[
-    // A prompt of an example.
+    // This line is a prompt in an example.
     "Explain it so that a child understands, and then tell me who invented it",
 ];
 
-/// The endings of the names of checked files.
+/// The endings of the names of files that are checked.
 const ENDINGS: &[&str] = &[".rs", ".proto", ".md", ".toml", ".yml", ".json", ".sh", ".py", ".js", ".html", ".cu", ".cfg"];
 
 const GLOSSARY: &str = "docs/glossary.md";
 const HEADING: &str = "## Words that are not used";
 
-/// Returns the words of a text in lower case, with an empty word for each character that separates words except spaces and underscores. Names
-/// are split: `circuitOpen`, `circuit_open` and `CircuitOpen` have two words.
+/// Returns the words of a text in lower case. Each character other than letters, spaces and underscores adds an empty word, which separates
+/// sequences of words. Names are split: `circuitOpen`, `circuit_open` and `CircuitOpen` have two words.
 fn words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut previous = ' ';
@@ -86,13 +86,14 @@ fn misused(name: &str, text: &str, banned: &[Vec<String>]) -> Vec<String> {
     found
 }
 
-/// Returns the text of a line comment without its slashes; `None` if the line is no comment.
+/// Returns the text of a line comment without its slashes; `None` if the line is not a comment.
 fn comment(line: &str) -> Option<&str> {
     let text = line.trim_start().strip_prefix("//")?;
     Some(text.trim_start_matches(['/', '!']).trim())
 }
 
-/// Returns whether a comment of one line is a single word, or an owner without a noun, such as `The attempt's.` or `Of all workers.`
+/// Returns whether the text of a comment of one line is a fragment: a single word, or an owner without a noun, such as `The attempt's.` or
+/// `Of all workers.`
 fn is_fragment(text: &str) -> bool {
     let Some(text) = text.strip_suffix('.').filter(|text| text.starts_with(char::is_alphabetic)) else { return false };
     let words = text.split(' ').count();

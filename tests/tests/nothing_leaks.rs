@@ -6,12 +6,12 @@ use std::time::Duration;
 use tandem::settings::PrefillPlace;
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// Sends 200 requests. The clients of half of them disconnect, before the first token or during the stream.
+/// Sends 200 requests. The clients of half of them disconnect, either before the first token or while the answer is streamed.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
-        // The engines are slow enough that clients disconnect in all phases, and their caches small enough for preemptions.
+        // The engines are so slow that clients disconnect in all phases. The caches are so small that sequences are preempted.
         settings.worker.sim.sim_speedup = 10.0;
         settings.worker.kv_capacity_tokens = Some(16_384);
         let cluster = start(settings).await?;
@@ -34,7 +34,7 @@ async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases(
                     anyhow::ensure!(answer.status == 200, "request {number}: {answer:?}");
                     return anyhow::Ok(());
                 }
-                // Errors are ignored, because these clients do not read the answer.
+                // The errors of these clients are ignored, because they do not read the answer.
                 match number % 6 {
                     // These clients disconnect before the first token, while the request is queued, prefilled or transferred.
                     1 => {

@@ -1,4 +1,4 @@
-//! The usage that clients received must agree with the metrics of the frontend and of the workers.
+//! The usage that clients receive must agree with the metrics of the frontend and of the workers.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use tandem_tests::{
     Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
 };
 
-/// The summed usage of finished requests.
+/// The sums of the usage of finished requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Usage {
     requests: u64,
@@ -29,10 +29,10 @@ impl AddAssign for Usage {
     }
 }
 
-/// Returns request `number`: its endpoint, its body, and the number of its prompts.
+/// Returns the request with this number: its endpoint, its body, and the number of its prompts.
 fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     let length = 20 + (number as usize * 37) % 300;
-    // Each text is used several times, so that parts of it are cached.
+    // Each text is used for several requests, so that some of its blocks are cached.
     let text = |salt: u64| prose(&format!("reconciled {}", salt % 23), length / 6);
     let ids: Vec<u64> = (0..length as u64).map(|position| (position * (1 + number % 7)) % 250).collect();
     let stream = number.is_multiple_of(2);
@@ -80,7 +80,8 @@ async fn send_all(cluster: &TestCluster, client: &Client, numbers: std::ops::Ran
     Ok(usage)
 }
 
-/// Runs clients that disconnect. Returns the prompt tokens of those that received a token, and of those that may not have received one.
+/// Runs clients that disconnect before the end of their answers. Returns two sums of prompt tokens: for clients that received a token, and
+/// for clients that may not have received one.
 async fn disconnect_clients(cluster: &TestCluster, client: &Client, clients: u64) -> Result<(u64, u64)> {
     let (mut scheduled, mut uncertain) = (0, 0);
     let mut clients_running = tokio::task::JoinSet::new();
@@ -108,7 +109,7 @@ async fn disconnect_clients(cluster: &TestCluster, client: &Client, clients: u64
     Ok((scheduled, uncertain))
 }
 
-/// Returns the sum of a counter's series with these labels.
+/// Returns the sum of those series of a counter that have these labels.
 async fn counted(client: &Client, name: &str, labels: &str) -> Result<u64> {
     Ok(client.metric(name, labels).await? as u64)
 }
@@ -122,7 +123,7 @@ async fn usage_counted_by_frontend(client: &Client, source: &str) -> Result<Usag
         completion_tokens: frontend("completion_tokens_total", "").await?,
         cached_tokens: frontend("cached_tokens_total", &format!("source=\"{source}\"")).await?,
     };
-    // Other metrics must have the same counts.
+    // The following metrics must have the same sums.
     assert_eq!(frontend("cached_tokens_total", "").await?, usage.cached_tokens);
     assert_eq!(frontend("request_cached_tokens_sum", "").await?, usage.cached_tokens);
     assert_eq!(frontend("request_prompt_tokens_sum", "").await?, usage.prompt_tokens);

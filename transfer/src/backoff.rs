@@ -8,7 +8,7 @@ use tokio::time::Instant;
 /// The most peers that a path remembers: more than a cluster has workers of one role.
 pub(crate) const PEERS_MAX: usize = 256;
 
-/// The longest pauses are between this value and twice this value: five minutes at most.
+/// The longest pause is between this value and twice this value, so it is five minutes at most.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
 /// Excludes a path to a peer for some time after each failure on that path. The time grows with each failure until a success, as

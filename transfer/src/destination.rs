@@ -1,11 +1,12 @@
-//! The memory into which blocks are written. The owner of the memory checks every write.
+//! The memory into which received blocks are written. The owner of the memory checks every write.
 
 use bytes::Bytes;
 use tandem_kv::{BlockWrite, Ticket};
 use tonic::Status;
 
-/// The ticket does not allow this write: the ticket is unknown, spent or revoked, or it does not name the block, or the block was written
-/// before or has another size. The owner of the memory does not report to the sender which of these it is.
+/// The ticket does not allow this write. Either the ticket is unknown, spent or revoked, or it does not name the block, or the block was
+/// already written, or the content has the wrong size. The owner of the memory does not reveal to the sender which of these reasons
+/// applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the ticket does not allow this write")]
 pub struct Refused;
@@ -19,21 +20,22 @@ impl From<Refused> for Status {
 /// The owner of the memory into which blocks are written. A refused write ends the ticket's reservation, if there is one.
 #[tonic::async_trait]
 pub trait Destination: Send + Sync + 'static {
-    /// Writes one block, whole or not at all; returns when it is in the memory. `index` is the block's position in the prompt, from 0.
+    /// Writes one block, whole or not at all. Returns when the block is in the memory. `index` is the block's position in the prompt, from
+    /// 0.
     ///
     /// # Errors
     /// The ticket does not allow the write.
     async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused>;
 
-    /// Returns the right to write all these blocks from other threads or devices.
+    /// Begins a write of all these blocks. The returned value permits other threads or devices to write them.
     ///
     /// # Errors
     /// The ticket does not allow the writes.
     async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused>;
 
-    /// Confirms that the worker which computed the ticket's blocks has written all of them.
+    /// Reports to the owner of the memory that the worker which computed the ticket's blocks has written all of them.
     async fn confirm(&self, ticket: Ticket);
 
-    /// Refuses blocks that the sender announced as ready in its own memory: the ticket does not name a path on which they can be copied.
+    /// Refuses blocks that the sender announced as ready in its own memory, because the ticket names no path on which they can be copied.
     async fn refuse(&self, ticket: Ticket) -> Refused;
 }

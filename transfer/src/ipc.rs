@@ -1,7 +1,7 @@
-//! The receiving half of the CUDA IPC path: copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
+//! The receiving end of the CUDA IPC path. It copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! A peer's memory is open only while a prompt's blocks are copied, because a mapping would keep the peer's GPU memory allocated even after
-//! the peer's process has ended.
+//! The memory of a peer is open only while blocks of a prompt are copied from it, because an open mapping keeps the peer's GPU memory
+//! allocated even after the peer's process has ended.
 
 use crate::{
     Destination, Lifetime, Refused,
@@ -34,26 +34,27 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// The peers by the prefill worker's instance; at most [`PEERS_MAX`].
+    /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
     peers: HashMap<String, Peer>,
-    /// The memories from which the blocks of live tickets are copied.
+    /// The peer's memory from which the blocks of each live ticket are copied.
     sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
 }
 
 struct Peer {
-    /// The IPC handle from the peer's `PrefillDone`.
+    /// The IPC handle that the peer sent in a `PrefillDone`.
     ipc_handle: Vec<u8>,
     open: Option<Weak<dyn PeerMemory>>,
 }
 
 impl IpcReceiver {
     pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Self {
-        // A memory that cannot be opened is on another host, so a retry after a short time is useless.
+        // A memory cannot be opened if it is on another host. That does not change soon, so the pauses between retries are long from the
+        // start.
         let backoff = PeerBackoff::new(BACKOFF_MAX);
         Self(Arc::new(Inner { memory, destination, backoff, lifetime, state: Mutex::default() }))
     }
 
-    /// Returns the memory of a peer, and opens it first if it is not open. Returns `None` if it cannot be opened.
+    /// Returns the memory of a peer. Opens it if it is not open yet. Returns `None` if it cannot be opened.
     async fn open(&self, peer: &str, ipc_handle: Vec<u8>) -> Option<Arc<dyn PeerMemory>> {
         let open = self.0.state.lock().peers.get(peer).and_then(|peer| peer.open.as_ref()?.upgrade());
         if open.is_some() {
@@ -80,7 +81,7 @@ impl IpcReceiver {
         }
     }
 
-    /// Copies the blocks that the sender has announced as ready from the memory that the ticket names.
+    /// Copies the blocks that the sender announced as ready. They are copied from the peer's memory that belongs to the ticket.
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;
@@ -95,7 +96,8 @@ impl IpcReceiver {
                 let error = error_chain(error);
                 tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
             });
-            // If the reservation has ended, this closes the peer's memory before the engine learns that the write has ended.
+            // If the reservation has ended meanwhile, this was the last use of the peer's memory, and the drop closes it. That must happen
+            // before the engine is notified that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
         };
@@ -125,7 +127,7 @@ impl ReceivePath for IpcReceiver {
     }
 }
 
-/// The grant of a ticket that requests the peer's IPC handle.
+/// Accompanies a ticket that requests the peer's IPC handle.
 struct WantsHandle {
     receiver: IpcReceiver,
     peer: String,
@@ -138,15 +140,15 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // Entries of workers that have ended are not removed individually, so all entries are dropped here. Later tickets request the
-            // handles of running workers again.
+            // Entries of workers that have ended are not removed one by one. So when there are too many, all entries are dropped. Later
+            // tickets request the handles of running workers again.
             peers.clear();
         }
         peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });
     }
 }
 
-/// A ticket's entry in [`State::sources`].
+/// Owns a ticket's entry in [`State::sources`]. Dropping it removes the entry.
 struct Source {
     ticket: Ticket,
     receiver: IpcReceiver,

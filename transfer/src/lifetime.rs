@@ -1,4 +1,4 @@
-//! The lifetime of a worker, as far as its transfers depend on it.
+//! The events in a worker's lifetime that its transfers depend on.
 
 use futures::{
     FutureExt,
@@ -6,7 +6,8 @@ use futures::{
 };
 use tandem_node::Shutdown;
 
-/// The worker's shutdown, and the end of its last request: communicators stay open until then. Cheap to clone.
+/// The worker's shutdown, and the moment at which the draining worker's last request has ended. Communicators stay open until that moment.
+/// Cheap to clone.
 #[derive(Clone)]
 pub struct Lifetime {
     pub(crate) shutdown: Shutdown,
@@ -15,7 +16,7 @@ pub struct Lifetime {
 }
 
 impl Lifetime {
-    /// Makes a lifetime; `drained` resolves when the worker drains and no request runs any more.
+    /// Makes a lifetime. `drained` must resolve when the worker drains and no request runs any more.
     pub fn new(shutdown: Shutdown, drained: impl Future<Output = ()> + Send + 'static) -> Self {
         Self { shutdown, drained: drained.boxed().shared() }
     }

@@ -5,14 +5,14 @@ use std::time::Duration;
 /// The transfer paths that a worker may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransferMode {
-    /// From device to device if both workers support it, otherwise TCP.
+    /// Blocks move from device to device if both workers support this, otherwise over TCP.
     #[default]
     Auto,
-    /// TCP only, through the memory of both hosts.
+    /// Blocks move over TCP only, through the memory of both hosts.
     Tcp,
-    /// TCP, slowed down to the bandwidth of a simulated network.
+    /// Blocks move over TCP, slowed down to the bandwidth of a simulated network.
     Simulated {
-        /// The time that each block takes.
+        /// The time that the simulated network needs for one block.
         block: Duration,
     },
 }

@@ -1,4 +1,5 @@
-//! The receiving side: chooses each ticket's path from the capabilities of both workers. A failure excludes a path to a peer for some time.
+//! The receiving end of transfers. It chooses the transfer path of each ticket from the capabilities of both workers. After a failure, a
+//! path to a peer is not chosen for some time.
 
 use crate::{
     Destination, Lifetime, TransferMode, TransferService,
@@ -11,14 +12,14 @@ use std::sync::Arc;
 use tandem_kv::{KvMemory, Ticket};
 use tandem_proto::v1::{self, PrefillDone, TransferCapabilities, transfer_server::TransferServer};
 
-/// The paths on which a decode worker receives.
+/// The transfer paths on which a decode worker can receive blocks.
 pub struct ReceivePaths {
     destination: Arc<dyn Destination>,
     ipc: Option<IpcReceiver>,
     nccl: Option<NcclReceiver>,
 }
 
-/// The path chosen for a ticket. The ticket's blocks can be received while this value exists.
+/// The transfer path that was chosen for a ticket. The ticket's blocks can be received while this value exists.
 pub struct Negotiated {
     destination: Arc<dyn Destination>,
     ticket: Ticket,
@@ -27,7 +28,8 @@ pub struct Negotiated {
 }
 
 impl ReceivePaths {
-    /// Returns the paths that the worker may use. `memory` is the engine's KV memory; `None` if other devices cannot access it.
+    /// Returns the transfer paths that the worker may use in this mode. `memory` is the engine's KV memory; `None` if other devices cannot
+    /// access it.
     pub fn new(destination: impl Destination, memory: Option<Arc<dyn KvMemory>>, mode: TransferMode, lifetime: Lifetime) -> Self {
         let destination: Arc<dyn Destination> = Arc::new(destination);
         let memory = memory.filter(|_| mode == TransferMode::Auto);
@@ -41,13 +43,13 @@ impl ReceivePaths {
         TransferService::server(Arc::clone(&self.destination), self.ipc.clone(), self.nccl.clone())
     }
 
-    /// Returns the label of the host path, which is always available.
+    /// Returns the label of the path through the hosts' memory, which is always available.
     pub fn fallback_label() -> &'static str {
         HOST_LABEL
     }
 
-    /// Chooses the path of a ticket's blocks, and sets the ticket's fields for that path. `peer` is the prefill worker's instance,
-    /// `offered` its transfer capabilities. At most one path is prepared for later tickets.
+    /// Chooses the path of a ticket's blocks, and sets the fields of `ticket` for that path. `peer` is the instance id of the prefill
+    /// worker, `offered` its transfer capabilities. At most one path is prepared for later tickets.
     pub async fn negotiate(
         &self,
         peer: &str,
@@ -58,7 +60,7 @@ impl ReceivePaths {
         let destination = Arc::clone(&self.destination);
         let mut negotiated = Negotiated { destination, ticket: secret, label: HOST_LABEL, grant: None };
         let Some(capabilities) = offered else { return negotiated };
-        // The paths in the order of preference.
+        // The paths, the preferred one first.
         let paths: [Option<&dyn ReceivePath>; 2] =
             [self.ipc.as_ref().map(|ipc| ipc as _), self.nccl.as_ref().map(|nccl| nccl as _)];
         for path in paths.into_iter().flatten() {
@@ -84,8 +86,8 @@ impl Negotiated {
         self.label
     }
 
-    /// Lets the destination use the ticket's blocks, and prepares paths for later tickets. To be called when the prefill worker has
-    /// confirmed that all of the blocks were written.
+    /// Lets the destination use the ticket's blocks. Continues the preparation of a path for later tickets, if one has begun. Must be
+    /// called when the prefill worker has confirmed that all of the blocks were written.
     pub async fn confirmed(&mut self, done: &PrefillDone) {
         self.destination.confirm(self.ticket).await;
         if let Some(grant) = self.grant.take() {

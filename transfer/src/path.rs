@@ -39,10 +39,11 @@ pub enum TicketError {
     NotOffered,
 }
 
-/// The state of blocks when [`SendPath::send`] returns.
+/// What a path has done with the blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The path sends the blocks and has sent all earlier blocks, so the call took as long as a transfer.
+    /// The path has sent the blocks of all earlier calls and is sending these. The calls together take as long as the transfer, so their
+    /// duration measures the bandwidth.
     Sent,
     /// The path has announced the blocks; the receiver copies them later.
     Announced,
@@ -81,20 +82,20 @@ pub(crate) trait ReceivePath: Send + Sync {
     async fn offer(&self, offer: Offer<'_>) -> Decision;
 }
 
-/// A ticket for a peer, about which a path makes its [`Decision`].
+/// The ticket for which a path makes its [`Decision`], and the prefill worker that will receive the ticket.
 pub(crate) struct Offer<'a> {
-    /// The prefill worker's instance.
+    /// The instance id of the prefill worker.
     pub peer: &'a str,
     /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// The ticket's message to the prefill worker. The path sets its fields.
+    /// The message that carries the ticket to the prefill worker. The path sets the message's fields.
     pub ticket: &'a mut v1::Ticket,
 }
 
 /// A path's decision about one ticket.
 pub(crate) enum Decision {
-    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant exists until the blocks are written.
+    /// The ticket's blocks take this path, which has the label `label` in metrics. The grant is kept until the blocks are written.
     Accepted { label: &'static str, grant: Option<Box<dyn Grant>> },
     /// The ticket's blocks take the host path; once they are written, the grant prepares this path for later tickets.
     Prepares(Box<dyn Grant>),

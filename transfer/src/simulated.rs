@@ -23,7 +23,8 @@ impl SimulatedNetwork {
         Self { block, idle_from: Mutex::default() }
     }
 
-    /// Waits until one more block has passed, or up to one [`TICK`] less; [`SimulatedNetwork::settle`] waits for the remaining time.
+    /// Waits until one more block has passed, or until up to one [`TICK`] before that; [`SimulatedNetwork::settle`] waits for the remaining
+    /// time.
     async fn pass(&self) {
         if self.block.is_zero() {
             return;

@@ -40,8 +40,8 @@ impl Control for ControlService {
         let replies = self.0.requests.start_background(|replies| async move {
             let watcher = Watcher { instance_id, metrics, replies, broker };
             let error = tokio::select! {
-                // A hung engine does not answer `watch`. While it hangs, every new stream ends with this error, so the router places no
-                // requests on this worker.
+                // The branches are polled in this order, because a hung engine does not answer `watch`. While the engine hangs, every new
+                // stream ends with the error of `engine_hung`, so the router places no requests on this worker.
                 biased;
                 () = shutdown.draining() => draining(),
                 () = backend.hung() => engine_hung(),

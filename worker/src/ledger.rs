@@ -27,7 +27,7 @@ use std::{
 use tandem_engine::CachedTokens;
 use tandem_node::Metrics;
 
-/// The most lines that are queued for the disk: a few megabytes, or some seconds of a busy cluster.
+/// The most lines that may be queued for the disk. This many lines are a few megabytes, and a busy cluster writes them in some seconds.
 const LINES_MAX: usize = 16_384;
 
 /// The permissions of a new ledger file: its owner may read and write it.
@@ -37,9 +37,9 @@ const OWNER_ONLY: u32 = 0o600;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The attempt generated the request's first token: its count of cached tokens applies to the request.
+    /// The attempt generated the request's first token. Its count of cached tokens applies to the request.
     Won,
-    /// The attempt resumed the output of an earlier one, whose count applies to the request.
+    /// The attempt resumed the output of an earlier attempt. The count of that earlier attempt applies to the request.
     Superseded,
     /// The client cancelled the attempt before its first token.
     Cancelled,
@@ -59,15 +59,15 @@ pub enum LedgerLine {
         attempt: u32,
         /// The worker that counted the cached tokens.
         worker: String,
-        /// Tokens of the prompt.
+        /// The number of tokens in the prompt.
         prompt: u32,
-        /// Tokens found in the prefix cache; absent: the worker's engine does not report them.
+        /// Prompt tokens found in the prefix cache; absent: the worker's engine does not report them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cached: Option<u32>,
         /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         computed: Option<u32>,
-        /// Tokens found in the prefix cache, by the tier that held them.
+        /// Prompt tokens found in the prefix cache, by the tier that held them.
         by_tier: BTreeMap<String, u32>,
         /// The time of this record, in seconds since 1970; absent in lines of older workers.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -98,7 +98,7 @@ pub struct Ledger(Option<Arc<Writer>>);
 
 #[derive(Debug)]
 struct Writer {
-    /// The queue to the thread; `None` only while the ledger is being dropped.
+    /// The queue to the writing thread; `None` only while the ledger is being dropped.
     lines: Option<SyncSender<Queued>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -109,9 +109,9 @@ struct Queued {
 }
 
 impl Ledger {
-    /// Opens the ledger in this file and appends to it. Only the owner can read a new file, because the ledger records the requests of each
-    /// account; an existing file keeps its permissions, with a warning if other users may access it. If the last line is incomplete because
-    /// its process was killed, a line break is added first.
+    /// Opens the ledger in this file, and appends to it. A new file can be read only by its owner, because the ledger records the requests
+    /// of each account. An existing file keeps its permissions; a warning is logged if other users may access it. If the last line is
+    /// incomplete because the process that wrote it was killed, a line break is added first.
     ///
     /// # Errors
     /// The file cannot be opened, or another process has it open as its ledger.
@@ -125,7 +125,7 @@ impl Ledger {
                 "other users may read or write the ledger, which has the accounts, sizes and times of requests; run chmod 600 on it"
             );
         }
-        // On file systems without locks, another writer is not noticed.
+        // Some file systems have no locks. There a second process that writes the same file is not detected.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(io::Error::other("another process writes this ledger; each process needs a file of its own"));
         }
@@ -145,7 +145,7 @@ impl Ledger {
         Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
     }
 
-    /// Returns the ledger for the lines of one worker, which serves this model.
+    /// Returns a handle that writes the lines of the worker `worker_id`, which serves `model`.
     pub fn of(&self, worker_id: &str, model: &str, metrics: &Metrics) -> WorkerLedger {
         let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
@@ -181,7 +181,8 @@ fn write(queued: &Receiver<Queued>, to: impl Write) {
     }
 }
 
-/// Returns the cached tokens by tier: always `device`, and `host` if tokens were found in the host's memory. Empty if the count is unknown.
+/// Returns the cached tokens by tier. The tier `device` is always present, `host` only if tokens were found in the host's memory. Empty if
+/// the count is unknown.
 pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
     let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
     let tiers = cached.map(tiers).into_iter().flatten().flatten();
@@ -197,7 +198,7 @@ pub struct WorkerLedger {
     lost: Counter,
 }
 
-/// A prompt whose prefill begins.
+/// The data of a `scheduled` line: a prompt whose prefill begins.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ScheduledPrompt<'a> {
     /// The prompt's request id.
@@ -206,9 +207,9 @@ pub struct ScheduledPrompt<'a> {
     pub attempt: u32,
     /// The account of the request; empty if it has none.
     pub account: &'a str,
-    /// Tokens of the prompt.
+    /// The number of tokens in the prompt.
     pub prompt: u32,
-    /// Tokens found in the prefix cache; `None`: the engine does not report them.
+    /// Prompt tokens found in the prefix cache; `None`: the engine does not report them.
     pub cached: Option<CachedTokens>,
 }
 
@@ -230,8 +231,8 @@ impl WorkerLedger {
         });
     }
 
-    /// Opens the entry of an attempt that this worker owns. Dropping the entry records `Cancelled` if no other outcome was recorded. `resumes`:
-    /// the attempt continues the output of an earlier one.
+    /// Opens the entry of an attempt that this worker owns. Dropping the entry records `Cancelled` if no other outcome was recorded.
+    /// `resumes` is true if the attempt continues the output of an earlier one.
     pub fn attempt(&self, request_id: &str, attempt: u32, resumes: bool) -> LedgerEntry {
         let open = (request_id.to_owned(), attempt, if resumes { Outcome::Superseded } else { Outcome::Won });
         LedgerEntry { ledger: self.clone(), open: Mutex::new(Some(open)) }
@@ -254,7 +255,8 @@ pub struct LedgerEntry {
 }
 
 impl LedgerEntry {
-    /// Records that the first token was sent to the frontend: `Superseded` if the attempt resumes an earlier one, else `Won`.
+    /// Records that the first token was sent to the frontend. The outcome is `Superseded` if the attempt resumes an earlier one, else
+    /// `Won`.
     pub fn began(&self) {
         self.settle(None);
     }
@@ -365,7 +367,7 @@ mod tests {
         let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
         let worker = ledger.of("p0", "m", &metrics);
-        // The writing thread may hold one batch while the disk is blocked.
+        // While the disk is blocked, the writing thread may have taken up to `LINES_MAX` + 1 lines from the queue.
         for _ in 0..=2 * LINES_MAX + 1 {
             worker.scheduled(PROMPT);
         }
@@ -436,7 +438,7 @@ mod tests {
         }
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let mode = |path: &Path| std::fs::metadata(path).expect("the file exists").permissions().mode() & 0o777;
-        // Returns what is logged when the ledger is opened.
+        // Opens the ledger in a file, and returns what is logged meanwhile.
         let opened = |path: &Path| {
             let log = Log::default();
             let writer = log.clone();

@@ -1,4 +1,4 @@
-//! A mirror's Tandem blocks, the tiers in which each is, and whether it is reported.
+//! A mirror's Tandem blocks: the tiers that hold each block, and whether the block is reported.
 
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
@@ -10,12 +10,12 @@ pub(super) enum Tier {
     Host,
 }
 
-/// The numbers of a prompt's leading Tandem blocks that an engine has cached, by tier.
+/// How many of a prompt's leading Tandem blocks an engine has cached, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixTiers {
-    /// Blocks from the prompt's start that are in the device's memory.
+    /// The number of blocks, from the prompt's start, that are in the device's memory.
     pub device_blocks: u32,
-    /// Blocks directly after the `device_blocks` that are in the host's memory.
+    /// The number of blocks, directly after the `device_blocks`, that are in the host's memory.
     pub host_blocks: u32,
 }
 
@@ -38,7 +38,8 @@ struct Block {
 }
 
 impl Blocks {
-    /// Counts one more holder of the block in the tier. `parent` is used only for the block's first holder.
+    /// Records that one more of the engine's blocks holds this block in the tier. `parent` is used only if no other block of the engine
+    /// holds it.
     pub fn hold(&mut self, parent: Option<SequenceHash>, hash: SequenceHash, tier: Tier) {
         match self.held.entry(hash) {
             Entry::Occupied(mut entry) => *entry.get_mut().count(tier) += 1,
@@ -52,7 +53,7 @@ impl Blocks {
         }
     }
 
-    /// Counts one holder of the block less in the tier. The tier must hold the block.
+    /// Records that one of the engine's blocks no longer holds this block in the tier. At least one must have held it.
     pub fn release(&mut self, hash: SequenceHash, tier: Tier) {
         let block = self.held.get_mut(&hash).expect("a released block was held");
         *block.count(tier) -= 1;
@@ -81,7 +82,7 @@ impl Blocks {
         self.log.take()
     }
 
-    /// Returns the id of the last change.
+    /// Returns the id of the last change of the reported blocks.
     pub fn last_id(&self) -> u64 {
         self.log.last_id()
     }
@@ -111,8 +112,7 @@ impl Blocks {
         Snapshot { at_event_id: self.log.last_id(), stored }
     }
 
-    /// Returns how many leading blocks of a prompt an engine finds on the device, and how many of the blocks that follow it finds on the
-    /// host.
+    /// Returns how many leading blocks of a prompt are on the engine's device, and how many of the next blocks are on the engine's host.
     pub fn prefix(&self, hashes: &[SequenceHash]) -> PrefixTiers {
         let is_in = |hash: &SequenceHash, of: fn(&Block) -> u32| self.held.get(hash).is_some_and(|block| of(block) > 0);
         let device = hashes.iter().take_while(|hash| is_in(hash, |block| block.device)).count();

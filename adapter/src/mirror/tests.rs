@@ -248,7 +248,7 @@ fn engine_block_size_that_is_not_a_multiple_of_the_cluster_block_size_is_refused
 #[test]
 fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
-    // 8 blocks fit: two prompts of 2 engine blocks.
+    // The device has 8 blocks, which hold two prompts of 2 engine blocks each.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
     let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt).device_blocks;
     for prompt in &prompts[..2] {

@@ -23,7 +23,7 @@ use std::{collections::HashMap, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
 use tandem_kv::HashKey;
 
-/// The time limit for answers that need no step of the model.
+/// The time limit for answers to requests for which the server runs no step of the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
@@ -35,7 +35,7 @@ pub(super) struct Client {
     rank: Option<u32>,
     hash_key: HashKey,
     context_length: u32,
-    /// The time for which the engine is certain to hold a prompt's KV for another engine.
+    /// The time for which the engine is certain to hold a prompt's KV, so that another engine can pull it.
     handle_valid: Duration,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Model {
     pub max_model_len: Option<u32>,
 }
 
-/// Where a rank publishes its KV events.
+/// The ZMQ endpoints and the topic of a rank's KV events, as `/kv_event_sources` reports them.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct EventSource {
     #[serde(default)]
@@ -75,12 +75,12 @@ impl Client {
         Self { http, rank, hash_key, context_length: 0, handle_valid }
     }
 
-    /// Sets the model's context length, which limits the length of answers.
+    /// Sets the model's context length. Answers end when they reach it.
     pub fn with_context_length(self, context_length: u32) -> Self {
         Self { context_length, ..self }
     }
 
-    /// Returns the body of the answer to a GET request.
+    /// Sends a GET request, and returns the body of the answer.
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
         let (status, body) = self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?;
         if status.is_success() { Ok(body) } else { Err(response::failure(status.as_u16(), &body)) }
@@ -114,7 +114,7 @@ impl Client {
         Ok(self.get_json::<Version>("/version").await?.version)
     }
 
-    /// Returns the text of the server's metrics.
+    /// Returns the text of the server's page `/metrics`.
     ///
     /// # Errors
     /// The server does not answer, or answers with an error.
@@ -122,7 +122,7 @@ impl Client {
         Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
     }
 
-    /// Returns where a rank publishes its KV events; `None` if it publishes none, or the server does not report it.
+    /// Returns the source of a rank's KV events; `None` if the rank publishes none, or the server does not report it.
     pub async fn event_source(&self, rank: u32) -> Option<EventSource> {
         let sources = self.get_json::<HashMap<String, EventSource>>("/kv_event_sources").await;
         let sources =
@@ -138,7 +138,7 @@ impl Client {
         self.get("/health").await.map(drop)
     }
 
-    /// Sends a generation request; returns the answer when its head has arrived.
+    /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));

@@ -34,10 +34,10 @@ const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 /// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest time without events before the adapter looks for lost events.
+/// If no events arrive for this long, the adapter checks whether events were lost.
 const EVENTS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The most engine blocks that are mirrored. Host memory may hold many times as many blocks as the device.
+/// The most engine blocks that the mirror holds. The number is large because host memory may hold many times as many blocks as the device.
 const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 
 /// The settings of the connection to a vLLM server.
@@ -47,7 +47,7 @@ pub struct VllmSettings {
     pub url: String,
     /// The server's `--api-key`; `None` if it has none.
     pub key: Option<String>,
-    /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
+    /// Certificates (PEM) of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The data-parallel rank that this worker uses; `None` if the server has one rank.
     pub rank: Option<u32>,
@@ -55,11 +55,11 @@ pub struct VllmSettings {
     pub events: KvEvents,
     /// Tokens in a block of the cluster; `None` for the engine's block size.
     pub block_size: Option<u32>,
-    /// The key of the cluster's sequence hashes.
+    /// The key with which the cluster's sequence hashes are computed.
     pub hash_key: HashKey,
     /// The most requests that the engine runs at a time (vLLM's `--max-num-seqs`).
     pub running_max: usize,
-    /// The most requests that wait for the engine.
+    /// The most requests that wait for a place in the engine.
     pub waiting_max: usize,
     /// Whether the engine has `--kv-transfer-config` with `NixlConnector`, so that it exchanges KV with other workers' engines.
     pub nixl: bool,
@@ -73,13 +73,13 @@ pub enum KvEvents {
     /// At the addresses that the server reports. If the server reports no address, the cached blocks are assumed from the requests that
     /// were routed to it.
     Discover,
-    /// At these addresses.
+    /// The engine publishes KV events at these addresses.
     At {
         /// `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
         /// The address for replays; `None`: the engine offers no replays.
         replay: Option<String>,
-        /// The topic of the events.
+        /// The ZMQ topic under which the engine publishes its batches of KV events.
         topic: String,
     },
     /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
@@ -92,10 +92,10 @@ pub enum ConnectError {
     /// The server's address, key or certificate is invalid.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The server refuses the adapter.
+    /// The server refuses the adapter's API key (401 or 403).
     #[error("{0}")]
     Denied(String),
-    /// The server does not report its KV cache.
+    /// The server's metrics do not describe the KV cache of the adapter's data-parallel rank.
     #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
     NoCacheConfig {
         /// The data-parallel rank that the metrics lack.
@@ -123,9 +123,9 @@ pub enum EngineEnded {
     Restarted,
 }
 
-/// A connected server.
+/// A server to which the adapter is connected.
 pub struct Connected {
-    /// The back end of a worker.
+    /// The back end for a worker whose engine is this server.
     pub adapter: Adapter,
     /// The id of the model that the server serves.
     pub model: String,
@@ -195,7 +195,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let context_length = model.max_model_len.unwrap_or(u32::MAX);
     let client = Arc::new(client.with_context_length(context_length));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
-    // vLLM never uses its first block.
+    // vLLM never stores KV in its first block.
     let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
     let source = match &settings.events {
         _ if !constants.prefix_caching => None,
@@ -285,7 +285,8 @@ async fn describe(client: &Client, url: &str) -> Result<(Model, String, String),
     }
 }
 
-/// Returns the source's addresses and topic. An address on all interfaces gets the server's host instead.
+/// Returns the source's addresses and topic. In an address that stands for all interfaces, such as `tcp://*:5557`, the host is replaced by
+/// the server's host.
 fn reachable(source: EventSource, host: &str) -> (String, Option<String>, String) {
     let at = |endpoint: String| {
         ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]

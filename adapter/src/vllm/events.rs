@@ -6,10 +6,10 @@
 use crate::event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys, Medium};
 use rmpv::{ValueRef, decode::read_value_ref_with_max_depth};
 
-/// A batch: the changes that one step of the engine made.
+/// A batch of KV events: the changes that one step of the engine made to its cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// The changes, in their order.
+    /// The changes, in the order in which they were made.
     pub events: Vec<EngineEvent>,
     /// The engine's data-parallel rank; `None` if the batch does not name it.
     pub data_parallel_rank: Option<u32>,
@@ -55,7 +55,7 @@ pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
     Ok(Batch { events, data_parallel_rank: rank })
 }
 
-/// The fields of an event, by name, or by position after the event's name.
+/// The fields of an event: either by name, or by position, counted after the event's name.
 #[derive(Clone, Copy)]
 enum Fields<'a> {
     Named(&'a [(ValueRef<'a>, ValueRef<'a>)]),

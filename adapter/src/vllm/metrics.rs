@@ -1,16 +1,16 @@
-//! Reads an engine's constants from vLLM's `/metrics`.
+//! Reads constants of an engine from vLLM's page `/metrics`.
 
 /// The constants of an engine's KV cache, and when the server started.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EngineConstants {
     pub block_size: u32,
-    /// Number of blocks on the device. vLLM never uses the first.
+    /// The number of blocks in the device's memory. vLLM never uses the first block.
     pub blocks: u32,
     /// Whether the engine reuses the KV of prompts with equal prefixes.
     pub prefix_caching: bool,
     /// The data type of the cached KV.
     pub cache_dtype: String,
-    /// The start of the server, in seconds since 1970. It differs for each instance of the server.
+    /// The time at which the server started, in seconds since 1970. It identifies an instance of the server.
     pub started: f64,
 }
 
@@ -29,7 +29,7 @@ impl EngineConstants {
         })
     }
 
-    /// Returns the number of blocks, not counting the first block, which the engine never uses.
+    /// Returns the number of blocks that the engine can use: all but the first.
     pub fn usable_blocks(&self) -> u64 {
         u64::from(self.blocks.saturating_sub(1))
     }
@@ -45,12 +45,12 @@ pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
-/// Returns when the server started, in seconds since 1970; `None` if the metrics do not report it.
+/// Returns the time at which the server started, in seconds since 1970; `None` if the metrics do not report it.
 pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
 
-/// Returns the samples of a metric: the text of each sample's labels and value.
+/// Returns the samples of the metric `name`. Each sample consists of the text of its labels and the text of its value.
 fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &'a str)> {
     metrics.lines().filter_map(move |line| {
         let rest = line.strip_prefix(name)?;

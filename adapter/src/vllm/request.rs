@@ -9,7 +9,7 @@ use tandem_kv::TokenId;
 /// The most logprobs that an engine returns by default (`--max-logprobs`).
 const LOGPROBS_MAX: u32 = 20;
 
-/// Seeds have 63 bits: vLLM maps larger ones to the largest.
+/// The mask that limits seeds to 63 bits. Without it, vLLM would treat every larger seed as the largest 63-bit number.
 const SEED_MASK: u64 = i64::MAX as u64;
 
 #[derive(Serialize)]

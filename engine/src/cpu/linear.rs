@@ -1,10 +1,10 @@
 //! Matrix multiplication of activations with a weight matrix.
 //!
-//! Every output of every row is summed in a fixed order: group by group, `sum = fma(scale × step, dot, sum)`, after which the group's
-//! minimum is added in the same way. `dot`, the dot product of a group's weights and the row, is an exact integer, because the row is
-//! quantised to 8 bits with one step per group. For Q6_K it includes the two integer factors per group. For float weights, the inputs are
-//! added one by one: `sum = fma(x, weight, sum)`. How many rows and outputs are computed together, and on which thread, affects only how
-//! often a tile is unpacked.
+//! The sum for every output of every row is computed in a fixed order, group by group: `sum = fma(scale × step, dot, sum)`. Then the
+//! group's minimum is added in the same way. `dot` is the dot product of the group's weights and the row. It is an exact integer, because
+//! the row is quantised to 8 bits with one step per group. For Q6_K, `dot` includes the group's two integer factors. For float weights, the
+//! inputs are added one by one: `sum = fma(x, weight, sum)`. The number of rows and outputs that are computed together, and the thread that
+//! computes them, do not change any result.
 #![expect(clippy::needless_range_loop, reason = "one index goes through rows, lanes and vectors alike")]
 
 use super::{
@@ -19,10 +19,11 @@ use std::ops::Range;
 /// With up to this many rows, the outputs of a matrix are split between threads, so that each thread reads only its share of the weights.
 /// With more rows, the rows are split.
 pub(super) const SHARED_ROWS: usize = 16;
-/// The minimum number of weights in a task if a thread gets several tasks of one matrix: a few microseconds of work.
+/// The minimum number of weights in a task, if a matrix is split into more tasks than there are threads. Such a task takes a few
+/// microseconds.
 const TASK_WEIGHTS: usize = 1 << 17;
 
-/// A matrix of rows quantised to int8, in groups of 32 with one step each.
+/// A matrix whose rows are quantised to int8, in groups of 32 numbers with one step each.
 #[derive(Default)]
 pub(super) struct Quantised {
     row_groups: usize,
@@ -37,7 +38,7 @@ struct Group {
     /// The sum of the quants in each half of the group.
     totals: [i32; 2],
     step: f32,
-    /// `step` × the sum of the quants, for formats with a minimum.
+    /// `step` × the sum of the quants. Used for weight formats that have a minimum.
     sum: f32,
 }
 
@@ -76,7 +77,7 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
             largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
         }
     }
-    // The maximum is found pairwise, because it does not depend on the order of comparison.
+    // The maximum does not depend on the order of the comparisons, so the lanes are compared in pairs.
     let mut lanes = GROUP / 4;
     while lanes > 0 {
         for l in 0..lanes {
@@ -146,11 +147,11 @@ kernel! {
     }
 }
 
-/// A tile whose dot products with quantised rows are integers. In each method, `column` is the first of the outputs that the returned
-/// vector holds.
+/// A tile whose dot products with quantised rows are integers. In each method, `column` is the first of the outputs whose values the
+/// returned vector holds.
 trait IntegerTile {
     const HAS_MINS: bool = false;
-    /// Unpacked weights, reused for several rows.
+    /// Unpacked weights. They are unpacked once and used for several rows.
     type Weights<S: Simd>: Copy;
 
     fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S>;
@@ -176,7 +177,8 @@ impl Nibbles {
         words
     }
 
-    /// Returns the dot products. The 16-bit sums of pairs are at most 8 × 2 × 15 × 127 = 30,480 < 2^15.
+    /// Returns the dot products. A 16-bit sum receives two products in each of eight calls, so it is at most 8 × 2 × 15 × 127 = 30,480,
+    /// which is less than 2^15.
     #[inline(always)]
     fn dot<S: Simd>(simd: S, words: &[S::Bytes; GROUP / 4], x: &Group) -> S::Ints {
         let mut sums = simd.no_sums();
@@ -240,7 +242,8 @@ impl IntegerTile for Q4_KTile {
         simd.mul(simd.load_halves(&self.scales[column..]), simd.load_u8(&self.factors[column..]))
     }
 
-    /// Returns the negated minima, because this format subtracts its minima. The sign changes no other bit of a product.
+    /// Returns the negated minima, because this format subtracts its minima. Negation changes only the sign of a product, so the result
+    /// stays exact.
     #[inline(always)]
     fn mins<S: Simd>(&self, simd: S, column: usize) -> S::Floats {
         let mins = simd.mul(simd.load_halves(&self.mins[column..]), simd.load_u8(&self.min_factors[column..]));
@@ -249,7 +252,7 @@ impl IntegerTile for Q4_KTile {
 }
 
 impl IntegerTile for Q6_KTile {
-    /// The words of a vector's outputs, and their factors for each half of the group.
+    /// The words of as many outputs as a vector holds, and the outputs' factors for each half of the group.
     type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
     #[inline(always)]
@@ -266,7 +269,7 @@ impl IntegerTile for Q6_KTile {
             // The stored quants are greater by 32 than the quants in the format's formula.
             let mut sum = simd.splat_int(-32 * x.totals[half]);
             for pair in (half * 4..half * 4 + 4).step_by(2) {
-                // The sums of pairs are at most 2 × 2 × 63 × 127 = 32,004 < 2^15.
+                // Each 16-bit sum has two products from each of the two calls, so it is at most 2 × 2 × 63 × 127 = 32,004 < 2^15.
                 let sums = simd.add_products(simd.no_sums(), words[pair], simd.splat_bytes(&x.quants[pair]));
                 let sums = simd.add_products(sums, words[pair + 1], simd.splat_bytes(&x.quants[pair + 1]));
                 sum = simd.add_ints(sum, simd.ints(sums));
@@ -321,7 +324,7 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
         let at = (panel - first_panel) * PANEL;
         let mut row = 0;
         while row < out.len() {
-            // Computes as many rows together as the registers hold, so that weights are unpacked once for all of them.
+            // As many rows are computed together as the registers hold, so that weights are unpacked once for all of these rows.
             let left = out.len() - row;
             row += match left {
                 8.. if S::LANES == 16 => store(&integer_rows::<S, T, 8, 1>(simd, tiles, x, row), at, &mut out[row..]),
@@ -375,7 +378,7 @@ fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
 
 /// A tile of float weights.
 trait FloatTile {
-    /// Loads one input's weights for as many outputs, from `column` on, as a vector holds.
+    /// Loads the weights of one input. The vector holds the outputs from `column` on.
     fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats;
 }
 

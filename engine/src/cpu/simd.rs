@@ -1,7 +1,7 @@
 //! Vector operations for the kernels' inner loops, for each instruction set.
 //!
-//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as [`Plain`]'s operation. All
-//! operations must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
+//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as the same operation of [`Plain`].
+//! All operations must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -9,9 +9,9 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
-/// An instruction set. A value of the type proves that the processor has it.
+/// An instruction set. A value of an implementing type proves that the processor supports the instruction set.
 pub(super) trait Simd: Copy {
-    /// Lanes of a vector: 8 or 16.
+    /// The number of lanes in a vector: 8 or 16.
     const LANES: usize;
     /// A vector of single-precision numbers.
     type Floats: Copy;
@@ -19,22 +19,22 @@ pub(super) trait Simd: Copy {
     type Ints: Copy;
     /// A vector with four 8-bit integers in each lane.
     type Bytes: Copy;
-    /// A vector of sums of a few products; the sums may have fewer bits than [`Self::Ints`].
+    /// A vector of sums of products. An implementation may use fewer bits for these sums than for [`Self::Ints`].
     type Sums: Copy;
 
     fn splat(self, number: f32) -> Self::Floats;
-    /// Loads the first `LANES` numbers of a slice. This and the other loads panic if the slice is too short; `load_bytes` needs four bytes
-    /// per lane.
+    /// Loads the first `LANES` numbers of a slice. All loads panic if the slice is too short. `load_bytes` needs four bytes per lane, all
+    /// others one number.
     fn load(self, from: &[f32]) -> Self::Floats;
     fn load_halves(self, from: &[u16]) -> Self::Floats;
     fn load_bf16(self, from: &[u16]) -> Self::Floats;
-    /// Loads integers from 0 to 255.
+    /// Loads integers from 0 to 255 as floating-point numbers.
     fn load_u8(self, from: &[u8]) -> Self::Floats;
     fn store(self, numbers: Self::Floats, into: &mut [f32]);
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Returns `a × b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Converts integers exactly, if they are at most 2^24 in absolute value.
+    /// Converts integers to floating-point numbers. The conversion is exact for integers of at most 2^24 in absolute value.
     fn floats(self, ints: Self::Ints) -> Self::Floats;
 
     fn splat_int(self, number: i32) -> Self::Ints;
@@ -51,24 +51,24 @@ pub(super) trait Simd: Copy {
     fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
 
     fn no_sums(self) -> Self::Sums;
-    /// Adds each lane's dot product of four weights and four `x`. The weights must not be negative. An implementation may split a lane into
-    /// two 16-bit sums, each of which adds two products per call. So in either half, the total of `weight × 127` since [`Self::no_sums`]
-    /// must stay below 2^15.
+    /// Adds to each lane the dot product of its four weights and four values of `x`. The weights must not be negative. An implementation
+    /// may split a lane into two 16-bit sums, to each of which a call adds two products. So the total of `weight × 127` that either 16-bit
+    /// sum receives after [`Self::no_sums`] must stay below 2^15.
     fn add_products(self, sums: Self::Sums, weights: Self::Bytes, x: Self::Bytes) -> Self::Sums;
     fn ints(self, sums: Self::Sums) -> Self::Ints;
 
-    /// Converts signed weights for [`Self::add_signed_products`].
+    /// Converts signed weights to the form that [`Self::add_signed_products`] takes.
     fn signed(self, bytes: Self::Bytes) -> Self::Bytes;
     /// Returns the initial sums of signed products. `x_total` must be the sum of all `x` whose products will be added.
     fn no_signed_sums(self, x_total: i32) -> Self::Ints;
-    /// Adds each lane's dot product of four weights from −128 to 127 and four `x` from −127 to 127.
+    /// Adds to each lane the dot product of its four weights, from −128 to 127, and four values of `x`, from −127 to 127.
     fn add_signed_products(self, sums: Self::Ints, weights: Self::Bytes, x: Self::Bytes) -> Self::Ints;
 }
 
 /// Converts half-precision bits exactly. The number must be finite, because infinities and NaNs would become finite numbers.
 #[inline(always)]
 pub(super) fn widen(half: u16) -> f32 {
-    /// 2^112: the difference of the two formats' exponent biases.
+    /// The factor 2^112. Its exponent is the difference between the exponent biases of the two formats.
     const BIAS: f32 = f32::from_bits((127 + 112) << 23);
     let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
     f32::from_bits(magnitude.to_bits() | u32::from(half & 0x8000) << 16)
@@ -80,7 +80,7 @@ pub(super) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// The operations on arrays instead of vector registers, for any processor.
+/// An implementation with arrays instead of vector registers, which runs on any processor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plain;
 
@@ -97,7 +97,7 @@ macro_rules! lanes {
     }};
 }
 
-/// Defines operations on arrays.
+/// Defines methods of [`Plain`] from their signatures and results.
 macro_rules! operations {
     ($($name:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)? = $value:expr;)*) => {
         $(

@@ -1,8 +1,8 @@
-//! Computes a step: all chunks through all layers.
+//! Computes a step: all layers, for the tokens of all chunks.
 //!
-//! The rows of all chunks form one matrix. Between the attention of one layer and that of the next, rows do not depend on each other, so
-//! they are split into *slabs*. Each slab is computed on one thread. If there are few rows, they form a single slab, which all threads
-//! compute together.
+//! The rows of all chunks form one matrix, with a row for each token. Between the attention of one layer and that of the next, rows do not
+//! depend on each other, so they are split into *slabs*. Each slab is computed on one thread. If there are few rows, they form a single
+//! slab, which all threads compute together.
 
 use super::{
     attention::{KvLayout, Place, Scratch, attend, store_kv},
@@ -15,7 +15,7 @@ use super::{
 use crate::{Chunk, Logits};
 use tandem_kv::BlockId;
 
-/// Number of rows in a slab: few enough that their activations fit into the second-level cache.
+/// The number of rows in a slab. The activations of so few rows fit into the second-level cache.
 const SLAB_ROWS: usize = 32;
 /// Number of tokens in one attention task.
 const ATTENTION_TOKENS: usize = 16;
@@ -25,7 +25,7 @@ const ATTENTION_TOKENS: usize = 16;
 pub(super) struct Buffers {
     /// The residual stream, `[rows][width]`.
     stream: Vec<f32>,
-    /// The queries, which attention replaces with its outputs, `[rows][heads × head_dim]`.
+    /// The queries, `[rows][heads × head_dim]`. Attention overwrites them with its outputs.
     queries: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
@@ -54,7 +54,7 @@ pub(super) struct Step<'a> {
     pub buffers: &'a mut Buffers,
 }
 
-/// Consecutive rows that belong to consecutive tokens of one sequence.
+/// Consecutive rows, which belong to consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
 struct Run<'a> {
     start: usize,
@@ -63,7 +63,7 @@ struct Run<'a> {
 }
 
 impl Step<'_> {
-    /// Writes the chunks' KV and returns the requested rows of logits, `[rows][vocab_size]`.
+    /// Computes the chunks. Writes their KV, and returns the requested rows of logits, `[rows][vocab_size]`.
     pub fn run(mut self, chunks: &[Chunk<'_>]) -> Vec<f32> {
         let mut runs: Vec<Run<'_>> = chunks
             .iter()
@@ -84,7 +84,7 @@ impl Step<'_> {
         self.logits()
     }
 
-    /// Writes the tokens' embeddings to the stream, and computes the rotations of their positions.
+    /// Writes the tokens' embeddings to the residual stream, and computes the rotations of their positions.
     fn embed(&mut self, chunks: &[Chunk<'_>]) {
         let config = &self.model.config;
         let Buffers { stream, queries, keys, values, rotations, .. } = &mut *self.buffers;
@@ -105,8 +105,8 @@ impl Step<'_> {
         }
     }
 
-    /// Computes the operations between the attention of layer `finished` and that of layer `next` for all rows: the output projection and
-    /// the feed-forward layers of `finished`, then the queries, keys and values of `next`.
+    /// Computes, for all rows, the operations between the attention of layer `finished` and that of layer `next`: the output projection and
+    /// the feed-forward network of `finished`, then the queries, keys and values of `next`.
     fn slabs(&mut self, finished: Option<&Layer>, next: Option<&Layer>) {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, query_len, kv_len) = (model.config.width, self.layout.heads * self.layout.head_dim, self.layout.row_len());
@@ -200,14 +200,14 @@ impl Step<'_> {
             }
             buffer.truncate(kept.len() * width);
         }
-        // No later layer reads keys, values or rotations, so the rows of these are not moved.
+        // No later layer reads keys, values or rotations. So their rows are not moved, only their number is reduced.
         let row_len = self.layout.row_len();
         keys.truncate(kept.len() * row_len);
         values.truncate(kept.len() * row_len);
         rotations.truncate(kept.len() * self.model.config.rope.frequencies.len());
     }
 
-    /// Computes the logits of the remaining rows: final norm and output head.
+    /// Computes the logits of the remaining rows with the final norm and the output head.
     fn logits(&mut self) -> Vec<f32> {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, vocab_size) = (model.config.width, model.config.vocab_size);
@@ -244,7 +244,7 @@ struct Slab<'a> {
 }
 
 impl Slab<'_> {
-    /// Adds the projection of the attention's outputs to the stream.
+    /// Adds the output projection of the attention's outputs to the residual stream.
     fn attention_out(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, query_len) = (self.isa, layer.attention_out.inputs);
         let SlabBuffers { quantised, change, .. } = buffers;
@@ -271,7 +271,7 @@ impl Slab<'_> {
         add(isa, self.stream, change);
     }
 
-    /// Computes queries, keys and values from the stream, with rotary position embedding.
+    /// Computes queries, keys and values from the residual stream, with rotary position embedding.
     fn project(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, config) = (self.isa, &self.model.config);
         let SlabBuffers { normed, quantised, .. } = buffers;

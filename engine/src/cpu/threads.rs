@@ -12,11 +12,11 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Iterations of busy-waiting before a thread sleeps: a few microseconds.
+/// How many times a waiting thread checks its condition before it sleeps. The checks take a few microseconds.
 const SPINS: usize = 300;
 
-/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job.
-/// On a busy machine it does the work of helpers that the system has not scheduled. ADR 003 compares the pool with rayon.
+/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job:
+/// on a busy machine, the caller does the work of helpers that the system has not scheduled. ADR 003 compares the pool with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,

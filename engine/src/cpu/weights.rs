@@ -1,8 +1,9 @@
-//! Weight matrices, packed for the kernels at load time; most take about as many bytes as in the file.
+//! Weight matrices, packed for the kernels at load time. Most of them take about as many bytes as in the file.
 //!
-//! A *panel* is 32 outputs, a *group* 32 consecutive inputs (which share a scale in most of the file formats), a *tile* one group of one
-//! panel. A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost loops run over independent
-//! outputs. A *word* has the quants of four inputs of one output, a byte each.
+//! A *panel* is 32 outputs. A *group* is 32 consecutive inputs, which share a scale in most of the file formats. A *tile* is one group of
+//! one panel, and a *column* is one output of a tile. A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the
+//! kernels' innermost loops run over independent outputs. A *quant* is a weight's quantised integer. A *word* has the quants of four inputs
+//! of one output, a byte each.
 
 use super::{
     CpuError,
@@ -25,7 +26,8 @@ pub(crate) struct Matrix {
 /// The tiles of a matrix, panel by panel, group by group. The padding of the last panel and group is 0.
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
-    /// Also holds Q4_0, whose minimum is −8 × scale, a number that half precision represents exactly.
+    /// The tiles of matrices in the formats Q4_1 and Q4_0. Q4_0 is stored as Q4_1 with the minimum −8 × scale, which half precision
+    /// represents exactly.
     Q4_1(Vec<Q4_1Tile>),
     Q8_0(Vec<Q8_0Tile>),
     Q4_K(Vec<Q4_KTile>),
@@ -53,8 +55,8 @@ macro_rules! each_type {
 /// The words of all outputs of a panel for the same four inputs.
 pub(super) type Words = [u8; PANEL * 4];
 
-/// Quants from 0 to 15. Row `i` has the four inputs from `4i` on in the lower halves of its bytes, and the four inputs from `4i + 16` on in
-/// the upper halves.
+/// A tile's quants from 0 to 15, two in each byte. The bytes of row `i` hold the four inputs from `4i` on in their lower halves, and the
+/// four inputs from `4i + 16` on in their upper halves.
 #[derive(Clone)]
 pub(super) struct Nibbles(pub [Words; GROUP / 8]);
 
@@ -67,14 +69,14 @@ pub(super) struct Q4_1Tile {
     pub mins: [u16; PANEL],
 }
 
-/// `weight = scale × factor × quant − min × min factor`. Factors are from 0 to 63, so that `scale × factor` and `min × min factor` are
-/// exact in single precision.
+/// A tile of the format Q4_K: `weight = scale × factor × quant − min × min_factor`. Factors are from 0 to 63, so that `scale × factor` and
+/// `min × min_factor` are exact in single precision.
 #[derive(Clone)]
 #[expect(non_camel_case_types, reason = "the format's own name")]
 #[repr(align(64))]
 pub(super) struct Q4_KTile {
     pub quants: Nibbles,
-    /// The scale of each output. It applies to 256 inputs, so it is repeated in eight tiles.
+    /// The scale of each output. In the file it applies to 256 inputs, so eight tiles have the same scale.
     pub scales: [u16; PANEL],
     pub mins: [u16; PANEL],
     pub factors: [u8; PANEL],
@@ -87,7 +89,7 @@ pub(super) struct Q4_KTile {
 #[repr(align(64))]
 pub(super) struct Q6_KTile {
     pub quants: [Words; GROUP / 4],
-    /// The scale of each output. It applies to 256 inputs, so it is repeated in eight tiles.
+    /// The scale of each output. In the file it applies to 256 inputs, so eight tiles have the same scale.
     pub scales: [u16; PANEL],
     pub factors: [[i8; PANEL]; 2],
 }
@@ -114,15 +116,15 @@ pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
-/// A tile. It is packed one group of one output at a time.
+/// A tile, into which `put` packs the weights of one output at a time.
 trait Tile: Clone {
     /// Size in bytes of a block in the file. A block has `BLOCK_GROUPS` groups.
     const BLOCK_BYTES: usize;
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
 
-    /// Packs a group of a block into a column. The last block of a row may be shorter. Returns false if a number in the group is not
-    /// finite.
+    /// Packs group number `group` of a block of the file into a column. The last block of a row may be shorter. Returns false if a number
+    /// in the group is not finite.
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool;
 
     fn get(&self, column: usize, input: usize) -> f32;
@@ -159,7 +161,8 @@ fn is_finite(half: u16) -> bool {
 
 const NO_WORDS: [Words; GROUP / 4] = [[0; PANEL * 4]; GROUP / 4];
 
-/// Returns where a tile's words hold the quant of this column and input: the index of the row, and of the byte in the row.
+/// Returns the position of the quant of this column and input in a tile's words: the index of the row, and the index of the byte in the
+/// row.
 fn place(column: usize, input: usize) -> (usize, usize) {
     (input / 4, column * 4 + input % 4)
 }
@@ -203,7 +206,7 @@ impl Q4_1Tile {
     /// Packs a Q4_0 block: `weight = scale × (quant − 8)`.
     fn put_q4_0(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
-        // The minimum becomes infinite only if weights exceed the range of half precision.
+        // If −8 × scale exceeds the range of half precision, the minimum is infinite and the tensor is refused.
         let min = f16::from_f32(scale.to_f32() * -8.0);
         (self.scales[column], self.mins[column]) = (scale.to_bits(), min.to_bits());
         self.quants.put(column, &block[2..18]);
@@ -220,9 +223,9 @@ impl Tile for Q4_KTile {
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
         self.scales[column] = half_at(block, 0);
         self.mins[column] = half_at(block, 2);
-        // Twelve bytes hold eight factors and eight min factors of six bits. The first four of each are in the low six bits of the first
-        // eight bytes. Of the other factors, the low four bits are in the last four bytes, and the high two bits are in the high bits of
-        // the first eight bytes.
+        // Twelve bytes hold the eight factors and the eight min factors of six bits each. The low six bits of the first eight bytes are the
+        // first four factors and the first four min factors. Each of the last four bytes has the low four bits of one of the other factors
+        // and of one of the other min factors. Their high two bits are the high two bits of the first eight bytes.
         let packed = &block[4..16];
         (self.factors[column], self.min_factors[column]) = if group < 4 {
             (packed[group] & 63, packed[group + 4] & 63)
@@ -250,8 +253,8 @@ impl Tile for Q6_KTile {
     const ZERO: Self = Self { quants: NO_WORDS, scales: [0; PANEL], factors: [[0; PANEL]; 2] };
 
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
-        // Each 128 inputs (four groups) have 64 bytes with the quants' low four bits: two groups in the low halves of the bytes, two in the
-        // high halves. 32 more bytes have the quants' high two bits: each byte has two bits for each of the four groups.
+        // For every 128 inputs (four groups), 64 bytes have the low four bits of the quants: two groups in the low halves of the bytes, two
+        // in the high halves. 32 more bytes have the high two bits of the quants: each byte has two bits for each of the four groups.
         let (part, quarter) = (group / 4, group % 4);
         let low = &block[part * 64 + quarter % 2 * 32..][..32];
         let high = &block[128 + part * 32..][..32];
@@ -342,7 +345,7 @@ impl Matrix {
         Self::load_rows(file, name, outputs, inputs, 0..outputs)
     }
 
-    /// Packs some rows of a tensor of this shape.
+    /// Packs the rows `rows` of a tensor that has `outputs` rows.
     ///
     /// # Errors
     ///
@@ -372,7 +375,7 @@ impl Matrix {
         Ok(Self { outputs, inputs, tiles: tiles.ok_or_else(not_finite)? })
     }
 
-    /// Unpacks the weights of one output, such as a token's embedding.
+    /// Unpacks the weights of one output into `into`. In the matrix of embeddings, an output is a token.
     pub fn row(&self, output: usize, into: &mut [f32]) {
         each_type!(&self.tiles, tiles => row(tiles, output, into))
     }
@@ -383,7 +386,7 @@ impl Matrix {
     }
 }
 
-/// Packs all rows with `T::put`; `None` if a number is not finite.
+/// Packs all rows with `T::put`. Returns `None` if a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     pack_with(data, outputs, T::BLOCK_BYTES, T::put)
 }

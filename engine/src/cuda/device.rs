@@ -30,7 +30,7 @@ impl Kernel {
         Self::Sample,
     ];
 
-    /// Returns the kernel's name and its number of threads per thread block, as in the sources.
+    /// Returns the kernel's name and its number of threads per thread block, both as declared in the CUDA sources.
     fn declaration(self) -> (&'static str, u32) {
         match self {
             Self::Embed => ("embed", 256),
@@ -106,14 +106,14 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Connects devices, each of which is one rank, for `all_reduce_sum`.
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError>;
 
-    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks. On each rank's stream, this is ordered
-    /// with the stream's other work.
+    /// Replaces the `count` 32-bit floats at each rank's address with their sums over all ranks. On each rank's stream, the all-reduce is
+    /// ordered with the stream's other work.
     fn all_reduce_sum(communicators: &Self::Communicators, ranks: &[(&Self, u64)], count: usize) -> Result<(), CudaError>;
 
     /// Recorded work (a CUDA graph).
     type Graph: Send + 'static;
 
-    /// Creates another stream of the same device, which shares its memory.
+    /// Creates another stream on the same device. Both streams use the same memory.
     fn new_stream(&self) -> Result<Self, CudaError>;
 
     /// Returns the number of streaming multiprocessors.
@@ -134,7 +134,7 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Copies bytes from a device address to the host, after all earlier work is done.
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Returns when all work is done.
+    /// Returns when all enqueued work is done.
     fn wait(&self) -> Result<(), CudaError>;
 
     /// Returns when all work of all ranks is done, or as soon as one rank has failed: the work of the other ranks may then never end.

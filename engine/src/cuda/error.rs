@@ -5,7 +5,7 @@ use tandem_model::ModelError;
 
 type Source = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why a GPU cannot be used, or why a step on it failed.
+/// An error that prevents the use of a GPU, or of a step that failed on it.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum CudaError {
@@ -24,7 +24,7 @@ pub enum CudaError {
     /// The GPU lacks instructions that the kernels use.
     #[error("GPU number {device} has compute capability {major}.{minor}; use a GPU with 8.0 or later, or --engine cpu")]
     TooOld { device: u32, major: i32, minor: i32 },
-    /// NVRTC refused the kernels, which are tested with version 13.0. `log` is its compiler log.
+    /// NVRTC cannot compile the kernels, which are tested with version 13.0. `log` is the log of the compiler.
     #[error("this version of NVRTC cannot compile the kernels for this GPU ({log}); install NVRTC 13.0")]
     Compile { log: String },
     /// A driver call failed. The device cannot be used any more.
@@ -33,7 +33,7 @@ pub enum CudaError {
     /// cuBLASLt refused a GEMM. The device cannot be used any more.
     #[error("cuBLASLt failed to compute a GEMM ({source}); check that its version is that of CUDA 13, and restart the process")]
     Gemm { source: Source },
-    /// NCCL failed, or the other rank did. The communicator cannot be used any more, but the GPU can.
+    /// NCCL failed on this rank or on the other one. The communicator cannot be used any more, but the GPU can.
     #[error("NCCL failed while {doing} ({source}); set NCCL_DEBUG=WARN in the environment to see why")]
     Nccl { doing: &'static str, source: Source },
     /// The model has a shape that the kernels do not support.
@@ -54,7 +54,7 @@ pub enum CudaError {
         "the all-reduce of several GPUs failed ({source}); set NCCL_DEBUG=WARN in the environment to see why, and restart the process"
     )]
     AllReduce { source: Source },
-    /// The buffers of a step and the KV blocks (at least one) do not fit in this engine's share of the free memory.
+    /// This engine's share of the free memory is too small for the buffers of a step and at least one KV block.
     #[error(
         "a step and its KV blocks need {needed_bytes} bytes of GPU memory, and {free_bytes} are free for this worker; use fewer workers, a smaller --prefill-chunk-budget or --kv-capacity-tokens, or a smaller model"
     )]

@@ -1,21 +1,22 @@
-//! CUDA graphs of decode steps: a step's hundreds of launches are captured once and replayed by one call.
+//! CUDA graphs of decode steps: a step's hundreds of kernel launches are captured once, and then replayed by one call.
 //!
-//! Steps of one bucket differ only in their uploaded lists. All launch parameters (geometry, counts, addresses) follow from the bucket and
-//! the lists' addresses, so a graph is looked up by its bucket, and all graphs are discarded when the lists move.
+//! All steps of a bucket have the same launch parameters (geometry, counts, addresses). They follow from the bucket and from the addresses
+//! of the lists that are uploaded for each step. Steps of a bucket differ only in the contents of these lists. So a graph is looked up by
+//! its bucket, and all graphs are discarded when the lists are moved.
 
 use super::{CudaError, device::Device, plan::Batch, plan::padded_rows};
 use std::collections::HashMap;
 
-/// The most graphs that are cached: more than the buckets of a mixed load. A graph has a few hundred launches, each of which takes some
-/// kilobytes in the driver.
+/// The most graphs that are cached. A mixed load has fewer buckets. A graph has a few hundred launches, each of which takes some kilobytes
+/// in the driver.
 const GRAPHS_MAX: usize = 256;
 
-/// The key of a graph: the numbers of rows and partitions to which a step is padded, and its number of alternatives.
+/// The key of a graph: the numbers of rows and partitions to which a step is padded, and the number of alternative tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
     pub rows: usize,
     pub partitions: usize,
-    /// Number of alternative tokens whose logprobs a row can return.
+    /// The number of alternative tokens for which a row can return logprobs.
     pub top_max: usize,
 }
 
@@ -23,20 +24,20 @@ pub(super) struct Bucket {
 pub(super) struct Graphs<D: Device> {
     rows_max: usize,
     partitions_max: usize,
-    /// The addresses of the lists and of the results that the cached graphs use.
+    /// The addresses that the cached graphs contain: that of the uploaded lists and that of the results.
     addresses: [u64; 2],
     entries: HashMap<Bucket, Entry<D>>,
-    /// The number of steps so far: the clock for `Entry::used`.
+    /// The number of steps so far. `Entry::used` counts in these steps.
     steps: u64,
     /// Whether a capture has failed. From then on, all steps are launched kernel by kernel.
     disabled: bool,
 }
 
 struct Entry<D: Device> {
-    /// `None` after the bucket's first step. That step is launched directly, so that initialisation at the first use is done before the
-    /// next step is captured.
+    /// The graph; `None` after the bucket's first step. The first step is launched directly, so that initialisation at the first use of a
+    /// kernel is complete before a step is captured.
     graph: Option<D::Graph>,
-    /// The step in which this entry was last used.
+    /// The number of the step in which this entry was last used.
     used: u64,
 }
 
@@ -46,7 +47,8 @@ impl<D: Device> Graphs<D> {
         Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, disabled: false }
     }
 
-    /// Returns the step's bucket if all its rows are sampled, which implies that every chunk is a single token; `None` for other steps.
+    /// Returns the bucket of a decode step; `None` for other steps. A step is a decode step if a token is sampled from each of its rows,
+    /// because then every chunk is a single token.
     pub fn bucket(&self, batch: &Batch, top_max: usize) -> Option<Bucket> {
         let rows = batch.rows();
         let bucket = || Bucket {
@@ -57,9 +59,9 @@ impl<D: Device> Graphs<D> {
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
-    /// Executes the step `work`, which the caller must have padded to the size `bucket`. The step reads its lists and writes its results at
-    /// `addresses`. A bucket's first step is launched directly; the second is captured, and the graph is replayed from then on. `work` may
-    /// be called a second time after a partial execution, and must give the right result in this case, too.
+    /// Executes the step that `work` launches. The caller must have padded the step to the size `bucket`. The step reads its lists and
+    /// writes its results at `addresses`. A bucket's first step is launched directly. The second one is captured, and its graph is replayed
+    /// from then on. If a capture fails, `work` is called a second time. Its result must then be right as well.
     pub fn run(
         &mut self,
         device: &D,
@@ -90,7 +92,7 @@ impl<D: Device> Graphs<D> {
                 entry.graph = Some(graph);
                 Ok(())
             }
-            // If the device is lost, `work` fails as well.
+            // If the capture failed because the device is lost, `work` fails as well and returns that error.
             Err(error) => {
                 tracing::warn!(%error, "cannot capture a CUDA graph; decode steps are launched kernel by kernel, which is slower for small batches");
                 self.disabled = true;

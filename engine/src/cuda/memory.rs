@@ -44,9 +44,9 @@ pub(super) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceBudget {
     pub multiprocessors: usize,
-    /// Bytes free after loading the weights.
+    /// The number of bytes that are free after loading the weights.
     pub free_bytes: usize,
-    /// Bytes of each engine's communicator; 0 on one GPU.
+    /// The number of bytes that each engine's communicator takes; 0 on one GPU.
     pub communicator_bytes: usize,
 }
 

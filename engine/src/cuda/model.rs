@@ -19,14 +19,14 @@ pub(super) struct Model<D: Device> {
     pub eps: f32,
     pub magnitude: f64,
     pub device: Arc<D>,
-    /// Bytes of device memory free after loading the weights.
+    /// The number of bytes of device memory that are free after loading the weights.
     pub free_bytes: usize,
     /// RoPE frequencies: radians per position for each pair of dimensions, as 64-bit floats.
     pub frequencies: Memory<D>,
     pub embedding: Memory<D>,
     pub layers: Vec<Layer<D>>,
     pub norm: Memory<D>,
-    /// The output head; `None` if the embedding is also the head, and on all ranks but the first, which alone computes the logits.
+    /// The output head. `None` if the embedding is also the head, and on all ranks except the first: only the first rank computes logits.
     head: Option<Memory<D>>,
 }
 

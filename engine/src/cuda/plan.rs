@@ -3,12 +3,12 @@
 use super::shape::Shape;
 use crate::{Chunk, Logits};
 
-/// The minimum length of a partition in positions; a thread block processes one partition. A shorter sequence is one partition.
+/// The minimum number of positions in a partition, which one thread block processes. A sequence with fewer positions is one partition.
 const PARTITION_POSITIONS_MIN: usize = 256;
-/// The slot of padding rows, whose KV is not stored. kernels/model.cu has the same constant.
+/// The slot number of padding rows. No KV is stored for it. kernels/model.cu has the same constant.
 const NO_SLOT: u32 = u32::MAX;
-/// Target number of `attend_token` thread blocks per multiprocessor. Two of them run at a time. With more than two, few multiprocessors are
-/// idle at the end of a launch.
+/// The number of `attend_token` thread blocks per multiprocessor at which partitions aim. A multiprocessor runs two of them at a time; with
+/// more in its queue, few multiprocessors are idle at the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 
 /// The lists that describe a step: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
@@ -16,19 +16,22 @@ const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
 pub(super) struct Batch {
     pub tokens: Vec<u32>,
     pub positions: Vec<u32>,
-    /// The slot of each row's KV: block × block size + offset in the block.
+    /// The slot at which each row's KV is stored: block × block size + offset in the block.
     pub slots: Vec<u32>,
     /// The chunks' block tables, concatenated.
     pub tables: Vec<u32>,
-    /// Tiles of prompts: first row, tokens, position of the first token, offset in `tables`. Tiles that read the most KV come first.
+    /// Tiles of prompts, each with its first row, its number of tokens, the position of its first token, and its offset in `tables`. Tiles
+    /// that read the most KV come first.
     pub tiles: Vec<[u32; 4]>,
-    /// Partitions of the KV that single tokens read: row, first position, position after the last, offset in `tables`.
+    /// Partitions of the KV that the tokens of one-token chunks read, each with its row, its first position, the position after its last
+    /// one, and its offset in `tables`.
     pub partitions: Vec<[u32; 4]>,
-    /// Single tokens, whose partitions are combined: row, first partition, number of partitions, unused.
+    /// The tokens of one-token chunks, for which the results of their partitions are combined, each with its row, its first partition, its
+    /// number of partitions, and an unused number.
     pub combined: Vec<[u32; 4]>,
-    /// Rows whose logits are returned.
+    /// The rows whose logits are returned.
     pub logit_rows: Vec<u32>,
-    /// Rows from whose logits a token is sampled.
+    /// The rows for which a token is sampled on the device.
     pub sampled_rows: Vec<u32>,
 }
 
@@ -79,8 +82,8 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Pads a batch of single tokens to these numbers of rows and partitions. Added partitions are empty; added rows attend to nothing,
-    /// store no KV and are sampled as usual.
+    /// Pads a batch of one-token chunks to these numbers of rows and partitions. Added partitions are empty. Added rows attend to nothing
+    /// and store no KV, but a token is sampled for them.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
@@ -99,7 +102,7 @@ impl Batch {
     }
 }
 
-/// Returns the length of a partition in positions. Unless the minimum is reached, it is short enough that the single tokens' partitions
+/// Returns the number of positions in a partition. Unless the minimum applies, it is so small that the partitions of all one-token chunks
 /// occupy all multiprocessors.
 fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> usize {
     let ends = chunks.iter().filter(|chunk| chunk.tokens.len() == 1).map(|chunk| chunk.start as usize + 1);
@@ -108,14 +111,14 @@ fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usi
     ends.sum::<usize>().div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS).max(PARTITION_POSITIONS_MIN)
 }
 
-/// Returns the most partitions that this many single tokens can have.
+/// Returns the maximum number of partitions for this many one-token chunks.
 pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usize) -> usize {
     let blocks_per_partition = shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS);
     tokens + (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks_per_partition)
 }
 
-/// Returns the number of rows that a decode step is padded to, so that few different numbers occur: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48
-/// and so on. Padding hardly costs time: a GEMM of few rows takes as long as reading its weights.
+/// Returns the number of rows to which a decode step is padded: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 and so on. So only a few different
+/// numbers occur. Padding costs hardly any time, because a GEMM of few rows takes as long as reading its weights.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
 }

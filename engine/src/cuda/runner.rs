@@ -1,4 +1,4 @@
-//! An engine on one device, or on several that hold the ranks of one model.
+//! Runs an engine on one device, or on several devices, each of which computes one rank of the model.
 
 use super::{
     CudaError, CudaLimits,
@@ -25,22 +25,22 @@ const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
 pub(super) struct Runner<D: Device> {
-    /// `None` on one device, and after a rank was lost. Then the communicators are dropped, which ends all-reduces that wait for the lost
-    /// rank, before memory is freed.
+    /// `None` on one device, and after a rank was lost. When a rank is lost, the communicators are dropped before memory is freed, because
+    /// that ends the all-reduces that wait for the lost rank.
     communicators: Option<D::Communicators>,
     /// `None` with several ranks, which launch every step kernel by kernel.
     graphs: Option<Graphs<D>>,
     ranks: Vec<Rank<D>>,
     limits: CudaLimits,
     sizes: Sizes,
-    /// The last field, so that weights are freed last. An aborted step may still read them, but freeing the buffers above waits until that
-    /// step has ended.
+    /// This is the last field, so that the weights are freed last. An aborted step may still read the weights, but freeing the buffers in
+    /// the fields above waits until that step has ended.
     models: Arc<[Model<D>]>,
 }
 
 /// An engine's resources on one device.
 struct Rank<D: Device> {
-    /// The engine's own stream, so that engines on one device run concurrently.
+    /// The device, with a stream of this engine's own, so that engines on one device run concurrently.
     device: Arc<D>,
     buffers: Buffers<D>,
     inputs: Inputs<D>,
@@ -58,7 +58,8 @@ impl<D: Device> Runner<D> {
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
-            // The first all-reduce allocates memory and may fail, so one is done here, before any step. Its result is not used.
+            // The first all-reduce allocates memory and may fail. Therefore one all-reduce is done here, before any step. Its result is not
+            // used.
             let streams: Vec<_> = ranks.iter().map(|rank| (&*rank.device, rank.buffers.residual.address())).collect();
             D::all_reduce_sum(communicators, &streams, models[0].shape.width)?;
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
@@ -133,7 +134,7 @@ impl<D: Device> Runner<D> {
             Step { model, device: &**device, buffers, kv: kv.address(), batch: &batch, lists }
         };
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
-        // After the layers every rank has the residual stream; the head is on the first rank.
+        // After the layers, every rank has the residual stream. Only the first rank has the output head.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
         let (logits, mut tokens) = match (bucket, &mut self.graphs) {
             (Some(bucket), Some(graphs)) => {

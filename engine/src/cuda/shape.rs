@@ -18,11 +18,11 @@ pub(super) const SOURCES: [(&str, &str); 6] = [
 pub(super) enum Half {
     /// IEEE half precision: 11 significant bits, up to 65,504.
     Float16,
-    /// The upper half of an IEEE single: 8 significant bits, the range of singles.
+    /// The upper half of an IEEE single-precision float: 8 significant bits, and the same range.
     BFloat16,
 }
 
-/// Longest supported head: `attend_prompt` keeps a tile of outputs in registers.
+/// The largest supported number of elements of a head. It is limited because `attend_prompt` keeps a tile of outputs in registers.
 pub(super) const HEAD_DIM_MAX: usize = 128;
 
 /// The constants of a model that its kernels are compiled with; numbers of heads and feed-forward columns are those of one rank.
@@ -43,8 +43,8 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Returns the shape of one rank. Fails if the kernels do not support the model, for example because its rows are no multiples of the
-    /// 16 bytes that they copy at a time, or if the shards are uneven. `shared_max` is the shared memory of a thread block in bytes.
+    /// Returns the shape of one rank. Fails if the kernels do not support the model (for example because its rows are not multiples of the
+    /// 16 bytes that the kernels copy at a time) or if the shards are uneven. `shared_max` is the shared memory of a thread block in bytes.
     pub fn new(config: &ModelConfig, half: Half, block_size: usize, shared_max: usize, shard: Shard) -> Result<Self, CudaError> {
         let &ModelConfig { layers, width, heads, kv_heads, head_dim, ffn, vocab_size, .. } = config;
         for (fits, what, found) in [

@@ -1,14 +1,14 @@
-//! Tensor parallelism: which shard of each tensor and of each KV block a rank holds.
+//! Tensor parallelism: the shard of each tensor and of each KV block that a rank holds.
 //!
-//! As in Megatron-LM (Shoeybi et al. 2019): heads and feed-forward columns are divided evenly, in the order of the ranks. The matrices that
-//! produce them (`qkv`, `gate`, `up`) are divided by rows; those that consume them (attention output, `down`) by columns, so that the
-//! ranks' results must be summed by an all-reduce.
+//! The division is that of Megatron-LM (Shoeybi et al. 2019). Heads and feed-forward columns are divided evenly, in the order of the ranks.
+//! The matrices that produce them (`qkv`, `gate`, `up`) are divided by rows. The matrices that consume them (attention output, `down`) are
+//! divided by columns, so an all-reduce must sum the ranks' results.
 
 use super::CudaError;
 use std::ops::Range;
 use tandem_model::ModelConfig;
 
-/// The most GPUs per engine: those of one machine.
+/// The most GPUs of one engine. All of them are in one machine.
 pub(super) const RANKS_MAX: usize = 8;
 
 /// Identifies the shard of one rank.
@@ -19,14 +19,14 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// Returns this rank's range of `len` rows or columns, which belong to heads or to the feed-forward network.
+    /// Returns the rank's range of `len` rows or columns that belong to heads or to the feed-forward network.
     pub fn range(self, len: usize) -> Range<usize> {
         let each = len / self.ranks;
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Fails if heads or columns cannot be divided evenly. A rank's columns must be a multiple of eight, since the kernels copy eight
-    /// numbers at a time.
+    /// Fails if heads or columns cannot be divided evenly. The number of a rank's columns must be a multiple of eight, because the kernels
+    /// copy eight numbers at a time.
     pub fn check(self, &ModelConfig { heads, kv_heads, ffn, .. }: &ModelConfig) -> Result<(), CudaError> {
         let divides = |ranks| heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks) && ffn.is_multiple_of(8 * ranks);
         let fits = |ranks: &usize| *ranks == 1 || divides(*ranks);
@@ -37,14 +37,14 @@ impl Shard {
         Err(CudaError::TensorParallel { ranks: self.ranks, heads, kv_heads, ffn, possible })
     }
 
-    /// Copies this rank's shard of a KV block into the whole block, whose rows (a slot's keys or values) contain all ranks' heads in order.
-    /// A shard's row has `row_bytes` bytes.
+    /// Copies this rank's shard of a KV block into the whole block. A row of the whole block has the keys or the values of one slot, for
+    /// the heads of all ranks in order. `row_bytes` is the number of bytes that one rank has of such a row.
     pub fn merge_into(self, part: &[u8], row_bytes: usize, whole: &mut [u8]) {
         let rows = whole.chunks_exact_mut(row_bytes).skip(self.rank).step_by(self.ranks);
         rows.zip(part.chunks_exact(row_bytes)).for_each(|(into, row)| into.copy_from_slice(row));
     }
 
-    /// Returns this rank's shard of a whole block.
+    /// Returns this rank's shard of a whole KV block. The reverse of [`Self::merge_into`].
     pub fn extract(self, whole: &[u8], row_bytes: usize) -> Vec<u8> {
         whole.chunks_exact(row_bytes).skip(self.rank).step_by(self.ranks).collect::<Vec<_>>().concat()
     }

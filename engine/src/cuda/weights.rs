@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use std::ops::Range;
 use tandem_model::{ModelFile, TensorType};
 
-/// Returns the 16-bit type that a model is computed in: that of its weights, or bfloat16 (whose range is that of 32-bit floats) if its
-/// weights do not have 16 bits.
+/// Returns the 16-bit type in which a model is computed. It is the type of the model's weights if that has 16 bits, otherwise bfloat16,
+/// whose range is that of 32-bit floats.
 pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     let kind = file.tensor("blk.0.attn_q.weight")?.kind;
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
@@ -16,9 +16,9 @@ pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
 /// A range of rows and columns of a matrix in the file.
 pub(super) struct MatrixSlice {
     pub name: String,
-    /// Rows in the file.
+    /// The number of rows of the matrix in the file.
     pub outputs: usize,
-    /// Columns in the file.
+    /// The number of columns of the matrix in the file.
     pub inputs: usize,
     pub rows: Range<usize>,
     pub columns: Range<usize>,
@@ -30,8 +30,8 @@ impl MatrixSlice {
     }
 }
 
-/// Returns the rows of several slices, one slice after the other. Fails if a tensor is missing, has another shape, or has a number that is
-/// not finite in the 16-bit type.
+/// Returns the bytes of several slices, one slice after the other, row by row. Fails if a tensor is missing, has another shape, or has a
+/// number that is not finite in the 16-bit type.
 pub(super) fn rows(file: &dyn ModelFile, half: Half, slices: &[MatrixSlice]) -> Result<Vec<u8>, CudaError> {
     let mut bytes = Vec::with_capacity(slices.iter().map(|slice| slice.rows.len() * slice.columns.len() * 2).sum());
     for slice in slices {
@@ -50,7 +50,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
         rows.for_each(|row| into.extend_from_slice(&row[columns.start * 2..columns.end * 2]));
     } else {
         let matrix = Matrix::load_rows(file, name, *outputs, *inputs, rows.clone())?;
-        // Quantised numbers are stored in blocks, so a whole row is decoded before its columns are taken.
+        // The numbers of a quantised row are stored in blocks, so the whole row is decoded before the slice's columns are taken.
         let mut row = vec![0.0; *inputs];
         for output in 0..rows.len() {
             matrix.row(output, &mut row);
@@ -61,7 +61,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
             }
         }
     }
-    // The exponent bits, which are all set in infinities and NaNs.
+    // A mask of the exponent bits. In infinities and NaNs all of these bits are set.
     let exponent = match half {
         Half::Float16 => 0x7c00,
         Half::BFloat16 => 0x7f80,
@@ -70,7 +70,7 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
     match (finite, as_it_is) {
         (true, _) => Ok(()),
         (false, true) => Err(CpuError::NotFinite { name: name.to_owned() }.into()),
-        // Loading the matrix has checked that it is finite, so the conversion overflowed.
+        // `load_rows` has checked that all numbers of the matrix are finite, so the conversion to 16 bits overflowed.
         (false, false) => Err(CudaError::BeyondHalf { name: name.to_owned() }),
     }
 }

@@ -1,4 +1,4 @@
-//! Blocks of a reservation that other threads or devices write while the engine runs steps.
+//! Writes to the blocks of a reservation, which other threads or devices make while the engine runs steps.
 
 use parking_lot::Mutex;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The owner of an engine and its scheduler: handles commands, runs steps, and sends events.
+//! Owns an engine and its scheduler: handles commands, runs steps, and sends events.
 
 use super::{
     EngineSettings,
@@ -15,9 +15,10 @@ use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Tic
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
-/// The most events that a job can have once each: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last one.
+/// The most events of a job that occur at most once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last
+/// event.
 const SINGLE_EVENTS: usize = 5;
-/// The most batches by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
+/// The most batches of KV events by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 /// The least time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
@@ -38,8 +39,8 @@ pub(super) type Accepted = (JobId, mpsc::Receiver<Event>);
 /// The sending end of a job's events.
 struct Subscriber {
     events: mpsc::Sender<Event>,
-    /// The number of buffered events at which the job pauses. A prefill never pauses, because it holds its blocks whether they were sent or
-    /// not.
+    /// The number of buffered events at which the job pauses. A prefill never pauses: it holds its blocks whether they were sent or not, so
+    /// a pause would not save memory.
     max_buffered_events: usize,
     paused: bool,
 }
@@ -48,7 +49,7 @@ pub(super) struct Driver {
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,
-    /// Sorted, so that blocks of several cancelled jobs are always released in the same order.
+    /// The jobs are sorted by id, so that the blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
     /// The number of buffered events at which a generation pauses, from the settings.
     pub max_buffered_events: usize,
@@ -183,7 +184,8 @@ impl Driver {
                 let _ = reply.send(begun.map(|blocks| Box::new(write(blocks)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
-                // First cancel jobs whose clients have disconnected: blocks that arrive late for them are not misuse.
+                // Jobs whose clients have disconnected are cancelled first, because blocks that arrive late for a cancelled job are not
+                // misuse.
                 self.update_backpressure();
                 let _ = reply.send(self.machine.refuse(ticket, why));
             }
@@ -284,7 +286,7 @@ impl Driver {
         }
         let Some(error) = failure else { return true };
         self.fail(&error);
-        // The actions that `Machine::fail` has added only send the last events.
+        // The actions that `Machine::fail` has added only send the last events of the jobs.
         self.run_actions();
         false
     }
@@ -292,7 +294,7 @@ impl Driver {
     fn emit(&self, job: JobId, event: Event) {
         if let Some(Subscriber { events, .. }) = self.jobs.get(&job) {
             let sent = events.try_send(event);
-            // A closed channel is noticed before the next step.
+            // If the channel is closed, `update_backpressure` cancels the job before the next step.
             assert!(!matches!(sent, Err(TrySendError::Full(_))), "a job's channel has capacity for all its events");
         }
     }

@@ -21,8 +21,8 @@ const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 /// prefill worker of a remote prompt waits for a ticket.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// The number of earlier prompts with which a new prompt is compared, the latest first: enough to find a burst, and bounded for a long
-/// queue.
+/// The number of earlier prompts with which a new prompt is compared, the latest first. It is large enough to detect a burst, and bounds
+/// the work when the queue is long.
 const COMPARED_PROMPTS_MAX: usize = 64;
 
 /// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps. So later prompts
@@ -30,7 +30,7 @@ const COMPARED_PROMPTS_MAX: usize = 64;
 const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
-    /// Queues a prefill. `job` must be greater than all earlier jobs.
+    /// Queues a prefill. `job` must be greater than the ids of all earlier jobs.
     ///
     /// # Errors
     ///
@@ -45,7 +45,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Queues a generation. `job` must be greater than all earlier jobs.
+    /// Queues a generation. `job` must be greater than the ids of all earlier jobs.
     ///
     /// # Errors
     ///
@@ -96,8 +96,8 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // If several jobs have equally long prefixes, the latest job is expected to compute the prefix. So if one job of a burst is
-            // cancelled, only the next job loses its expected prefix.
+            // If the new sequence has an equally long prefix in common with several jobs, the latest of them is expected to compute the
+            // prefix. So if one job of a burst is cancelled, only the job after it loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
@@ -131,7 +131,7 @@ impl Machine {
         owners.map(|owner| owner.waiting_since + REMOTE_PREFIX_WAIT_MAX).filter(|deadline| *deadline > now).min()
     }
 
-    /// Admits waiting sequences in the fair order while there are free blocks and places in the steps.
+    /// Admits waiting sequences in the fair order while there are free blocks and places in the batch.
     ///
     /// The first sequence that lacks blocks may preempt a sequence of an account or request with more than its share. If it preempts none,
     /// all sequences after it wait until it is admitted, so no sequence starves. A sequence whose next block is being computed or received
@@ -233,7 +233,8 @@ impl Machine {
         Admission::OutOfBlocks { preempted: true }
     }
 
-    /// Returns the most sequences that will need another block, of the `before` sequences that precede a candidate in the fair order.
+    /// Returns an upper bound on how many sequences will need another block, among the `before` sequences that precede a candidate in the
+    /// fair order.
     fn growing(&self, before: usize) -> usize {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
@@ -275,8 +276,8 @@ impl Machine {
         let owners = running.iter().chain(reserved.iter()).filter(in_progress).filter_map(|other| {
             let blocks = sequence.in_common(other, size);
             let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
-            // Received blocks can be matched only when all of them have been received, so the wait pays only if at least half of the
-            // awaited blocks are shared.
+            // Received blocks can be matched only when all of them have been received. So waiting for a remote prompt pays only if at least
+            // half of the awaited blocks are shared.
             let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
             pays.then_some(PrefixOwner { order: other.order, blocks, waiting_since })
         });
@@ -311,7 +312,8 @@ impl Machine {
 enum Admission {
     /// The candidate takes part in the next steps.
     Runs,
-    /// The candidate's KV is complete. Its samples take the place in the steps, or no place is needed.
+    /// The candidate's KV is complete, so the candidate takes no place in the batch. If the candidate has samples to generate, they are
+    /// candidates of their own.
     Complete,
     /// Backpressure pauses the candidate, or it waits for blocks that another sequence produces.
     Deferred,
@@ -321,7 +323,7 @@ enum Admission {
     OutOfBlocks { preempted: bool },
 }
 
-/// The next sequence of an account that may be admitted.
+/// A sequence that admission may start next for an account.
 #[derive(Clone, Copy)]
 enum Candidate {
     Preempted(Order),
@@ -342,7 +344,7 @@ impl Candidate {
 struct AccountCandidates {
     account: Arc<str>,
     next: Option<Candidate>,
-    /// Samples and preempted sequences that were deferred.
+    /// The samples and preempted sequences that were deferred in this round, by their order.
     skipped: BTreeSet<Order>,
     /// The new prompt that was tried last; `None` if no new prompt was tried in this round.
     new_after: Option<Due>,
@@ -362,8 +364,8 @@ impl AccountCandidates {
         }
     }
 
-    /// Selects the next candidate: one of the request with the fewest places. Among requests without a place, those that had blocks before
-    /// precede new prompts.
+    /// Selects the next candidate: a sequence of the request with the fewest places in the batch. Among requests without a place, those
+    /// that had blocks before precede new prompts.
     fn advance(&mut self, machine: &Machine, shares: &Shares) {
         let places = |job| shares.of_job(&self.account, job);
         let preempted = machine.waiting.preempted(&self.account).filter(|order| !self.skipped.contains(order));

@@ -61,8 +61,8 @@ impl Shares {
         share.jobs.iter().map(|(other, count)| (*count).min(own + usize::from(*other < job))).sum()
     }
 
-    /// Returns how many sequences would precede one more sequence of this job in the fair order. If another account has equally many
-    /// sequences, its sequences are assumed to precede.
+    /// Returns how many sequences would precede one more sequence of this job in the fair order. Among the sequences at the same position
+    /// in their accounts, those of other accounts are assumed to precede.
     pub fn before(&self, account: &str, job: JobId) -> usize {
         let own = self.before_in_account(account, job);
         let others = self.0.iter().filter(|(other, _)| ***other != *account);

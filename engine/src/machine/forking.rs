@@ -43,8 +43,8 @@ impl Machine {
         }
     }
 
-    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more; returns whether it did. The last sample
-    /// takes over the prompt's own blocks.
+    /// Starts the next sample of a forking prompt if there are blocks for it and `spare` more blocks. Returns whether the sample was
+    /// started. The last sample takes over the prompt's own blocks.
     pub(super) fn start_sample(&mut self, job: JobId, spare: usize) -> bool {
         let size = self.info.block_size as usize;
         let Some(index) = self.forking.iter().position(|parent| parent.job == job) else { return false };

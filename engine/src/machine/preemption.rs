@@ -1,4 +1,4 @@
-//! Growth of running sequences, and preemption: which sequences release their blocks when there are none left.
+//! Growth of running sequences, and preemption: decides which sequences release their blocks when no block is free.
 
 use super::{
     Machine,
@@ -9,9 +9,9 @@ use super::{
 };
 
 impl Machine {
-    /// Allocates the block that the next token of each running sequence needs. While no block is free, blocks are taken from the first of
-    /// the following that exists: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair
-    /// order.
+    /// Allocates the block that the next token of each running sequence needs. While no block is free, one of the following releases its
+    /// blocks, the first one that exists: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the
+    /// fair order.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -31,12 +31,12 @@ impl Machine {
         }
     }
 
-    /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them; returns whether it did.
+    /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// The victim is a paused sequence, or otherwise the last sequence in the fair order if the victim's owner has more than its share: it
-    /// keeps at least as many sequences as the owner of `job` will have, and now holds more blocks than the owner of `job` will hold. An
-    /// owner is an account, or a request if both belong to one account. So each owner keeps its first sequence, and two owners never
-    /// preempt each other alternately.
+    /// A paused sequence is preempted first. Otherwise the last sequence in the fair order is preempted, if its owner has more than its
+    /// share. An owner is an account; if both sequences belong to one account, an owner is a request. An owner has more than its share if
+    /// afterwards it still has at least as many sequences as the owner of `job`, and if it now holds more blocks than the owner of `job`
+    /// will hold. So each owner keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
@@ -56,7 +56,7 @@ impl Machine {
     }
 
     /// Returns the index of the running sequence that is last in the fair order; `None` if there is none. Sequences of the job `excluded`
-    /// do not count.
+    /// are ignored.
     fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {
@@ -72,7 +72,7 @@ impl Machine {
         let mut previous = None;
         for sequence in self.running.iter().chain(&self.reserved).filter(|sequence| is_owned(sequence)) {
             holdings.sequences += 1;
-            // The samples of a job share the full blocks of its prompt.
+            // The samples of a job share the full blocks of its prompt, so these are counted only once.
             let shared = if previous == Some(sequence.job) { sequence.prompt_len / self.info.block_size as usize } else { 0 };
             holdings.blocks += sequence.blocks.len().saturating_sub(shared);
             previous = Some(sequence.job);
@@ -80,7 +80,8 @@ impl Machine {
         holdings
     }
 
-    /// Preempts the youngest paused sequence; returns whether there was one. Other sequences must not wait until its client reads again.
+    /// Preempts the youngest paused sequence; returns whether there was one. Without this, other sequences would wait for blocks until the
+    /// client of the paused sequence reads again.
     pub(super) fn preempt_paused(&mut self) -> bool {
         if let Some(youngest) = self.forking.iter().rposition(|parent| parent.paused) {
             self.preempt_forking(youngest);
@@ -94,7 +95,7 @@ impl Machine {
     fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         release(&mut self.cache, &mut sequence);
-        // The recorded chunks are computed again, or their blocks are found in the cache.
+        // The records of the computed chunks are dropped, because these chunks are computed again or their blocks are found in the cache.
         sequence.chunks.clear();
         self.preemptions += 1;
         self.requeue(sequence);
@@ -107,7 +108,7 @@ impl Machine {
         if let Role::Prompt(prompt) = &mut sequence.role
             && let Some(logprobs) = &mut prompt.logprobs
         {
-            // The prompt's logprobs are computed again. The first row stays, because the first token has no logprob.
+            // The prompt's logprobs are computed again. The first row stays: it belongs to the first token, which has no logprob.
             logprobs.rows.truncate(1);
         }
         let cached_blocks = self.cached_prefix(&sequence);
@@ -122,9 +123,9 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Returns whether the owner of `self` may lose a sequence to the owner of `other`, which would gain one with this many blocks. After
-    /// that, the owner of `self` must still have at least as many sequences as the owner of `other`. And it must now have more blocks than
-    /// the owner of `other` would have after that.
+    /// Returns whether the owner of `self` may lose a sequence, so that the owner of `other` gains one with `blocks` blocks. Afterwards the
+    /// owner of `self` must still have at least as many sequences as the owner of `other`. And the owner of `self` must now have more
+    /// blocks than the owner of `other` has afterwards.
     fn exceed(self, other: Self, blocks: usize) -> bool {
         self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
     }

@@ -1,9 +1,8 @@
 //! Receives another worker's KV into reserved blocks, which are written between steps, or by another thread or device while steps run.
-//!
-//! The KV is not used or cached until the worker that computed it has confirmed, on the stream that this worker opened to it, that all of
-//! it was written ([`Machine::confirm`]). Before this confirmation the blocks could be forged by an attacker that has the ticket. Each
-//! block is written only once, so after a forged block the genuine one is refused, and a refused write ends the reservation.
-//!
+//! The KV is not used or cached until the worker that computed it has confirmed that all of its blocks were written ([`Machine::confirm`]).
+//! The confirmation comes on the stream that this worker opened to that worker. Before it, the blocks could be forged by an attacker that
+//! has the ticket. Each block is written only once, so after a forged block the genuine block is refused, and a refused write ends the
+//! reservation.
 //! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation
 //! ends earlier.
 
@@ -22,7 +21,7 @@ use tandem_kv::{BlockId, PrefixCache, Ticket};
 /// It is more than the number of transfers that can be in flight. The tickets take 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
-/// Reservations that have ended: their tickets, and those of their blocks that are still being written.
+/// What is remembered of reservations that have ended: their tickets, and their blocks that are still being written.
 #[derive(Debug, Default)]
 pub(super) struct EndedReservations {
     /// The ended reservations' blocks that are still being written, by ticket and index in the prompt.
@@ -131,7 +130,7 @@ impl Machine {
         why
     }
 
-    /// Ends the youngest reservation, to free blocks for running sequences; returns false if there is none.
+    /// Ends the youngest reservation, to free blocks for running sequences. Returns false if there is no reservation.
     pub(super) fn revoke_youngest(&mut self) -> bool {
         let Some(sequence) = self.reserved.pop() else { return false };
         self.take_back(sequence, Event::Revoked);

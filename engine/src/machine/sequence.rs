@@ -6,7 +6,7 @@ use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
 
 /// A job's number on its engine. Numbers grow in the order of submission.
 pub(crate) type JobId = u64;
-/// A job and the number of one of its samples (0 for a prompt). Lower orders go first.
+/// The job of a sequence, and the number of its sample in the job (0 for a prompt). Values sort by the submission of the jobs.
 pub(super) type Order = (JobId, u32);
 
 /// A prompt or a sample: its tokens, how far their KV is computed, and the blocks that hold the KV.
@@ -14,7 +14,7 @@ pub(super) type Order = (JobId, u32);
 pub(super) struct Sequence {
     pub job: JobId,
     pub order: Order,
-    /// The request's account; empty if it has none.
+    /// The request's account; empty if the request has none.
     pub account: Arc<str>,
     /// The due value of the job's prompt (`fair::due`): prompts of one account are computed in this order.
     pub due: u64,
@@ -30,7 +30,7 @@ pub(super) struct Sequence {
     /// The number of leading blocks that were offered to the cache.
     pub committed: usize,
     /// Whether backpressure pauses the sequence because its job's event buffer is full. Nothing is computed for a paused sequence, and its
-    /// blocks are the first to be taken for others.
+    /// blocks are the first to be taken for other sequences.
     pub paused: bool,
     /// Whether the prompt may reuse blocks of the prefix cache.
     pub cache_reads: bool,
@@ -45,7 +45,7 @@ pub(super) struct Sequence {
 /// The most chunks that are recorded for a prompt. All later chunks are added to the last one.
 const CHUNKS_MAX: usize = 64;
 
-/// The work of a sequence.
+/// The kind of a sequence, with the state that only this kind has.
 #[derive(Debug)]
 pub(super) enum Role {
     /// A prompt whose KV is sent to another worker.
@@ -59,8 +59,8 @@ pub(super) enum Role {
 /// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Indices of the requested blocks that are not reported yet, in descending order, and how to report them; `None` until blocks were
-    /// requested.
+    /// The indices in the prompt of the requested blocks that are not reported yet, in descending order, and the form in which the blocks
+    /// are reported. `None` until the job requests blocks.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
     /// Whether `Computed` was reported: the whole prefill is computed, and every requested block was reported.
     pub all_reported: bool,
@@ -91,9 +91,9 @@ pub(super) struct PromptLogprobs {
 pub(super) struct Remote {
     /// The one-time right of another worker to write the blocks; `None` before blocks are allocated.
     pub ticket: Option<Ticket>,
-    /// Indices of blocks that are neither written nor being written.
+    /// The indices in the prompt of the blocks that are neither written nor being written.
     pub missing: Vec<u32>,
-    /// Indices of blocks that are being written while steps run.
+    /// The indices in the prompt of the blocks that are being written while steps run.
     pub writing: Vec<u32>,
     pub first_write: Option<Duration>,
     pub bytes: u64,

@@ -1,4 +1,4 @@
-//! The sequences that wait for blocks and a place in the steps. They hold no blocks.
+//! The sequences that wait for blocks and for a place in the steps. Waiting sequences hold no blocks.
 
 use super::sequence::{JobId, Order, Sequence};
 use std::{
@@ -9,7 +9,7 @@ use std::{
 };
 use tandem_kv::{Violation, ensure};
 
-/// The waiting sequences by arrival, and by account. An account has an entry only while one of its sequences waits.
+/// The waiting sequences, in the order of arrival and by account. An account has an entry only while at least one of its sequences waits.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     sequences: BTreeMap<Order, Queued>,
@@ -21,21 +21,21 @@ pub(super) struct Waiting {
 #[derive(Debug)]
 pub(super) struct Queued {
     pub sequence: Sequence,
-    /// The number of leading blocks that were in the cache when it was last searched for them.
+    /// The number of the sequence's leading blocks that were in the cache at the last search.
     pub cached_blocks: usize,
-    /// The earlier job that is expected to compute the longest prefix of this prompt, and the prefix's length in blocks; `None` if no such
-    /// job was found when the sequence was queued.
+    /// The earlier job that is expected to compute the longest prefix of this prompt, and the length of this prefix in blocks; `None` if no
+    /// such job was found when the sequence was queued.
     pub expected_prefix: Option<(JobId, usize)>,
-    /// The sequence that will produce this sequence's next blocks. This sequence is deferred until then. `None` if it is not deferred for
-    /// this reason.
+    /// The in-flight sequence that will produce the next blocks of this sequence. This sequence is not admitted before that. `None` if
+    /// there is no such sequence.
     pub prefix_owner: Option<PrefixOwner>,
 }
 
-/// An in-flight sequence (it computes or receives KV) that will produce the blocks for which another sequence waits.
+/// An in-flight sequence that will produce the blocks for which another sequence waits. It computes or receives their KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PrefixOwner {
     pub order: Order,
-    /// The number of leading blocks that both sequences have in common and need.
+    /// The number of leading blocks that both sequences need.
     pub blocks: usize,
     pub waiting_since: Duration,
 }
@@ -49,7 +49,7 @@ struct AccountQueue {
     new: BTreeSet<Due>,
 }
 
-/// A prompt's due value ([`super::fair::due`]) and age; of equal due values the older prompt goes first.
+/// A prompt's due value ([`super::fair::due`]) and its age. Of prompts with equal due values, the oldest is first.
 pub(super) type Due = (u64, Order);
 
 impl Waiting {
@@ -115,8 +115,8 @@ impl Waiting {
         self.accounts.get(account).into_iter().flat_map(|queue| queue.preempted.iter().copied())
     }
 
-    /// Of the account's prompts that have not had blocks yet, returns the first that is due after `after`, or the first of all if `after`
-    /// is `None`.
+    /// Returns the first of the account's prompts that have not had blocks yet and are due after `after`. If `after` is `None`, returns the
+    /// first of all of these prompts.
     pub fn next_new(&self, account: &str, after: Option<Due>) -> Option<Due> {
         let queue = self.accounts.get(account)?;
         queue.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()
@@ -135,7 +135,7 @@ impl Waiting {
         self.new
     }
 
-    /// Checks that the accounts' queues have exactly the waiting sequences.
+    /// Checks that the queues of the accounts contain exactly the waiting sequences.
     ///
     /// # Errors
     ///

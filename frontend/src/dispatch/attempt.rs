@@ -1,4 +1,4 @@
-//! One attempt at a prompt: opens the decode worker's stream and waits for its first token.
+//! One attempt at a prompt: opens a stream to the decode worker, and waits for the first token.
 
 use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
@@ -12,12 +12,12 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// How long the frontend waits after an attempt's `start_timeout` for the decode worker's own report that the prefill has not begun in
-/// time.
+/// If the prefill does not begin within `start_timeout`, the decode worker reports which worker is late. The frontend waits this long for
+/// the report.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
-/// The facts about the attempt that generated the first token. A resume on another worker does not change them. Only the count of cached
-/// tokens may be reported later, by the same attempt.
+/// The facts about the attempt that generated the first token. They stay those of this attempt after a resume on another worker. Only the
+/// count of cached tokens may still change: this attempt may report it later.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) placement: Placement,
@@ -32,11 +32,11 @@ pub(crate) struct Facts {
     /// Time at which all of the prompt's KV was on the decode worker; `None`: the decode worker did not report it.
     pub(crate) started_at: Option<Instant>,
     pub(crate) first_token_at: Instant,
-    /// Earlier, failed attempts, each with the time and the reason of its failure.
+    /// The attempts that failed before this one, each with the time and the reason of its failure.
     pub(crate) failed: Vec<(Instant, FailureReason)>,
 }
 
-/// What an attempt has to generate: the whole answer to a prompt, or the rest of an interrupted generation.
+/// The task of an attempt: to generate the whole answer to a prompt, or the rest of an interrupted one.
 #[derive(Clone, Copy)]
 pub(super) struct Work<'a> {
     pub(super) prompt: &'a Prompt,
@@ -58,7 +58,7 @@ pub(super) struct Attempt {
     replies: Streaming<GenerateReply>,
 }
 
-/// Why an attempt ended before its last token.
+/// The error of an attempt that ended before its last token.
 pub(crate) struct AttemptError {
     /// The id of the instance to exclude from the next placement.
     pub(super) instance_id: String,
@@ -68,9 +68,9 @@ pub(crate) struct AttemptError {
 }
 
 impl Work<'_> {
-    /// Runs one attempt up to its first token. `number` counts the attempts at a prompt from 1; ledgers identify attempts by it.
-    /// The prefill has to begin within `start_timeout`; `None`: it may wait in the worker's queue. Cancel-safe: dropping the future
-    /// closes the stream.
+    /// Runs one attempt up to its first token. `number` is 1 for a prompt's first attempt; ledgers identify attempts by it. The prefill has
+    /// to begin within `start_timeout`; `None`: it may wait in the worker's queue without a limit. Cancel-safe: dropping the future closes
+    /// the stream.
     ///
     /// # Errors
     /// The attempt ended before its first token.
@@ -94,7 +94,8 @@ impl Work<'_> {
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        // The decode worker reports which worker is late. If it does not report in time, it is itself at fault.
+        // If the prefill starts late, the decode worker reports whether it or the prefill worker is at fault. A decode worker that does not
+        // report in time is itself at fault.
         let deadline = start_timeout.map(|limit| placed_at + limit + REPORT_DELAY_MAX);
         let late = || error(FailureReason::Timeout);
         let opening = client.generate(self.request(&placement, number, start_timeout));
@@ -146,7 +147,7 @@ impl Work<'_> {
             sampling: Some(prompt.sampling.clone()),
             samples: prompt.samples,
             prefill: placement.prefill.as_ref().map(|prefill| prefill.worker.clone()),
-            // A resume requests no logprobs of the prompt, because an earlier attempt has already sent them.
+            // An interrupted attempt has already sent the logprobs of the prompt, so a resume does not request them.
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
             generated: resumed.to_vec(),
             account: prompt.account.clone(),
@@ -162,17 +163,18 @@ impl Work<'_> {
 }
 
 impl Facts {
-    /// Whether the attempt is still to report its cached tokens.
+    /// Whether the worker will report the cached tokens of this attempt later.
     pub(crate) fn awaits_cached_tokens(&self) -> bool {
         self.scheduled.as_ref().is_some_and(|scheduled| scheduled.reported_later)
     }
 
-    /// Accepts the cached tokens that the attempt reports after its first token. Returns whether they are the announced report.
+    /// Accepts a `Scheduled` message that arrives after the attempt's first token. Returns whether it is the report of cached tokens that
+    /// the worker announced.
     pub(super) fn report_later(&mut self, later: &Scheduled) -> bool {
         self.scheduled.as_mut().is_some_and(|first| report_later(first, later.clone()))
     }
 
-    /// Accepts no later report: the attempt was lost.
+    /// Stops waiting for the report of cached tokens, because the attempt was lost.
     pub(super) fn lose_cached_tokens(&mut self) {
         if let Some(scheduled) = &mut self.scheduled {
             scheduled.reported_later = false;
@@ -180,10 +182,10 @@ impl Facts {
     }
 }
 
-/// Replaces an attempt's first `Scheduled` by the later one that it has announced. Returns whether it had announced one.
+/// Replaces an attempt's first `Scheduled` message with `later`, if the first one announced it. Returns whether it did.
 ///
-/// Any other `Scheduled` is ignored, whether the attempt had reported its count at once or a second time: the first count is valid, as if the worker had
-/// been silent afterwards. To end the attempt would cost the client a correct answer because of a redundant message.
+/// Any other second `Scheduled` message is ignored, and the first count stays valid. An error instead would cost the client a correct
+/// answer because of a redundant message.
 fn report_later(first: &mut Scheduled, later: Scheduled) -> bool {
     let announced = first.reported_later;
     if announced {
@@ -193,8 +195,8 @@ fn report_later(first: &mut Scheduled, later: Scheduled) -> bool {
 }
 
 impl Attempt {
-    /// Requests that the worker end the generation and report the cached tokens on the attempt's stream, as far as it has announced them. A call that
-    /// fails is no error here: the stream then ends, or has the report when the generation ends by itself.
+    /// Asks the worker to end the generation now and to report the cached tokens on the attempt's stream, if it has announced this report.
+    /// A failure of the call is no error: the stream then ends, or has the report when the generation ends by itself.
     pub(super) fn finish(&self, prompt: &Prompt) -> impl Future<Output = ()> + use<> {
         let (request_id, instance_id) = (prompt.request_id.to_string(), self.instance_id.clone());
         let request = FinishRequest { instance_id, request_id, attempt: self.number };
@@ -242,7 +244,7 @@ async fn next_message(replies: &mut Streaming<GenerateReply>, instance_id: &str)
                 return Err(AttemptError { instance_id, reason, message: failure.message });
             }
             Some(message) => return Ok(message),
-            // A message of a kind that a later version has added is skipped.
+            // This version does not know the message. A later version has added it, so it is skipped.
             None => {}
         }
     }

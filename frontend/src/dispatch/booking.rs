@@ -19,7 +19,8 @@ pub(super) struct Booking {
     routers: Arc<Routers>,
     /// The open `Route` stream; `None`: the router was lost.
     stream: Option<RouterStream>,
-    /// Books the request with another router and resolves to that stream; `None` unless the current router was lost or drains.
+    /// Books the request with another router and resolves to the stream to that router; `None` unless the current router was lost or
+    /// drains.
     rebooking: Option<BoxFuture<'static, RouterStream>>,
     /// The placement that another router has to book if the current router is lost.
     existing: ExistingPlacement,
@@ -79,8 +80,8 @@ impl Booking {
         self.send_prefill_finished(cached_tokens).await;
     }
 
-    /// Reports cached tokens that the worker has reported after the first token. A router that was lost meanwhile is not replaced for that: only the
-    /// router that placed the request compares the number with its prediction.
+    /// Reports the number of cached tokens, which the worker has reported after the first token. If the router was lost meanwhile, the
+    /// number is not reported to another router instead: only the router that placed the request compares the number with its prediction.
     pub(super) async fn cached_tokens_reported(&mut self, cached_tokens: u32) {
         self.send_prefill_finished(Some(cached_tokens)).await;
     }

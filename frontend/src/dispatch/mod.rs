@@ -92,10 +92,9 @@ impl Dispatcher {
     }
 
     /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
-    /// the attempt that generated the first token; if that attempt had not reported its cached tokens, they stay unreported, because other attempts
-    /// also find what it has stored. Cancel-safe like [`Dispatcher::start`].
-    ///
-    /// # Errors
+    /// the attempt that generated the first token. If that attempt had not reported its cached tokens, they stay unreported: a later
+    /// attempt's report would also count the blocks that the first one stored. Cancel-safe like [`Dispatcher::start`].
+    /// Errors
     /// The generation may not be resumed again, or no attempt generated a token.
     pub(crate) async fn resume(
         &self,
@@ -187,10 +186,10 @@ impl Dispatcher {
 }
 
 impl Generation {
-    /// Returns the worker's next message, and keeps the request booked while it waits. `Scheduled` is returned only if it has the cached tokens that
-    /// are reported late; the router receives them, too. Cancel-safe, unless the router's stream is full when that report arrives.
-    ///
-    /// # Errors
+    /// Returns the worker's next message, and keeps the request booked during the wait. `Scheduled` is returned only if it reports cached
+    /// tokens that were announced for later. The router receives these cached tokens, too. Cancel-safe, unless the router's stream is full
+    /// when that report arrives.
+    /// Errors
     /// The attempt failed. The generation can be resumed.
     pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<Message, AttemptError> {
         loop {
@@ -235,7 +234,7 @@ impl Generation {
         if report.is_none() {
             tracing::debug!(request_id = %prompt.request_id, "the worker has not reported the cached tokens");
         }
-        // An answer has one report.
+        // The cached tokens of an answer are reported only once, so no further report is awaited.
         self.facts.lose_cached_tokens();
         report
     }

@@ -1,4 +1,4 @@
-//! A prompt of a request, with everything that routers and workers need.
+//! A prompt of a request, with all data about it that routers and workers need.
 
 use tandem_kv::{Namespace, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
@@ -19,9 +19,10 @@ pub(crate) struct Prompt {
     pub(crate) namespace: Namespace,
     pub(crate) sampling: Sampling,
     pub(crate) samples: u32,
-    /// The maximum number of new tokens, from which the router estimates the load.
+    /// The maximum number of new tokens. The router estimates the load of the prompt from it.
     pub(crate) max_tokens: u32,
-    /// The number of alternatives for each token of the prompt; `None` if the prompt's logprobs are not requested.
+    /// The number of alternative tokens whose logprobs are returned for each token of the prompt; `None` if the prompt's logprobs are not
+    /// requested.
     pub(crate) prompt_logprobs: Option<u32>,
 }
 
@@ -30,7 +31,7 @@ impl Prompt {
         self.sequence_hashes.iter().map(|hash| hash.0).collect()
     }
 
-    /// Returns the message that requests a new placement, or the booking of an `existing` placement.
+    /// Returns the message that requests a placement. With `existing`, the message requests that this placement be booked.
     pub(super) fn route_prompt(&self, identity: &Identity, existing: Option<ExistingPlacement>) -> RoutePrompt {
         RoutePrompt {
             request_id: self.request_id.to_string(),

@@ -90,8 +90,8 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking after the router has read all messages. If the stream were dropped at once, its last message could be lost, which
-    /// reports the cached tokens.
+    /// Ends the booking after the router has read all messages. If the stream were dropped at once, the last message, which reports the
+    /// cached tokens, could be lost.
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

@@ -29,9 +29,10 @@ use tonic::{Code, Response, Status};
 
 /// The maximum time for a router to send its view of the cluster or the explanation of a placement.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time to wait for one router's placement or booking if there is another router. Placing takes less than a millisecond.
+/// The maximum time to wait for one router's placement or booking if there is another router to try. A placement takes less than a
+/// millisecond.
 const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time for which a request waits while no router is known, as before etcd's first answer, which takes milliseconds.
+/// The maximum time for which a request waits while no router is known, for example before etcd's first answer, which takes milliseconds.
 const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time between two tries to book a running request.
 const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -131,9 +132,8 @@ impl Routers {
     }
 
     /// Requests a placement from one router after the other, until a router can place the prompt.
-    ///
-    /// # Errors
-    /// No router can place the prompt, or a router reports that it can never run.
+    /// Errors
+    /// No router can place the prompt, or a router reports that no worker can ever run the prompt.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
         let mut last = no_router();
         let routers = self.candidates().await;
@@ -144,7 +144,7 @@ impl Routers {
                 let placement = stream.placement().await?;
                 Ok((stream, placement))
             };
-            // If there is no other router, only the first token's timeout bounds the wait.
+            // If there is no other router, only the timeout for the first token bounds the wait.
             let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
                 Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
@@ -221,7 +221,8 @@ impl Routers {
         error
     }
 
-    /// Returns the routers in the order in which a request tries them. If no router is known, as before etcd's first answer, waits for one.
+    /// Returns the routers in the order in which a request tries them. While no router is known, for example before etcd's first answer,
+    /// waits for one.
     async fn candidates(&self) -> Vec<Router> {
         if self.len() == 0 {
             let mut healthy = self.healthy.subscribe();

@@ -1,4 +1,5 @@
-//! Runs a request's prompts and writes the answer, whole or as server-sent events. Both forms are made from the same [`AnswerEvent`]s.
+//! Runs a request's prompts and writes the answer, either as one JSON object or as server-sent events. Both forms are made from the same
+//! [`AnswerEvent`]s.
 
 use super::{
     app::App,
@@ -24,7 +25,7 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_proto::v1::FailureReason;
 use tokio::time::timeout;
 
-/// The reply to a request whose answer has begun. `first` is a stream's first event; `None`: no event has occurred yet, so the stream
+/// The reply to a request whose answer has begun. `first` is the first event of a stream. `None`: no event has occurred yet, so the stream
 /// begins with a comment.
 pub(super) enum Reply {
     Whole(Response),
@@ -40,28 +41,29 @@ pub(super) struct Run {
     events: Events,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
-    /// The number of echoed characters of each prompt.
+    /// The number of characters of each prompt that the answer has echoed.
     echoed_len: Vec<usize>,
     logprobs: bool,
     pub(super) endpoint: Endpoint,
-    /// The interval at which a stream without tokens to send sends comments.
+    /// The time without an event after which a stream sends a comment to keep the connection open.
     pub(super) keep_alive: Duration,
     id: String,
     created: u64,
     pub(super) details: bool,
 }
 
-/// A prompt's text that is still to be echoed.
+/// The text of a prompt that is still to be echoed.
 struct Echo {
     text: String,
     /// Whether the prompt's logprobs are echoed, too. If so, the text is sent only when the logprobs have arrived.
     with_logprobs: bool,
 }
 
-/// Runs the job to the end of its answer. If the answer is streamed, only until its first event or until a comment has to be sent.
+/// Runs the job to the end of its answer. If the answer is streamed, runs the job only until its first event or until a comment has to be
+/// sent.
 ///
 /// # Errors
-/// The answer failed before it began. A later error is an event of the stream.
+/// The answer failed before it began. A later error is sent as an event of the stream.
 pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiError> {
     let stream_usage = job.options.stream;
     let mut run = Run::new(incoming, job);
@@ -128,7 +130,8 @@ impl Run {
         Some(Ok((index, event)))
     }
 
-    /// Returns the text of a prompt that is to be echoed, with its logprobs if requested, before any generated text. Returns it only once.
+    /// Returns the prompt's text if it is to be echoed, with its logprobs if they were requested. The text is returned only once, before
+    /// any generated text.
     ///
     /// # Errors
     /// The worker did not send the requested logprobs of the prompt.
@@ -139,7 +142,7 @@ impl Run {
             AnswerEvent::Scheduled(_) | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
             AnswerEvent::Started(_) => Vec::new(),
             AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
-            // The worker must send the prompt's logprobs before the first delta.
+            // The prompt's logprobs are still missing, but the worker must send them before the first generated token.
             AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
                 self.progress.fail(error.status());
@@ -218,7 +221,7 @@ fn describe(incoming: &Incoming, options: &Options) {
     span.set("tandem.stream", options.stream.is_some());
 }
 
-/// One choice of an answer that is not streamed, as far as it has been generated.
+/// One choice of an answer that is not streamed. It grows while the answer is generated.
 #[derive(Default)]
 struct WholeChoice {
     text: String,

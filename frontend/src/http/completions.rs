@@ -36,7 +36,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     // A prompt's own logprobs are reported only if the prompt is echoed.
     let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
     let mut ready = Vec::with_capacity(prompts.len());
-    // The prompts are encoded one after the other, so that prompts of other requests are encoded in between.
+    // The prompts are encoded one after the other, so that other requests' prompts can be encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
         let encoder = Arc::clone(&model);
         let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;

@@ -1,4 +1,5 @@
-//! The reply to the header `x-tandem-explain: true`: each prompt's current best placement and the reasons for it, instead of an answer.
+//! The reply to a request with the header `x-tandem-explain: true`. In place of an answer it has each prompt's best placement at this time,
+//! and the reasons for it.
 
 use super::{app::App, incoming::Job};
 use crate::{
@@ -12,7 +13,7 @@ use axum::{
 use serde_json::{Value, json};
 use tandem_proto::v1::{Cost, ExplainReply, ExplainedWorker};
 
-/// Requests an explanation from a router for each prompt; nothing is booked or run.
+/// Requests an explanation of each prompt's placement from a router. No prompt is booked or run.
 ///
 /// # Errors
 /// No router answers.

@@ -26,7 +26,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     if let Some(audit) = &app.audit {
-        // The read updates the gauges, and logs its failures itself.
+        // Reading the last audit updates its gauges. Failures are logged where they occur.
         let _ = audit.read().await;
     }
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()

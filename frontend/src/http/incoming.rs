@@ -30,7 +30,7 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
-    /// The client to whose limits this request counts; `None`: only the limits for all clients apply.
+    /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
     pub(super) body: body::Held,
@@ -94,7 +94,7 @@ impl Incoming {
         }
     }
 
-    /// Returns the prompt with these tokens. `index` is its position in the request, from which its id is made.
+    /// Returns the prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.
     pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
         let namespace = self.app.namespace(&self.header_options.account, &options.cache_salt);
         let rest_of_context = self.app.model.context_length.saturating_sub(tokens.len() as u32);

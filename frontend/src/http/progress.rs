@@ -15,7 +15,7 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
 use tokio::time::Instant;
 
-/// The progress of one request. Dropping it records each prompt for the dashboard, if there is a dashboard.
+/// The progress of one request. If there is a dashboard, dropping this value records each prompt for it.
 pub(super) struct Progress {
     since: Instant,
     pub(super) samples: usize,
@@ -29,7 +29,7 @@ pub(super) struct Progress {
     status: u16,
 }
 
-/// Where a request's records are stored for the dashboard, and the fields that they have in common.
+/// The list in which the prompts of a request are recorded for the dashboard, and the fields that these records have in common.
 pub(super) struct Recording {
     pub(super) recent: Arc<Recent>,
     pub(super) endpoint: &'static str,
@@ -41,10 +41,10 @@ struct PromptProgress {
     usage: PromptUsage,
     /// The facts about the attempt that generated the first token; `None` before that token.
     facts: Option<Box<Facts>>,
-    /// The prefill's chunks in the attempt that generated the first token; empty unless the worker reports them.
+    /// The chunks of the prefill, for the attempt that generated the first token; empty if the worker has not reported them.
     chunks: Vec<PrefillChunk>,
     migrations: u32,
-    /// The worker that generated the first token was lost before it had reported the cached tokens.
+    /// Whether the worker that generated the first token was lost before it had reported the cached tokens.
     report_lost: bool,
     /// The time at which each sample's latest token arrived; `None` before the sample's first token.
     last_token_at: Vec<Option<Instant>>,
@@ -60,7 +60,7 @@ pub(super) enum Details {
 }
 
 impl Progress {
-    /// `prompts` yields each prompt's request id and number of tokens.
+    /// Creates the progress of a request that arrived at `since`. `prompts` yields each prompt's request id and number of tokens.
     pub(super) fn new(
         since: Instant,
         samples: usize,
@@ -83,7 +83,7 @@ impl Progress {
         Self { since, samples, prompts: prompts.collect(), metrics, span, finish_reasons, recording, status }
     }
 
-    /// Records an event of prompt `index`.
+    /// Records an event of the prompt with this index.
     pub(super) fn record(&mut self, index: usize, event: &AnswerEvent) {
         let prompt = &mut self.prompts[index];
         if let AnswerEvent::Delta(Delta { finish: Some(finish), .. }) = event
@@ -105,11 +105,12 @@ impl Progress {
             AnswerEvent::Delta(delta) if delta.tokens > 0 => prompt.record_tokens(delta, &self.metrics),
             AnswerEvent::Resumed => {
                 prompt.migrations += 1;
-                // The lost worker reports nothing more. That is no sign that it had stopped to report, so it is not counted as one.
+                // A lost worker cannot report the cached tokens. This must not be counted as a worker that has stopped reporting them.
                 prompt.report_lost |= prompt.usage.cached.is_none();
                 prompt.count_cached(None);
             }
-            // A resumed generation prefills again, but the timeline shows the attempt that generated the first token.
+            // Only the chunks of the attempt that generated the first token are recorded. A resumed generation prefills again and reports
+            // further chunks, which are ignored.
             AnswerEvent::Prefilled(chunks) if prompt.migrations == 0 => prompt.chunks.clone_from(chunks),
             AnswerEvent::Finished => {
                 prompt.count_cached(None);
@@ -134,7 +135,7 @@ impl Progress {
         }
     }
 
-    /// Records that the answer ends with an error.
+    /// Records the status of an answer that ends with an error.
     pub(super) fn fail(&mut self, status: StatusCode) {
         self.status = status.as_u16();
     }
@@ -183,7 +184,8 @@ impl Drop for Progress {
 }
 
 impl PromptProgress {
-    /// Sets the cached tokens to those that the worker reported, or to an estimate if it reported none, unless they are known already.
+    /// Sets the number of cached tokens, unless it is known already: to the number that the worker reported, or to an estimate if the
+    /// worker reported none.
     fn count_cached(&mut self, scheduled: Option<&Scheduled>) {
         if let (Some(facts), None) = (&self.facts, &self.usage.cached) {
             self.usage.cached = Some(cached(scheduled, &facts.placement, self.usage.prompt_tokens));
@@ -223,7 +225,7 @@ impl PromptProgress {
         if let Some(last) = self.last_token_at.get_mut(delta.sample as usize)
             && let Some(before) = last.replace(now)
         {
-            // Each token of a delta is recorded with an equal share of the time since the previous delta.
+            // The time since the previous delta is divided equally between the tokens of this delta.
             let gap = now.duration_since(before).as_secs_f64() / f64::from(delta.tokens);
             for _ in 0..delta.tokens {
                 metrics.inter_token_latency.record(gap);

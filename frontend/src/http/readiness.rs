@@ -25,7 +25,7 @@ pub(super) enum NotReady {
     ClusterMismatch(#[from] Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
-    /// The router reports why it cannot place a request. This is its message.
+    /// The router's message about why it cannot place a request.
     #[error("{0}")]
     Cluster(String),
 }
@@ -51,7 +51,7 @@ impl App {
         self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()))
     }
 
-    /// Checks by a router's view that the router could place a request.
+    /// Checks whether a router could place a request, according to its view of the cluster.
     ///
     /// # Errors
     /// The router is unreachable, belongs to another cluster, or has no worker for a request.
@@ -75,7 +75,7 @@ impl App {
         }
     }
 
-    /// Returns the readiness before any router has answered.
+    /// Returns the result of the check before any router has answered: this process drains, or no router is reachable.
     fn without_routers(&self) -> Result<(), NotReady> {
         Err(if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router })
     }

@@ -1,6 +1,6 @@
-//! A streamed answer as server-sent events, in OpenAI's order: each choice's role (chat only), text and finish reason, then usage if
-//! requested, and `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
-//! connection open: clients skip them, and proxies see that the stream is active.
+//! A streamed answer as server-sent events in OpenAI's order: first the role (chat only), the text and the finish reason of each choice,
+//! then usage if requested, then `[DONE]`. Nothing follows an error event, not even `[DONE]`. In pauses between events, comments keep the
+//! connection open. Clients skip comments, and proxies see that the stream is active.
 
 use super::{
     answer::Run,
@@ -24,10 +24,11 @@ use serde::Serialize;
 use std::convert::Infallible;
 use tokio::time::timeout;
 
-/// A comment line. The specification of server-sent events recommends such comments against proxies' timeouts.
+/// A comment. The specification of server-sent events recommends comments so that proxies do not close idle connections.
 const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 
-/// A running streamed answer. It owns everything that was reserved for the request, and releases it when the client disconnects.
+/// A running streamed answer. It owns everything that was reserved for the request. When the client disconnects, it is dropped and releases
+/// everything.
 struct Events {
     run: Run,
     usage: StreamUsage,
@@ -36,7 +37,7 @@ struct Events {
     first: Option<(usize, AnswerEvent)>,
 }
 
-/// Returns the response whose body is the stream. `first` is described at [`Reply::Stream`](super::answer::Reply).
+/// Returns the response that streams the answer as events. `first` is described at [`Reply::Stream`](super::answer::Reply).
 pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Option<(usize, AnswerEvent)>) -> Response {
     let late = first.is_none().then(|| Ok(Bytes::from_static(KEEP_ALIVE)));
     let events = Events { run, usage, admitted, first };
@@ -50,7 +51,8 @@ pub(super) fn events(run: Run, usage: StreamUsage, admitted: Admitted, first: Op
 }
 
 impl Events {
-    /// Returns at least one event or comment as bytes to send, and the rest of the stream, which is `None` after the last bytes.
+    /// Returns the bytes of at least one event or comment, and the rest of the stream; `None` in place of the rest if these bytes are the
+    /// last ones.
     async fn next(mut self) -> (Bytes, Option<Self>) {
         let mut out = Vec::new();
         loop {
@@ -75,7 +77,7 @@ impl Events {
                 self.admitted.finish(error.status());
                 return (out.into(), None);
             }
-            // Some events write no bytes, and an empty chunk would end the body.
+            // Some events write no bytes. They are skipped, because an empty HTTP chunk would end the body.
             if !out.is_empty() {
                 return (out.into(), Some(self));
             }
@@ -115,12 +117,12 @@ impl Events {
         write_event(out, &self.chunk(vec![choice], self.usage.in_every_chunk.then(|| self.run.progress.usage())));
     }
 
-    /// Returns a chunk. If the client requested usage, every chunk has the field `usage`; otherwise no chunk has it.
+    /// Returns a chunk of the streamed answer. If the client requested usage, every chunk has the field `usage`; otherwise no chunk has it.
     fn chunk<'a>(&'a self, choices: Vec<Choice<'a>>, usage: Option<Usage>) -> Envelope<'a> {
         self.run.envelope(self.run.endpoint.chunk_object(), choices, self.usage.at_end.then_some(usage))
     }
 
-    /// Writes the end of the stream: a chunk without choices that has usage and details if the client requested them, then `[DONE]`.
+    /// Writes the end of the stream: `[DONE]`, after a chunk without choices that has usage and details if the client requested them.
     fn write_end(&mut self, out: &mut Vec<u8>) {
         self.run.progress.finish();
         if self.usage.at_end || self.run.details {

@@ -32,8 +32,8 @@ impl Trust {
         Self { proxies, local, expose }
     }
 
-    /// Whether the request comes from a trusted peer, which is one of `proxies`. If `proxies` is empty, every program on this host is
-    /// trusted, if the listener is local and the request was not forwarded.
+    /// Whether the request comes from a trusted peer. Every peer of the admin listener is trusted, and so is every one of `proxies`. If
+    /// `proxies` is empty, a local listener trusts every peer whose request was not forwarded.
     pub(super) fn trusts(&self, request: &Parts) -> bool {
         if request.extensions.get::<OnAdminListener>().is_some() {
             return true;

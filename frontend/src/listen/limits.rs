@@ -54,7 +54,8 @@ impl ConnectionLimits {
         Self { all_max, per_peer_max, proxies, open: Mutex::default(), metrics }
     }
 
-    /// Returns a permit for a connection from this address, or `None` if a limit is reached. `address` is `None` in a network in memory.
+    /// Returns a permit for a connection from this address, or `None` if a limit is reached. `address` is `None` for a connection in
+    /// memory, which has no address.
     pub(super) fn acquire(self: &Arc<Self>, address: Option<IpAddr>) -> Option<ConnectionPermit> {
         let peer = address.map(Peer::from);
         let bounded = self.per_peer_max > 0 && !address.is_some_and(|address| contains(&self.proxies, address));

@@ -1,11 +1,9 @@
 //! A connection's socket with HTTP's timeouts, and with a probe that finds out whether a client that has sent a FIN still reads.
-//!
 //! A request's head and the pause between requests have separate timeouts. hyper's `header_read_timeout` would be the same for both.
-//!
 //! A FIN before the answer begins may mean that the client has disconnected, or that it has closed only its sending half and still reads.
-//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses
-//! (`102 Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has
-//! disconnected. A client that has closed its sending half before is detected when a write of the answer fails.
+//! Only a write shows the difference: a disconnected client answers with a reset, and the next write fails. So interim responses (`102
+//! Processing`) are written, which HTTP/1.1 clients skip. A FIN after the answer's first byte means that the client has disconnected. If
+//! the FIN came before that byte, a later disconnection is detected when a write of the answer fails.
 
 use super::exchange::{Exchange, Phase, State};
 use std::{
@@ -23,8 +21,8 @@ use tokio_io_timeout::TimeoutWriter;
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The maximum time between requests. Load balancers close an idle connection after 60 s. They must close it before this side does,
-/// because a request sent while this side closes would fail.
+/// The maximum time between two requests. Load balancers close an idle connection after 60 s. They must close it before the frontend does,
+/// because a request that is sent while the frontend closes the connection would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// The first and the longest pause between interim responses. The pause doubles each time.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
@@ -90,7 +88,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             }
             match self.io.as_mut().poll_write(cx, INTERIM) {
                 Poll::Ready(Ok(written)) if written == INTERIM.len() => {}
-                // The buffers on the way to the client are full, so the client does not read.
+                // The buffers between this process and the client are full, so the client does not read.
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(()),
             }
@@ -120,7 +118,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
         }
         let State { phase, interim } = this.exchange.state();
         match (phase, this.ended) {
-            // The end of the previous answer has not been flushed yet.
+            // Waits until the end of the previous answer has been flushed.
             (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
             (Phase::Waiting | Phase::Reading, true) => {}
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),

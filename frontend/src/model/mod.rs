@@ -15,7 +15,7 @@ const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "
 pub struct ServedModel {
     /// The model's name in requests.
     pub id: String,
-    /// Identifies the weights and the arithmetic; part of the cache namespace.
+    /// Identifies the weights and the arithmetic that computes with them. It is one element of the cache namespace.
     pub revision: String,
     /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
@@ -60,8 +60,8 @@ impl ServedModel {
         Self::from_tokenizer(id, revision, directory.tokenizer()?, directory.config()?.context_length)
     }
 
-    /// Loads what Hugging Face's libraries save of a model besides its weights, served under the name `id`. `context_length` is the maximum
-    /// length of a sequence.
+    /// Makes a model from the files that Hugging Face's libraries save with a model, without its weights. The model is served under the
+    /// name `id`. `context_length` is the maximum length of a sequence, in tokens.
     ///
     /// # Errors
     /// The tokenizer or chat template is not supported.

@@ -154,7 +154,7 @@ mod tests {
     fn template_that_never_ends_is_refused_at_start() {
         const ROUNDS: &str = "{% for a in range(9999) %}{% for b in range(9999) %}";
         for body in ["{% set x = b %}", "text"] {
-            // The template never ends, for all conversations or only for the one that includes an answer.
+            // The template never ends, either for all conversations or only for the test conversation that includes an answer.
             for condition in ["true", "messages | length > 2"] {
                 let source = format!("{{% if {condition} %}}{ROUNDS}{body}{{% endfor %}}{{% endfor %}}{{% endif %}}");
                 let refused = ChatTemplate::new(&source, "", "").map(drop).expect_err(&source);

@@ -1,5 +1,5 @@
-//! Fields that may have more than one JSON type, or that are bounded. Each has a visitor, whose errors name the expected types; the
-//! errors of an untagged enum would not.
+//! Fields that have a bounded size or accept more than one JSON type. Each has a visitor. The errors of a visitor name the expected types,
+//! which the errors of an untagged enum would not.
 
 use serde::{
     Deserialize,
@@ -9,22 +9,24 @@ use std::marker::PhantomData;
 use tandem_kv::TokenId;
 
 pub(super) const PROMPTS_MAX: usize = 128;
-/// The maximum number of messages of a conversation. The maximum size of a body limits their length.
+/// The maximum number of messages in a conversation. Their length is limited only by the maximum size of a body.
 pub(super) const MESSAGES_MAX: usize = 16_384;
 /// The maximum number of entries of `logit_bias`, as in OpenAI's API.
 pub(super) const LOGIT_BIASES_MAX: usize = 1024;
 pub(super) const STOP_TOKENS_MAX: usize = 256;
-/// The maximum number of stop strings. No client needs more, and a search for this many at every token is fast.
+/// The maximum number of stop strings. No client needs more, and searching the text for this many at every token is fast.
 pub(super) const STOPS_MAX: usize = 16;
 
-/// A list of which at most `MAX` + 1 elements are built. One element more than allowed suffices for a later check to refuse the list.
+/// A list that keeps at most `MAX` + 1 elements and skips all others. The one element too many lets a later check refuse the list.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
-/// An object whose values are numbers, bounded like [`Bounded`]. Its entries keep their order and may have the same name.
+/// An object whose values are numbers. It keeps at most `MAX` + 1 entries, like [`Bounded`]. The entries keep their order, and several may
+/// have the same name.
 #[derive(Default)]
 pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
 
-/// A message's content as one text. The parts of a list are joined by line feeds; null becomes an empty text.
+/// The content of a message as one text. If the content is a list of texts, they are joined by line feeds. If it is null, the text is
+/// empty.
 #[derive(Default)]
 pub(crate) struct Content(pub(crate) String);
 
@@ -76,7 +78,7 @@ impl<T, const MAX: usize> Default for Bounded<T, MAX> {
 /// The visitor that reads a `T`.
 pub(super) struct Reader<T>(pub(super) PhantomData<T>);
 
-/// Implements `Deserialize` for a type, from the methods of its visitor and the expected types that errors name.
+/// Implements `Deserialize` for a type. Takes the methods of the type's visitor, and the expected types that its errors name.
 macro_rules! readable {
     ([$($generics:tt)*] $value:ty, $deserialize:ident, $expected:literal, $($methods:tt)*) => {
         impl<'de, $($generics)*> serde::Deserialize<'de> for $value {
@@ -170,7 +172,7 @@ readable! {
     }
 
     fn visit_f64<E: de::Error>(self, number: f64) -> Result<Whole, E> {
-        /// The greatest number up to which an f64 represents every integer.
+        /// The largest number such that an f64 represents it and all smaller natural numbers exactly.
         const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
         if number.fract() == 0.0 && number.abs() <= EXACT {
             return Ok(Whole(number as i64));
@@ -220,7 +222,7 @@ readable! {
     }
 }
 
-/// Appends further elements of the list until there are `max` + 1 elements, and skips all later ones.
+/// Appends the list's remaining elements until there are `max` + 1 elements. All later elements are skipped.
 fn rest<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(mut elements: Vec<T>, mut list: A, max: usize) -> Result<Vec<T>, A::Error> {
     while elements.len() <= max {
         let Some(element) = list.next_element()? else { return Ok(elements) };
@@ -303,7 +305,7 @@ mod tests {
             let Prompts(built) = serde_json::from_str(&list).expect("the text is JSON");
             assert_eq!(built.len(), PROMPTS_MAX + 1, "of {element}");
         }
-        // The elements that are skipped must also be valid JSON.
+        // Skipped elements must be valid JSON, too.
         assert!(serde_json::from_str::<Bounded<Counted, 1>>("[1,2,3,x]").is_err());
     }
 }

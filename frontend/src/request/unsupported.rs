@@ -1,5 +1,5 @@
-//! Parameters that OpenAI or other servers have and this server does not support. A request with such a parameter is refused, unless the
-//! parameter's value does not change the answer.
+//! Parameters of OpenAI's API and of other servers that this server does not support. A request with such a parameter is refused, unless
+//! the parameter's value does not change the answer.
 
 use super::fields::{Reader, readable};
 use crate::error::{ApiError, Problem};
@@ -8,10 +8,10 @@ use serde::{
     de::{self, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
 };
 
-/// The value of an unsupported parameter, reduced to what decides whether it is accepted.
+/// The value of an unsupported parameter, reduced to the information that decides whether the value is accepted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum Setting {
-    /// Absent, null, or an empty string, list or object.
+    /// The parameter is absent or null, or is an empty string, list or object.
     #[default]
     Nothing,
     Bool(bool),
@@ -22,13 +22,13 @@ pub(crate) enum Setting {
     Other,
 }
 
-/// The maximum length of an accepted string in the tables, in bytes.
+/// The maximum length of a [`Setting::Text`] in bytes. Longer strings are [`Setting::Other`].
 const TEXT_BYTES_MAX: usize = 16;
 
-/// Checks that `found` does not change the answer.
+/// Checks that the value `found` does not change the answer.
 ///
 /// # Errors
-/// `found` is neither empty, nor an `accepted` value, nor `false`. If `true` is accepted, `false` changes the answer and is an error.
+/// The value is neither empty, nor one of `accepted`, nor `false`. If `true` is accepted, `false` changes the answer and is an error.
 pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Result<(), ApiError> {
     let off = *found == Setting::Bool(false) && !accepted.contains(&Setting::Bool(true));
     if off || *found == Setting::Nothing || accepted.contains(found) {
@@ -37,7 +37,7 @@ pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Resul
     Err(ApiError::invalid(param, Problem::Unsupported))
 }
 
-/// Converts an accepted value of the tables to the [`Setting`] that a request with this value would have.
+/// Converts an accepted value to a [`Setting`], as the value of a request would be converted.
 pub(crate) fn accepted<'de>(value: impl IntoDeserializer<'de, value::Error>) -> Setting {
     Setting::deserialize(value.into_deserializer()).expect("the tables have only numbers, texts and booleans")
 }

@@ -1,8 +1,8 @@
-//! Converts the bytes of a stream of tokens to text.
+//! Converts the bytes of generated tokens to text.
 
 use std::str;
 
-/// Converts bytes to text, and holds back the bytes of an incomplete character. All chunks of text together equal
+/// Converts bytes to text. The bytes of an incomplete character are held until it is complete. All chunks of text together equal
 /// [`String::from_utf8_lossy`] of all the bytes.
 #[derive(Default)]
 pub(crate) struct Detokenizer {
@@ -10,7 +10,7 @@ pub(crate) struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// Appends the complete characters of the bytes so far to `text`. Bytes that cannot be part of a character become U+FFFD.
+    /// Adds bytes, and appends all characters that are complete now to `text`. Bytes that cannot be part of a character become U+FFFD.
     pub(crate) fn push(&mut self, bytes: &[u8], text: &mut String) {
         self.held.extend_from_slice(bytes);
         let mut incomplete = 0;
@@ -18,7 +18,7 @@ impl Detokenizer {
         while let Some(chunk) = chunks.next() {
             text.push_str(chunk.valid());
             let broken = chunk.invalid();
-            // An error without a length means that the character is incomplete: further bytes may complete it.
+            // If the error has no length, the character is incomplete: further bytes may complete it.
             if chunks.peek().is_none() && str::from_utf8(broken).is_err_and(|error| error.error_len().is_none()) {
                 incomplete = broken.len();
             } else if !broken.is_empty() {
@@ -41,7 +41,7 @@ impl Detokenizer {
 mod tests {
     use super::*;
 
-    /// Splits texts of up to 12 bytes into chunks in all possible ways.
+    /// Splits the bytes of texts of up to 12 bytes in all possible ways.
     #[test]
     fn decoded_text_does_not_depend_on_how_bytes_are_split() {
         let texts: [&[u8]; 8] = [

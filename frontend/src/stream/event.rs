@@ -8,7 +8,7 @@ use tandem_proto::v1::{PrefillChunk, Scheduled};
 pub(crate) enum AnswerEvent {
     /// The first token was generated. This event occurs once, before all other events.
     Started(Box<Facts>),
-    /// The cached tokens, if the facts announce that they are reported later. This event occurs at most once.
+    /// The number of cached tokens, if `Facts` says that the worker reports it later. This event occurs at most once.
     Scheduled(Scheduled),
     /// The chunks of the prefill, if the worker reports them.
     Prefilled(Vec<PrefillChunk>),

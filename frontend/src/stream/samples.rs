@@ -18,7 +18,7 @@ pub(super) struct Samples {
 }
 
 struct Sample {
-    /// The number of tokens at the beginning of the sample in whose text stop strings are ignored.
+    /// Stop strings are ignored in the text of this many tokens at the beginning of the sample.
     min_tokens: usize,
     wants_logprobs: bool,
     detokenizer: Detokenizer,
@@ -192,7 +192,8 @@ impl Sample {
         self.ended = true;
     }
 
-    /// Emits the logprobs of the tokens that begin in emitted text. If no text is held back, emits the logprobs of all tokens.
+    /// Emits the logprobs of the tokens whose text begins within the emitted text. If no text is held back, emits the logprobs of all
+    /// tokens.
     fn emit_logprobs(&mut self, delta: &mut Delta) {
         let all = self.emitted_len == self.text_len;
         while self.logprobs.front().is_some_and(|entry| all || entry.text_offset < self.emitted_len) {

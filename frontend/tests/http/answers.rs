@@ -302,7 +302,7 @@ async fn models_health_and_readiness_are_served_with_every_documented_path() {
     );
 }
 
-/// Is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.
+/// This test is skipped unless `TANDEM_MODEL` is the path of the real model's GGUF file.
 #[tokio::test]
 #[expect(clippy::print_stderr, reason = "a skip is loud")]
 async fn real_models_template_renders_the_expected_prompt() {

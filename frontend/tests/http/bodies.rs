@@ -32,7 +32,7 @@ fn repeated(open: &str, element: &str, bytes: usize) -> Vec<u8> {
     format!("{{\"model\":\"m\",{open}{}{element}]}}", format!("{element},").repeat(bytes / (element.len() + 1))).into_bytes()
 }
 
-/// Without this limit, the frontend parsed such bodies completely and used 13 to 40 times their size in memory.
+/// Without a limit on the number of values, the frontend parsed such bodies completely and used 13 to 40 times their size in memory.
 #[tokio::test]
 async fn bodies_with_too_many_values_are_refused() {
     let mut cluster = Cluster::start().await;

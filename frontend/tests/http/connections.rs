@@ -1,4 +1,4 @@
-//! Slow, idle and too many connections, and clients that close their sending half.
+//! Connections that are slow or idle, too many connections, and clients that close their sending half.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -53,7 +53,7 @@ async fn connection_without_a_complete_head_is_closed_after_ten_seconds() {
     let mut half = frontend.connect().await;
     half.write_all(b"GET /live HTTP/1.1\r\nhost: loc").await.expect("the frontend reads");
     assert_eq!(until_closed(half).await.1, 10);
-    // A client that sends single bytes does not extend the time.
+    // The time limit is not extended for a client that sends single bytes.
     let (mut read, mut write) = tokio::io::split(frontend.connect().await);
     let dripping = tokio::spawn(async move {
         for byte in LIVE.bytes().cycle() {
@@ -153,7 +153,7 @@ async fn half_closed_client_gets_its_answer() {
         let mut client = send_raw(&cluster, "1.1", &chat(json!({ "stream": stream }))).await;
         client.shutdown().await.expect("the connection is open");
         let call = cluster.call().await;
-        // The interim responses show that the frontend has received the FIN, and has probed the client more than once.
+        // The interim responses show that the frontend has received the client's FIN, and that it has probed the client more than once.
         let mut interim = [0; 54];
         soon(client.read_exact(&mut interim)).await.expect("interim responses are sent");
         assert_eq!(interim, *b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
@@ -169,7 +169,7 @@ async fn half_closed_client_gets_its_answer() {
     cluster.counted("tandem_frontend_cancelled_total 0").await;
 }
 
-/// HTTP/1.0 has no interim responses, so a FIN counts as the client's disconnection, as with most servers.
+/// HTTP/1.0 has no interim responses with which the client could be probed. So a FIN counts as a disconnection, as with most servers.
 #[tokio::test]
 async fn half_closed_http_1_0_client_counts_as_disconnected() {
     let mut cluster = Cluster::start().await;

@@ -9,7 +9,7 @@ use tandem_proto::v1::{
 };
 use tonic::Status;
 
-/// Starts a streamed chat and returns the worker's side and the client's reply after the first token.
+/// Starts a streamed chat, and waits for its first token. Returns the frontend's call to the decode worker, and the client's reply.
 async fn streaming(cluster: &mut Cluster) -> (Call, Reply) {
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -39,7 +39,7 @@ async fn attempts_that_fail_before_the_first_token_are_rerouted() {
     let call = cluster.call().await;
     assert_eq!((call.request.attempt, call.request.prefill.is_some()), (3, false));
     assert_eq!((&call.request.request_id, &call.request.prompt), (&second.request_id, &second.prompt));
-    // Without a client's seed, a random seed is chosen once for all attempts.
+    // If the client sends no seed, a random seed is chosen once for all attempts.
     assert_eq!(call.request.sampling, second.sampling);
     call.answer(Some(0), "ok").await;
     let (_, done) = soon(reply).await.expect("the client task runs").events().await;

@@ -1,4 +1,4 @@
-//! Cached tokens that a worker reports after the first token, as external engines do.
+//! A worker that reports the cached tokens after the first token, as external engines do.
 
 use crate::support::*;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use tandem_proto::v1::{
 };
 use tonic::Status;
 
-/// The prompt has three blocks; the fake router places it on a worker with one of them cached.
+/// A prompt of three blocks. The fake router places it on a worker that has one of the blocks cached.
 const PROMPT: &str = "a prompt of exactly forty-eight bytes, as counted";
 const ESTIMATE: u32 = 16;
 
@@ -23,7 +23,7 @@ fn streamed(mut options: Value) -> Value {
     options
 }
 
-/// Reads the rest of an answer, whole or streamed, and returns what has its usage.
+/// Reads the rest of an answer. Returns the JSON object that has the usage: the whole answer, or the last event of a streamed one.
 async fn last(reply: Reply) -> Value {
     if reply.header("content-type") == Some("application/json") {
         return reply.json().await.1;
@@ -134,7 +134,7 @@ async fn stop_strings_end_the_generation_and_only_its_usage_waits() {
         text += &reply.more().await;
     }
     assert!(!text.contains("DONE") && !text.contains("cached_tokens"), "{text}");
-    // The engine generates further tokens until it has stopped.
+    // The engine generates another token before it stops.
     call.send(tokens(1, b"more")).await;
     call.send(scheduled(Some(48))).await;
     call.send(scheduled(Some(0))).await;
@@ -153,7 +153,7 @@ async fn stop_strings_end_the_generation_and_only_its_usage_waits() {
 async fn whole_answer_waits_for_its_count_but_not_for_long() {
     let mut cluster = Cluster::start().await;
     let complete = |cluster: &Cluster| cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "stop": "STOP" })));
-    // The worker is silent.
+    // In the first case the worker never reports a count.
     let reply = complete(&cluster);
     let silent = cluster.call().await;
     silent.begin_uncounted().await;
@@ -164,7 +164,7 @@ async fn whole_answer_waits_for_its_count_but_not_for_long() {
     assert_eq!(cached(&answer), (&json!(ESTIMATE), "router_estimate"));
     assert!((Duration::from_secs(1)..Duration::from_secs(10)).contains(&began.elapsed()), "{:?}", began.elapsed());
     silent.closed().await;
-    // The worker reports, by itself and then by the end of its stream, that it has no count.
+    // In the second case the worker reports that it has no count. In the third case its stream ends without a report.
     for reports in [true, false] {
         let reply = complete(&cluster);
         let call = cluster.call().await;
@@ -189,7 +189,8 @@ async fn whole_answer_waits_for_its_count_but_not_for_long() {
 #[tokio::test]
 async fn count_of_a_lost_attempt_is_an_estimate_and_that_of_a_resume_is_ignored() {
     let mut cluster = Cluster::start().await;
-    // The worker has reported before, so a missing report could count as one that stopped to report.
+    // The worker reports cached tokens for this request. So a missing report for a later request could be counted as a worker that has
+    // stopped reporting.
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({})));
     cluster.call().await.answer(Some(0), "x").await;
     last(soon(reply).await.expect("the client task runs")).await;
@@ -222,7 +223,7 @@ async fn only_the_first_announced_count_is_valid() {
     let reply = cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "max_tokens": 0, "echo": true })));
     let call = cluster.call().await;
     call.begin_uncounted().await;
-    // This count comes before the first token; the others are not announced, even if they say so.
+    // Only the first of these counts was announced. It arrives before the first token. The last one wrongly announces another count.
     call.send(scheduled(Some(32))).await;
     call.send(scheduled(Some(16))).await;
     let again = Scheduled { cached_tokens: Some(48), reported_later: true, ..Scheduled::default() };

@@ -4,7 +4,7 @@ use crate::support::{CHAT, COMPLETIONS, Cluster, chat, completion};
 use hyper::Method;
 use serde_json::{Map, Value, json};
 
-/// Returns values at and just beyond the bounds of a parameter's schema, each with whether the schema allows it.
+/// Returns values at and just beyond the bounds of a parameter's schema. The bool says whether the schema allows the value.
 fn at_bounds(schema: &Value) -> Vec<(Value, bool)> {
     let mut found: Vec<(Value, bool)> = schema["oneOf"].as_array().into_iter().flatten().flat_map(at_bounds).collect();
     let number = |key: &str| schema[key].as_f64();

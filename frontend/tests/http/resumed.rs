@@ -1,4 +1,4 @@
-//! Generations that are resumed on another worker after the first token, which the client does not notice.
+//! Generations that are resumed on another worker after the first token. The client does not notice the resume.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -87,7 +87,7 @@ async fn finished_samples_are_not_resumed_and_logprob_offsets_continue() {
     first.send(likely_tokens(0, b"xyz")).await;
     first.send(finished(0, FinishReason::Length, None)).await;
     first.send(likely_tokens(1, b"abSTO")).await;
-    // This sample has ended at its stop string, although the worker has generated further tokens.
+    // The frontend ends this sample at its stop string. The worker has generated a further token.
     first.send(likely_tokens(2, b"cSTOPd")).await;
     first.fail(Status::unavailable("killed")).await;
     let second = cluster.call().await;
@@ -140,7 +140,7 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     cluster.routes_closed(1).await;
     assert!(cluster.no_call());
 
-    // Each resume may use as many attempts as the request's start. When all attempts fail, the client's error states that the worker was
+    // A resume may use as many attempts as the start of the request. If all of them fail, the client receives the error that the worker was
     // lost, not that the attempts failed.
     let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
     let call = cluster.call().await;
@@ -165,7 +165,8 @@ async fn stream_ends_with_an_error_event_when_no_resume_is_left() {
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
-/// Ledgers identify attempts by number, so no number is used again, even if an attempt failed before the router was lost.
+/// Ledgers identify attempts by their numbers. So the frontend must not use a number again, even if an attempt fails and then the router is
+/// lost.
 #[tokio::test]
 async fn attempt_numbers_stay_unique_when_the_router_is_lost() {
     let mut cluster = Cluster::start().await;
@@ -206,7 +207,7 @@ async fn silent_worker_is_replaced_after_the_attempt_timeout() {
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     assert!(matches!(cluster.received().await, Received::Message(RouteMessage::Prompt(_))));
     assert_eq!(cluster.received().await, lost("d0-instance", FailureReason::Timeout, 0));
-    // Only the first token's timeout applies to the last attempt.
+    // The attempt timeout does not apply to the last attempt. Only the first token's timeout does.
     let reply = cluster.spawn_post(CHAT, chat(json!({})));
     for _ in 0..2 {
         cluster.call().await.send(generate_reply::Message::Failure(failure(FailureReason::Timeout, ""))).await;

@@ -192,7 +192,7 @@ impl Cluster {
         Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, finishes, routes, server }
     }
 
-    /// Sets the router's next answer.
+    /// Appends an answer to the list of the router's next answers.
     pub fn place(&self, reply: route_reply::Message) {
         self.placements.lock().expect("no test panics with the lock").push_back(Some(reply));
     }
@@ -223,7 +223,8 @@ impl Cluster {
         self.calls.try_recv().is_err()
     }
 
-    /// Waits until the frontend ends the generation of an attempt whose cached tokens are still to be reported.
+    /// Waits for the call with which the frontend ends a generation on the worker while the attempt's cached tokens are still to be
+    /// reported.
     pub async fn finish(&mut self) -> FinishRequest {
         soon(self.finishes.recv()).await.expect("the fake worker runs")
     }

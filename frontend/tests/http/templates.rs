@@ -1,4 +1,4 @@
-//! Chat templates that take too many steps or write too much text, always or only for certain messages of a client.
+//! Chat templates that take too many steps or write too much text, either always or only for certain messages.
 
 use crate::support::*;
 use hyper::StatusCode;
@@ -42,7 +42,7 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
     ServedModel::from_directory("m", "revision", &HfDirectory::open(folder.path()).expect("the model directory is valid"))
 }
 
-/// Returns the error for a chat with these messages if the model has this template.
+/// Returns the status and body of the error for a chat with these messages, if the model has this template.
 async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
     let mut cluster = Cluster::with(|settings| settings.model = model).await;

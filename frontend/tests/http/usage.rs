@@ -15,7 +15,7 @@ fn usage_of(prompt: u64, completion: u64, cached: u64) -> Value {
 
 const PROMPT: &str = "a prompt of exactly forty-eight bytes, as counted";
 
-/// Tries every source of cached tokens (worker, router's estimate, unknown) at every endpoint, with whole and with streamed answers.
+/// Covers every source of the cached tokens (worker, router's estimate, unknown) at every endpoint, for whole and for streamed answers.
 #[tokio::test]
 async fn every_answer_has_cached_tokens_and_their_source() {
     let mut cluster = Cluster::start().await;
@@ -28,8 +28,8 @@ async fn every_answer_has_cached_tokens_and_their_source() {
     ] {
         for path in [CHAT, COMPLETIONS] {
             for stream in [false, true] {
-                // The prefill worker has two blocks cached, the decode worker has one block. The estimate must be the prefill worker's two
-                // blocks.
+                // The prefill worker has two of the prompt's blocks cached, and the decode worker has one. The estimate must be two blocks,
+                // those of the prefill worker.
                 cluster.place(cluster.remote(2, block_size));
                 let mut body = if path == CHAT { chat(json!({})) } else { completion(PROMPT.into(), json!({})) };
                 if stream {

@@ -1,15 +1,15 @@
-//! Consistency checks between the cache's data structures.
+//! Checks that the cache's data structures are consistent with each other.
 
 use super::{Content, Prefix, PrefixCache};
 use crate::BlockId;
 use std::{fmt::Display, ops::Range};
 
-/// An invariant that does not hold: a bug. The text names the invariant.
+/// A violated invariant, which is a bug. The text names the invariant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(String);
 
-/// Fails with `violation` as the text if `holds` is false. The text is formatted only in that case.
+/// Returns an error with the text `violation` if `holds` is false. The text is formatted only in that case.
 ///
 /// # Errors
 /// `holds` is false.
@@ -27,7 +27,7 @@ impl PrefixCache {
     }
 
     /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the invariants that need no search and no hash,
-    /// which takes little time. Repeated calls check all blocks in rounds.
+    /// because these take little time. Repeated calls check one group of blocks after the other and then begin again with the first.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The cache against a naive model: a list of cached prefixes that every operation searches completely.
+//! Property tests of the cache against a naive model: a list of cached prefixes that every operation searches completely.
 
 use super::tests::wanted;
 use super::{CacheSettings, Counts, Full, PrefixCache};
@@ -9,7 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const BLOCK_SIZE: usize = 2;
 
-/// An operation. The numbers of a namespace and of blocks to commit are literal; the others select an item of a list, modulo its length.
+/// An operation. The numbers `namespace` and `blocks` are used as they are. The other numbers select an item of a list, modulo the list's
+/// length.
 #[derive(Clone, Debug)]
 enum Op {
     Acquire { namespace: usize, prompt: Vec<TokenId>, reuse: bool },
@@ -67,7 +68,7 @@ struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
-    /// The number of leading blocks that were found in the cache or that a commit was tried for.
+    /// The number of leading blocks that were found in the cache or for which a commit was tried.
     committed: usize,
 }
 
@@ -82,7 +83,7 @@ struct Model {
     hash_mask: u64,
     entries: Vec<Entry>,
     sequences: Vec<Sequence>,
-    /// Blocks that were pinned again, once for each entry.
+    /// Blocks that were pinned in addition to the sequences that own them. A block is listed once for each additional pin.
     pins: Vec<BlockId>,
     /// Blocks that were in use at the last clear and have been in use ever since.
     outdated: BTreeSet<BlockId>,
@@ -98,7 +99,7 @@ impl Model {
         self.entries.iter().find(|entry| entry.prefix == *prefix)
     }
 
-    /// Returns the prefix's chained hash, masked at each step as in the cache.
+    /// Returns the chained hash of the prefix. The cache under test masks the hash at each step, so this function does, too.
     fn hash(&self, prefix: &Prefix) -> SequenceHash {
         let first = namespace(prefix.namespace).root(&HashKey::NONE);
         let blocks = prefix.tokens.chunks(BLOCK_SIZE);
@@ -134,7 +135,7 @@ impl Model {
         (1..=reuse_max).take_while(is_cached).count()
     }
 
-    /// Evicts the least recently used leaf until `blocks` fresh ones are free.
+    /// Evicts least recently used leaves until `blocks` blocks are free.
     fn evict_for(&mut self, blocks: usize) {
         while (self.counts().free as usize) < blocks {
             let is_leaf = |entry: &Entry| {
@@ -157,7 +158,7 @@ impl Model {
     }
 }
 
-/// A router's view: the parent of every hash.
+/// A router's view of the cache: the parent of each stored hash.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Replica {
     at_event_id: u64,
@@ -207,7 +208,7 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The views of several routers. The first router has received all events, the others started from a snapshot.
+    /// The views of several routers. The first router has received all events. The other routers began with a snapshot.
     replicas: Vec<Replica>,
 }
 
@@ -306,7 +307,7 @@ impl Run {
         model.sequences[owner].blocks.push(block);
     }
 
-    /// Commits the next full block of the sequence.
+    /// Commits the next full block of sequence `number`.
     fn commit(&mut self, number: usize) {
         let model = &mut self.model;
         let sequence = &model.sequences[number];
@@ -327,7 +328,7 @@ impl Run {
         let foreign = foreign.map(|entry| entry.prefix.clone());
         let cached = may_be_shared && !foreign.as_ref().is_some_and(|foreign| model.is_used(foreign));
         if cached && let Some(foreign) = foreign {
-            // The unused prefix with the same hash is evicted with its continuations.
+            // Another prefix, which is not in use, has the same hash. It is evicted with its continuations.
             model.entries.retain(|entry| !foreign.begins(&entry.prefix));
         }
         assert_eq!(stands, equal.filter(|_| cached).unwrap_or(block));
@@ -339,7 +340,7 @@ impl Run {
         sequence.committed += 1;
     }
 
-    /// Adds a second owner of the sequence's full blocks.
+    /// Adds a sequence that also owns the full blocks of sequence `number`.
     fn fork(&mut self, number: usize) {
         let sequence = &self.model.sequences[number];
         let full = sequence.tokens.len() / BLOCK_SIZE;
@@ -392,7 +393,7 @@ impl Run {
     fn check(&self) {
         self.cache.check_invariants().unwrap();
         assert_eq!(self.cache.counts(), self.model.counts());
-        // The index is read directly: a snapshot would end the merging of changes into the pending event.
+        // The index is compared, not a snapshot: taking a snapshot would end the merging of changes into the pending event.
         let found: BTreeSet<_> = self.cache.index.iter().map(|(hash, block)| (*hash, *block)).collect();
         let expected = self.model.entries.iter().map(|entry| (entry.hash, entry.block)).collect();
         assert_eq!(found, expected, "the cache equals the model");

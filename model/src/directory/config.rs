@@ -55,7 +55,7 @@ fn wrong(key: &str, wanted: &'static str) -> ModelError {
 }
 
 /// Reads and checks the configuration. `tied_by_absence` says that the weight files have no output head. If `config.json` does not say
-/// whether the head uses the embedding's weights, this decides it.
+/// whether the head uses the embedding's weights, `tied_by_absence` decides.
 pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, ModelError> {
     let config: Config = json(CONFIG, bytes)?;
     let family = Family::of(&config.model_type)?;

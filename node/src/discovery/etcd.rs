@@ -14,8 +14,8 @@ use tonic::transport::Endpoint;
 
 /// Timeout of a call; etcd normally answers in milliseconds. After a timeout, the next endpoint is tried.
 pub(super) const CALL_WAIT: Duration = Duration::from_secs(3);
-/// The shortest and longest delay between attempts to connect. A restarted etcd is noticed within two seconds, and an absent one costs
-/// almost nothing.
+/// The shortest and longest delay between attempts to connect. With these delays, a restarted etcd is noticed within two seconds, and
+/// attempts while no etcd runs cost almost nothing.
 pub(super) const PAUSE_MIN: Duration = Duration::from_millis(100);
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// A silent connection is closed after the interval plus the timeout. The interval must be above 5 s, because etcd closes connections that
@@ -68,7 +68,7 @@ pub enum EtcdError {
     Silent,
     #[error("etcd has closed the stream")]
     Closed,
-    /// The revision to watch from was compacted, or the server has lost its leader.
+    /// The revision from which changes were to be watched was compacted, or the server has lost its leader.
     #[error("etcd has cancelled the watch")]
     Cancelled,
     #[error("this process's lease in etcd has expired or was revoked")]

@@ -42,7 +42,7 @@ impl Watched {
             let path = self.path.clone();
             let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("the reading task does not panic");
             let listed = match polled {
-                // The writer of the file may not have finished.
+                // The text has changed since the last poll, so its writer may not have finished.
                 Ok(text) if text != self.text => {
                     self.text = text;
                     continue;

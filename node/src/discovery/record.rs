@@ -32,11 +32,11 @@ impl Role {
     }
 }
 
-/// The record of one instance. A reader ignores unknown fields and needs only the address: it connects, requests the process's own
-/// description, and uses only that.
+/// The record of one instance. A reader ignores unknown fields. It needs only the address: it connects to the process, requests the
+/// process's description of itself, and uses only that description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberRecord {
-    /// The role of the process.
+    /// The role of the process in the cluster.
     pub role: Role,
     /// `host:port` at which other processes reach this process: over HTTP if it is a frontend, otherwise over gRPC.
     pub address: String,
@@ -46,7 +46,7 @@ pub struct MemberRecord {
     /// The process's version of Tandem.
     #[serde(default)]
     pub version: String,
-    /// A worker's stable name.
+    /// The name that the operator gave the worker; empty for other processes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub worker_id: String,
     /// The served model's id, if the process knows it.
@@ -55,7 +55,7 @@ pub struct MemberRecord {
     /// The revision of the model's files.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub revision: String,
-    /// Tokens per block.
+    /// The number of tokens in a block.
     #[serde(default)]
     pub block_size: u32,
     /// Size of a worker's KV memory, in blocks.
@@ -113,7 +113,7 @@ impl MemberRecord {
         format!("{}{}/{}", prefix(cluster), self.role.name(), self.instance_id)
     }
 
-    /// Returns this record with a signature made with the cluster key.
+    /// Returns this record with its signature, which is made with the cluster key.
     pub(super) fn signed(mut self, cluster: &str, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Registration, &[self.key(cluster).as_bytes(), self.address.as_bytes()]);
         self
@@ -123,7 +123,7 @@ impl MemberRecord {
         serde_json::to_vec(self).expect("a record can be serialized")
     }
 
-    /// Parses the record that was registered under the etcd key `at`. It must be signed if the cluster has a key.
+    /// Parses a record that was registered under the etcd key `at`. If the cluster has a key, the record must be signed with it.
     pub(super) fn from_json(value: &[u8], at: &str, key: &ClusterKey) -> Result<Self, InvalidRecord> {
         let record: Self = serde_json::from_slice(value)?;
         channel::endpoint(&record.address)?;
@@ -134,12 +134,13 @@ impl MemberRecord {
     }
 }
 
-/// Returns the prefix of all etcd keys of this cluster. No key of another cluster has it, because names of clusters have no slash.
+/// Returns the prefix of all etcd keys of this cluster. No etcd key of another cluster begins with this prefix, because cluster names
+/// contain no slash.
 pub(super) fn prefix(cluster: &str) -> String {
     format!("/tandem/{cluster}/")
 }
 
-/// Whether this is the etcd key of a process of the cluster with one of these roles.
+/// Returns whether `key` is the etcd key of a process that belongs to the cluster and has one of these roles.
 pub(super) fn is_of(key: &str, cluster: &str, roles: &[Role]) -> bool {
     let role = key.strip_prefix(&prefix(cluster)).and_then(|rest| rest.split_once('/'));
     role.is_some_and(|(role, instance)| !instance.is_empty() && roles.iter().any(|wanted| wanted.name() == role))

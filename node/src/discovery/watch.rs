@@ -1,9 +1,9 @@
 //! Watches the members that are registered in etcd.
 //!
-//! Every connection begins by reading all keys, and watches from that revision on. So nothing depends on etcd's history: a compaction, a
-//! restart or another etcd server only leads to another read. While etcd is unreachable, the last known members stay. An address that is no
-//! longer registered after a reconnection stays for the time of one lease, because an etcd that has lost its data has forgotten running
-//! processes, which register again within that time.
+//! A connection first reads all keys, and then watches for changes after the revision of that read. So nothing depends on etcd's history:
+//! after a compaction, a restart or a change of the etcd server, all keys are read again. While etcd is unreachable, the last known members
+//! stay. An address that is not registered any more after a reconnection stays for the time of one lease. The reason is that etcd may have
+//! lost its data, although the processes still run. These register again within that time.
 
 use super::{
     ADDRESSES_MAX,
@@ -20,10 +20,12 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// The most keys that are read. They are more than the addresses that can be used, so that too many addresses are noticed and logged.
+/// The most keys that are read. This is more than the number of addresses that can be used, so that an excess of addresses is noticed and
+/// logged.
 const KEYS_MAX: i64 = 8 * ADDRESSES_MAX as i64;
 
-/// Returns the addresses of all processes that are registered with these roles. The task keeps them up to date until it is dropped.
+/// Returns the addresses of all processes that are registered with these roles, and the task that keeps the addresses up to date until it
+/// is dropped.
 pub(super) fn watch(
     settings: EtcdSettings,
     roles: Vec<Role>,
@@ -55,7 +57,7 @@ struct Watcher {
     connector: Connector,
     roles: Vec<Role>,
     connected: Gauge,
-    /// The registered addresses by etcd key; `None` for an invalid record, which was logged.
+    /// The registered addresses by etcd key; `None` for an invalid record, which has been logged.
     registered: BTreeMap<String, Option<String>>,
     /// Addresses that were no longer registered at the last reconnection.
     missing: BTreeSet<String>,
@@ -76,7 +78,7 @@ impl Watcher {
         }
     }
 
-    /// Watches the members over one connection. Returns why the connection ended.
+    /// Watches the members over one connection until it ends. Returns the reason.
     async fn connection(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let prefix = record::prefix(&self.connector.settings.cluster);
@@ -98,7 +100,8 @@ impl Watcher {
                     continue;
                 }
             };
-            // A watch from a compacted revision is cancelled by a message without a reason. No event follows, but the stream stays open.
+            // If etcd has compacted the watch's revision, it cancels the watch with a message without a reason. No event follows, but the
+            // stream stays open.
             if message.canceled() {
                 return Err(EtcdError::Cancelled);
             }
@@ -116,7 +119,7 @@ impl Watcher {
     fn replace(&mut self, all: &[KeyValue]) {
         self.missing = self.members.borrow().clone();
         let present: BTreeSet<&[u8]> = all.iter().map(KeyValue::key).collect();
-        // Known invalid records stay, so that they are not logged again.
+        // Entries of invalid records are kept, so that these records are not logged again.
         self.registered.retain(|key, address| address.is_none() && present.contains(key.as_bytes()));
         all.iter().for_each(|entry| self.put(entry.key(), entry.value()));
         self.publish();
@@ -142,8 +145,8 @@ impl Watcher {
         self.registered.insert(key.into_owned(), address);
     }
 
-    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When that number is reached, a key with an invalid record
-    /// is dropped to make a place for the new key.
+    /// Returns whether the key can be kept. At most [`KEYS_MAX`] keys are kept. When there are that many, a key with an invalid record is
+    /// dropped in favour of the new key.
     fn has_capacity(&mut self, key: &str) -> bool {
         if self.registered.contains_key(key) || self.registered.len() < KEYS_MAX as usize {
             return true;
@@ -168,8 +171,8 @@ impl Watcher {
     }
 }
 
-/// Returns at most [`ADDRESSES_MAX`] of the addresses. Addresses in use are preferred, so that a flood of registrations removes none of
-/// them.
+/// Returns at most [`ADDRESSES_MAX`] of the addresses `now`. Addresses in use are preferred, so that a flood of registrations does not
+/// remove any of them.
 fn bounded(now: BTreeSet<String>, in_use: &BTreeSet<String>) -> BTreeSet<String> {
     if now.len() <= ADDRESSES_MAX {
         return now;

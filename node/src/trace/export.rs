@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The most spans that wait for the collector: some seconds of a busy process, a few megabytes.
+/// The most spans that wait for the collector: as many as a busy process creates in some seconds. They take a few megabytes.
 const QUEUE_MAX: usize = 4_096;
 /// The most spans in one message.
 const BATCH_MAX: usize = 512;

@@ -1,4 +1,5 @@
-//! A proxy to a server. It can interrupt all connections, and can hold back the clients' data once the server has sent a given text.
+//! A proxy in front of a server. It can interrupt all connections. It can also hold back the clients' data once the server has sent a given
+//! text.
 
 use std::sync::Arc;
 use tokio::{
@@ -11,7 +12,7 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// The text of the server after which the clients' data is held back; `None`: data is not held back.
+    /// The text after which the clients' data is held back, once the server has sent it; `None`: data is not held back.
     hold_after: Option<Arc<[u8]>>,
     /// Whether the clients' data is held back now.
     held: bool,
@@ -52,7 +53,7 @@ impl Proxy {
         self.state.send_modify(|state| state.cut = true);
     }
 
-    /// Forwards everything again.
+    /// Accepts connections again, and forwards all data.
     pub fn restore(&self) {
         self.state.send_modify(|state| {
             state.cut = false;
@@ -60,7 +61,7 @@ impl Proxy {
         });
     }
 
-    /// Holds back the clients' data as soon as the server sends this text, until [`Proxy::restore`].
+    /// Once the server has sent this text, holds back the clients' data until [`Proxy::restore`] is called.
     pub fn hold_after(&self, text: &[u8]) {
         self.state.send_modify(|state| state.hold_after = Some(text.into()));
     }

@@ -28,7 +28,7 @@ pub fn port() -> u16 {
     }
 }
 
-/// A server that can be stopped and started again. Dropping it kills it.
+/// A server that can be stopped and started again. Dropping this value kills the server.
 pub struct Server {
     program: &'static str,
     /// The text that the server logs once it serves. Its port opens earlier, but an etcd that is killed before it serves loses its data.

@@ -1,4 +1,5 @@
-//! Blocks are transferred while later chunks are computed: a prompt's handoff to a decode engine, measured in milliseconds of virtual time.
+//! Tests that blocks are transferred while later chunks are computed. They measure a prompt's handoff to a decode engine in milliseconds of
+//! virtual time.
 
 use super::*;
 use std::{
@@ -28,7 +29,7 @@ const CHUNKS: u32 = 10;
 /// Tokens in a prompt: ten chunks, and the last token, which the decode worker computes.
 const PROMPT: u32 = CHUNK * CHUNKS + 1;
 const DECODED: u32 = 24;
-/// The longest total delay of the timers: there is one per chunk, and each is late by less than a millisecond.
+/// The longest total delay of the timers. There is one timer per chunk, and each timer is late by less than a millisecond.
 const LATE: Duration = Duration::from_millis(CHUNKS as u64);
 
 /// The time that the computation and the transfer of [`CHUNK`] tokens take.

@@ -1,6 +1,5 @@
-//! The transport of connections: TCP, or a network in memory, on which tests delay, interrupt and refuse connections; and the cluster key,
-//! which authenticates every call. A service connects to its peers over the network that it listens on: its [`Listener`] has the
-//! [`Network`].
+//! The transport of connections, and the cluster key that authenticates every call. The transport is TCP, or a network in memory, on which
+//! tests delay, interrupt and refuse connections. A service connects to its peers over the [`Network`] of its own [`Listener`].
 
 use super::guard::{Bearer, Channel, Guard, OnRefused};
 use crate::ClusterKey;
@@ -16,25 +15,25 @@ use tonic::{
 /// The transport over which a process connects to others, and the cluster key of its calls. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Network {
-    /// Connects in memory; `None`: over TCP.
+    /// The function that connects to an address of a network in memory; `None`: the network is TCP.
     dial: Option<Arc<Dial>>,
     key: ClusterKey,
 }
 
-/// Connects to `host:port`: resolves with the connection, or fails like the operating system's `connect`.
+/// Connects to `host:port`. The future returns the connection, or fails like the operating system's `connect`.
 pub type Dial = dyn Fn(&str) -> BoxFuture<DuplexStream, io::Error> + Send + Sync;
 
-/// The source of incoming connections, and the network that they come from.
+/// A source of incoming connections, and the network from which they arrive.
 pub struct Listener {
     arrivals: Arrivals,
     network: Network,
 }
 
-/// The source of incoming connections.
+/// A source of incoming connections.
 pub enum Arrivals {
     /// Connections that arrive at a socket.
     Tcp(TcpListener),
-    /// Connections of a network in memory, until the sender is dropped.
+    /// Connections from a network in memory. No more arrive once the sender is dropped.
     Memory(mpsc::Receiver<DuplexStream>),
 }
 
@@ -54,7 +53,7 @@ impl Network {
         &self.key
     }
 
-    /// Returns a channel that connects at its first call, and again after its connection broke.
+    /// Returns a channel that connects at its first call. If the connection breaks, the channel connects again at the next call.
     pub fn connect_lazy(&self, endpoint: &Endpoint) -> Channel {
         self.guarded(match &self.dial {
             None => endpoint.connect_lazy(),
@@ -80,7 +79,7 @@ impl Network {
 }
 
 impl Listener {
-    /// Creates a listener for connections from this network.
+    /// Creates a listener that accepts these connections, which arrive from `network`.
     pub fn new(arrivals: Arrivals, network: Network) -> Self {
         Self { arrivals, network }
     }
@@ -90,20 +89,21 @@ impl Listener {
         Self::new(Arrivals::Tcp(listener), Network::tcp(key))
     }
 
-    /// Returns the network of the listener.
+    /// Returns the network from which the connections arrive.
     pub fn network(&self) -> &Network {
         &self.network
     }
 
-    /// Returns the incoming connections without authentication, for a caller that serves another protocol than gRPC.
+    /// Returns the source of connections. Connections taken from it are not authenticated; this is for a caller that serves another
+    /// protocol than gRPC.
     pub fn into_arrivals(self) -> Arrivals {
         self.arrivals
     }
 
-    /// Returns the address of the socket.
+    /// Returns the address at which the socket listens.
     ///
     /// # Errors
-    /// The operating system returned an error, or the network is in memory and has names only.
+    /// The operating system returned an error, or the listener is that of a network in memory, which has no socket addresses.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         match &self.arrivals {
             Arrivals::Tcp(listener) => listener.local_addr(),
@@ -111,7 +111,7 @@ impl Listener {
         }
     }
 
-    /// Returns whether only processes on this machine can connect, which is always true in memory.
+    /// Returns whether only processes on this machine can connect. In a network in memory this is always true.
     ///
     /// # Errors
     /// The operating system returned an error.
@@ -122,8 +122,8 @@ impl Listener {
         }
     }
 
-    /// Accepts connections until `ended`, then serves the open connections to their end. Refuses calls without the cluster's bearer token
-    /// with UNAUTHENTICATED, and calls `on_refused` for each.
+    /// Accepts connections until `ended` resolves, then serves the open connections to their end. A call without the cluster's bearer token
+    /// is refused with UNAUTHENTICATED, and `on_refused` is called for it.
     ///
     /// # Errors
     /// The server failed.

@@ -1,8 +1,9 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
-//! and block size. A member's [`WorkerBookings`] has exactly the bookings, of this router and of its peers, that name its instance.
-//! Bookings on instances that are not members count nowhere; when such an instance joins, its own report is assumed to include them.
+//! and block size. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name the member's
+//! instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first report is assumed to
+//! include the booked load.
 
 use super::{
     booking::{Booking, LoadByRole},
@@ -53,20 +54,20 @@ pub(super) struct Member {
     /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
     pub(super) role: Role,
-    /// As in [`Candidate`].
+    /// The worker's transfer family, as in [`Candidate`].
     family: Option<Arc<str>>,
     pub(super) address: String,
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) stats: ReportedStats,
-    /// Time of the latest report with a new measurement of the prefill rate.
+    /// The time of the latest report that had a new measurement of the prefill rate.
     prefilled_at: Instant,
-    /// Time of the latest report which shows that the worker has decoded since the previous report.
+    /// The time of the latest report that showed decoding since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
-    /// The worker's placements since it joined: the same counts as in `series`.
+    /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
     pub(super) placements: v1::PlacementTotals,
 }
 
@@ -81,7 +82,7 @@ pub(crate) struct Members {
 }
 
 impl Members {
-    /// Returns an empty set of members. `hash_key` only seeds hash tables.
+    /// Returns an empty set of members. `hash_key` is only used to seed hash tables.
     pub(super) fn new(hash_key: u64) -> Self {
         Self {
             by_id: BTreeMap::new(),
@@ -93,7 +94,7 @@ impl Members {
         }
     }
 
-    /// Returns the role of a worker with this description, if it may join now.
+    /// Returns the role of the worker that `info` describes, if the worker may join now.
     pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: &Identity) -> Result<Role, JoinError> {
         let role = match info.role() {
             worker_info::Role::Prefill => Role::Prefill,
@@ -123,8 +124,8 @@ impl Members {
         Ok(role)
     }
 
-    /// Adds a member with an empty cache and no load. Bookings in `bookings` that name the instance are counted on the member, but add no
-    /// load.
+    /// Adds a member with an empty cache and no load. Those of `bookings` that name the instance are counted on the member, but add no load
+    /// to it.
     pub(super) fn join<'a>(
         &mut self,
         info: WorkerInfo,
@@ -172,9 +173,9 @@ impl Members {
         }
     }
 
-    /// Replaces the member's blocks in the index by those of the snapshot. A snapshot follows lost messages, and one of them may have
-    /// reported a booked request. So all bookings count as reported: a request that has not reached the worker yet is missing in the load
-    /// until the next report, but no request is counted twice.
+    /// Replaces the member's blocks in the index by those of the snapshot. A snapshot follows lost messages, and one of these may have
+    /// reported a booked request. Therefore all bookings now count as included in the reported load. So no request is counted twice, but a
+    /// request that has not reached the worker yet is missing in the load until the next report.
     pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
@@ -183,7 +184,7 @@ impl Members {
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
     }
 
-    /// Applies the changes of the member's cache, in this order.
+    /// Applies the changes of the member's cache, in the order of `events`.
     ///
     /// # Errors
     /// [`SubscriptionError::BeyondCapacity`] if an event names more blocks than the worker can hold. Later events are then not applied, and
@@ -211,8 +212,8 @@ impl Members {
         applied
     }
 
-    /// Records the member's load. The caller must have applied all events that came with the load. `included` are the requests that this
-    /// load includes for the first time.
+    /// Records the member's load. The caller must have applied all events that came with the load. `included` has the ids of the requests
+    /// that this load includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         let now = Instant::now();
@@ -228,7 +229,7 @@ impl Members {
         }
     }
 
-    /// Exports the source of the member's events as metrics.
+    /// Sets the metrics that show whether the member's events come over NATS or on its own stream.
     pub(crate) fn set_event_source(&mut self, id: MemberId, source: EventSource) {
         if let Some(member) = self.by_id.get_mut(&id) {
             let over_nats = source == EventSource::Nats;
@@ -269,7 +270,8 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
-    /// Returns why the member receives no placements although it is one: it prefills, and no decode worker has its transfer family.
+    /// Returns the reason if the member is unpaired: it is a prefill worker, and no decode worker has its transfer family. An unpaired
+    /// member receives no placements.
     pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
         let decode_workers = || self.values().filter(|other| other.role == Role::Decode);
         let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
@@ -279,8 +281,8 @@ impl Members {
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
     }
 
-    /// Returns each member as a candidate for a placement, in the order of the members. Members in `excluded` and members whose circuit
-    /// breakers are open at `breakers_at` are marked as excluded; with `None`, circuit breakers are ignored.
+    /// Returns each member as a candidate for a placement, in the order of the members. A member is marked as excluded if it is in
+    /// `excluded`, or if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
     pub(super) fn candidates(
         &self,
         hashes: &[SequenceHash],
@@ -299,7 +301,7 @@ impl Members {
         self.values().map(candidate).collect()
     }
 
-    /// Counts the booking on those of its workers that are members.
+    /// Adds the booking to those of its workers that are members.
     pub(super) fn book(&mut self, booking: &Booking, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
@@ -309,8 +311,8 @@ impl Members {
         }
     }
 
-    /// Records that the booking's prompt has been prefilled, so its prefill does not count any more. Returns whether the prefill counted
-    /// until now.
+    /// Records that the booking's prompt has been prefilled, so that its prefill no longer counts as load. Returns false if this was
+    /// already recorded.
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
@@ -339,7 +341,7 @@ impl Members {
 }
 
 impl Member {
-    /// Returns a reference to the member, unsigned: references are signed when a placement leaves the router.
+    /// Returns a reference to the member without a signature. It is signed when a placement is sent.
     pub(super) fn reference(&self) -> v1::WorkerRef {
         v1::WorkerRef {
             worker_id: self.info.worker_id.clone(),
@@ -349,7 +351,7 @@ impl Member {
         }
     }
 
-    /// Returns the member as a candidate for a placement. Older measurements have less weight.
+    /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
     pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
         let Self { load, bookings, info, .. } = self;
         let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);

@@ -67,7 +67,8 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// A slice of events ends when it names this many blocks. Applying a slice takes about a millisecond, during which the state is locked.
+/// A slice of events ends when its events name this many blocks. Applying a slice takes about a millisecond, during which the state is
+/// locked.
 const SLICE_BLOCKS: usize = 4_096;
 
 impl Cluster {
@@ -321,8 +322,9 @@ impl State {
         Ok(self.book(booking, LoadByRole::default()))
     }
 
-    /// Records that the prompt has been prefilled, so its prefill does not count any more. If the worker reports how many tokens were cached, now or
-    /// in a later call, the first such number is compared with the overlap that the placement assumed.
+    /// Records that the prompt has been prefilled, so its prefill does not count as load any more. The worker may report the number of
+    /// cached tokens in this call or in a later one. The first number that it reports is compared with the overlap that the placement
+    /// assumed.
     pub(crate) fn on_prefilled(&mut self, id: BookingId, cached_tokens: Option<u32>) {
         let Some(booking) = self.bookings.on_prefilled(id, &mut self.members) else { return };
         let Some(actual) = cached_tokens.map(u64::from) else { return };
@@ -342,7 +344,7 @@ impl State {
         self.for_each_worker(id, |member| member.breaker.on_success());
     }
 
-    /// Records that the request failed because of an instance on which it was placed.
+    /// Records that the request failed because of `instance_id`, an instance on which it was placed.
     pub(crate) fn on_failure(&mut self, id: BookingId, instance_id: &str, reason: v1::FailureReason) {
         if !is_fault(reason) {
             return;

@@ -72,7 +72,8 @@ impl Peers {
                         members.on_prefilled(known.get_mut());
                     }
                 }
-                // The peer's own limit is higher. A booking that is ignored here counts as load once the workers report its request.
+                // The peer's limit on its bookings is higher than this router's. A booking that is ignored here counts as load once the
+                // workers report its request.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     new.insert(book(record, members, own));

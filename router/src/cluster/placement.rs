@@ -1,4 +1,4 @@
-//! Decides placements from the router's state. The decision itself is in the pure module [`crate::route`].
+//! Decides placements from the router's state. The pure module [`crate::route`] makes the decision itself.
 
 use super::{
     members::Members,
@@ -13,20 +13,20 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements, and measures how long answers take, because the decisions depend on that time.
+/// Decides placements. Also measures the duration of answers, on which the decisions depend.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
-    /// Placements decided so far.
+    /// The number of placements decided so far.
     placements: u64,
-    /// The mean time from the end of a prompt's prefill to the end of its answer; `None` before the first answer has ended.
+    /// The mean time in milliseconds from the end of a prompt's prefill to the end of its answer; `None` until an answer has ended.
     answer_ms: Option<f64>,
 }
 
-/// A decision and its input. Lists are in the order of the members.
+/// A decision and the input on which it is based. Lists are in the order of the members.
 pub(super) struct Decision<'a> {
     pub(super) query: PlacementQuery,
-    /// The prompt's blocks that a worker may reuse.
+    /// The hashes of those of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
@@ -41,8 +41,8 @@ impl Placer {
         Self { policy: route::policy(settings.policy), settings, placements: 0, answer_ms: None }
     }
 
-    /// Decides where to place the request; `attempt` counts its placements from 1. Workers that have failed the request, and workers whose
-    /// circuit breakers are open, are used only if no other worker is eligible.
+    /// Decides on which workers to place the request. `attempt` is 1 for the request's first placement. Workers that have failed the
+    /// request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
     pub(super) fn decide<'a>(
         &mut self,
         members: &Members,
@@ -58,13 +58,13 @@ impl Placer {
         Ok(decision)
     }
 
-    /// Returns the decision that would be made now for the first placement of a request. If several workers have equal costs, the next real
+    /// Returns the decision for the first placement of a request, if it were made now. If several workers have equal costs, the next real
     /// placement may choose another of them.
     pub(super) fn preview<'a>(&self, members: &Members, request: &'a PlacementRequest) -> Result<Decision<'a>, PlacementError> {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
-    /// Records how long an answer took, once it has ended.
+    /// Records the duration of an answer that has ended.
     pub(super) fn on_answer(&mut self, took: Duration) {
         let took = took.as_secs_f64() * 1e3;
         self.answer_ms = Some(self.answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
@@ -102,7 +102,7 @@ fn query<'a>(
     }
     let &PlacementRequest { prompt_tokens, prompt_logits, .. } = request;
     let block_size = first.info.block_size;
-    // At least one token is always computed. Logits are never cached, so a prompt whose logits are requested reuses no block.
+    // A worker always computes at least one token. Logits are not cached, so a prompt whose logits are requested reuses no block.
     let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
     let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
     let prefill = match settings.prefill {
@@ -113,7 +113,7 @@ fn query<'a>(
 }
 
 impl Decision<'_> {
-    /// Returns the message for a placement on the chosen members.
+    /// Returns the message to the frontend that names the chosen members.
     pub(super) fn placement(&self, members: &Members, choice: Choice) -> v1::Placement {
         let members: Vec<_> = members.values().collect();
         let describe = |at: usize| {

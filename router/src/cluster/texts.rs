@@ -21,7 +21,7 @@ pub(super) fn explanation<'a>(
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
     let on_one = |at: usize| format!("prefill and decode on {}", name(at));
     let on_two = |Pair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
-    // The chosen use of a worker is no alternative to itself.
+    // Removes the chosen use of a worker from the costs, because it is not an alternative to itself.
     let mut others = costs.to_vec();
     let (chosen, ms) = match choice {
         Choice { decode, prefill: None } => {
@@ -42,7 +42,7 @@ pub(super) fn explanation<'a>(
     format!("cheapest is {chosen}: {:.1} ms; {alternatives}", ms.unwrap_or_default())
 }
 
-/// Returns a transfer family as operators know it.
+/// Returns the words for a transfer family in a message to operators.
 fn family(family: Option<&str>) -> String {
     match family {
         None => "no transfer family".to_owned(),

@@ -1,11 +1,11 @@
-//! Property tests of the index against a naive model: one set of hashes per worker, overlap counted block by block.
+//! Property tests of the index against a naive model, which has one set of hashes per worker and counts overlap block by block.
 
 use super::*;
 use proptest::{collection::vec, prelude::*, sample::Index};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A tree of blocks; the path from a root to a block is a prompt. The parent of block `i` has a smaller number than `i`. The hashes of some
-/// blocks have equal low and high bits.
+/// A tree of blocks, in which the path from a root to a block is a prompt. The parent of block `i` has a smaller number than `i`. Some
+/// blocks have hashes with equal low bits and equal high bits.
 struct Prompts {
     parents: Vec<Option<usize>>,
 }
@@ -46,20 +46,20 @@ impl Prompts {
 enum Op {
     /// The worker computes the prompt that ends with this block.
     Store(u32, Index),
-    /// The worker evicts this block if it is a leaf of its cache. Removing a block that the worker has not cached is counted and changes
-    /// nothing.
+    /// The worker evicts this block if it is a leaf of its cache. If the worker has not cached the block, the removal only increments a
+    /// counter.
     Evict(u32, Index),
     Clear(u32),
     Forget(u32),
-    /// A snapshot arrives with the prompts that end with these blocks.
+    /// A snapshot of the worker arrives. It has the prompts that end with these blocks.
     Replace(u32, Vec<Index>),
-    /// The worker stores a chain under a block that it has not cached.
+    /// The worker stores a chain whose parent is a block that it has not cached.
     Orphan(u32, Index),
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    // Worker numbers need more than one 64-bit word of a set. Most operations are on a few workers, so that sets are shared, grow and
-    // shrink.
+    // The worker numbers are so large that a set of workers needs several 64-bit words. Most operations concern a few workers, so that sets
+    // are shared, grow and shrink.
     let worker = prop_oneof![4 => 0..4_u32, 2 => 60..70_u32, 1 => 0..200_u32].boxed();
     let block = || any::<Index>();
     prop_oneof![
@@ -132,7 +132,7 @@ proptest! {
         ops in vec(op(), 1..80),
         unknown in 0..3_usize,
     ) {
-        // A deep tree is one long chain with few branches, so that galloping skips blocks.
+        // A deep tree is one long chain with few branches. In such a tree the galloping search skips blocks.
         let mut prompts = Prompts::new(&parents);
         if deep {
             for (block, parent) in prompts.parents.iter_mut().enumerate() {
@@ -175,8 +175,9 @@ fn removal_skips_absent_block_and_continues() {
     assert_eq!(index.overlap(&hashes), [1]);
 }
 
-/// Compares two durations of one run, so that the result does not depend on the machine's speed. If each `Cleared` scanned the table, 1,000
-/// of them would take about thirty times as long as removing a million blocks; without the scan they take a hundredth of that time.
+/// Compares two durations of one run, so that the result does not depend on the machine's speed. 1,000 `Cleared` events take about a
+/// hundredth of the time of removing a million blocks. If each `Cleared` scanned the whole table, they would take about thirty times that
+/// time.
 #[test]
 fn clearing_a_worker_takes_time_for_its_own_blocks_only() {
     let mut index = PrefixIndex::new(0);

@@ -15,12 +15,12 @@ pub struct Ranked<T> {
     pub tie_break: u64,
 }
 
-/// Returns the cheapest of these.
+/// Returns the cheapest of the ranked workers or pairs.
 pub(super) fn cheapest<T>(ranked: impl Iterator<Item = Ranked<T>>) -> Option<Ranked<T>> {
     ranked.min_by(|one, other| one.cost.total_cmp(&other.cost).then(one.tie_break.cmp(&other.tie_break)))
 }
 
-/// Returns the use of the worker at this position with its rank, if the worker can be used so.
+/// Returns the worker at position `at` with its cost; `None` if it has no cost, because it cannot be used for the request.
 pub(super) fn ranked(cost: Option<Cost>, at: usize, placement: PlacementSeed) -> Option<Ranked<usize>> {
     Some(Ranked { workers: at, cost: cost?.total(), tie_break: placement.random(at as u64) })
 }

@@ -1,4 +1,4 @@
-//! Policies, which determine what using a worker costs.
+//! Policies. A policy estimates the cost of using a worker.
 
 use super::candidate::{Candidate, PlacementQuery};
 use crate::{
@@ -6,7 +6,7 @@ use crate::{
     settings::{Costs, PolicyKind},
 };
 
-/// Identifies one placement of one router. It breaks ties, and determines the ranks in policies that estimate no time.
+/// Identifies one placement of one router. It is the seed for breaking ties, and for the ranks of policies that estimate no time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PlacementSeed {
     pub seed: u64,
@@ -15,7 +15,7 @@ pub struct PlacementSeed {
 }
 
 impl PlacementSeed {
-    /// Returns a pseudo-random number for this placement and index (SplitMix64's finaliser).
+    /// Returns a pseudo-random number for this placement and the worker at `index` (SplitMix64's finaliser).
     pub(super) fn random(self, index: u64) -> u64 {
         let mut z = self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ index.wrapping_mul(0xD1B5_4A32_D192_ED03);
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -27,25 +27,27 @@ impl PlacementSeed {
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
-    /// The worker's index among these workers, from 0.
+    /// The worker's index among the eligible workers, from 0.
     pub index: u64,
-    /// The number of eligible workers of the role.
+    /// The number of eligible workers of this role.
     pub count: u64,
     pub placement: PlacementSeed,
 }
 
-/// The cost of using a worker, by cause, in estimated milliseconds: the time to the request's first token, and the delay of other requests.
+/// The cost of using a worker, by cause, in estimated milliseconds. It includes the time to the request's first token, and the delay of
+/// other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Time until the queued prompts are computed and running sequences have released the blocks that the prompt needs.
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time by which the computation delays other requests, and time that they lose because blocks are evicted from a full cache.
+    /// Time by which the computation delays other requests, and time that other requests lose because their blocks are evicted from a full
+    /// cache.
     pub interference_ms: f64,
     /// Time to transfer the blocks that the worker lacks.
     pub transfer_ms: f64,
-    /// Fixed time of a handoff between two workers.
+    /// Fixed time of the handoff from the prefill worker to the decode worker.
     pub handoff_ms: f64,
     /// Time by which the sequences on the worker delay this request's decoding.
     pub decode_load_ms: f64,
@@ -54,7 +56,7 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// Returns the sum by which workers are compared. A sum that is not a number counts as infinite.
+    /// Returns the total cost, by which workers are compared. A total that is not a number counts as infinite.
     pub fn total(&self) -> f64 {
         let Self { queue_ms, compute_ms, interference_ms, transfer_ms, handoff_ms, decode_load_ms, rank } = self;
         let total = queue_ms + compute_ms + interference_ms + transfer_ms + handoff_ms + decode_load_ms + rank;
@@ -73,8 +75,8 @@ pub struct Rates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// The mean of all senders' measurements. It is used for every pair of workers, because the sender is not known when the receiver is
-    /// chosen.
+    /// The mean of the bandwidths that all sending workers have measured. It is used for every pair of workers, because the sender is not
+    /// known when the receiver is chosen.
     transfer_bytes_per_second: f64,
 }
 
@@ -92,13 +94,14 @@ impl Rates {
         }
     }
 
-    /// Returns how long the worker's sequences delay one more sequence.
+    /// Returns the time by which the worker's sequences delay the decoding of one more sequence.
     fn decode_load_ms(&self, worker: &Candidate) -> f64 {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns the time until running sequences have released enough blocks for the queued prompts and for `blocks` further blocks. The
-    /// estimate assumes that sequences end one after the other, so that all blocks in use are released within the time of one answer.
+    /// Returns the time until running sequences have released enough blocks for the queued prompts and for `blocks` more blocks. The
+    /// estimate assumes that sequences end one after the other at equal intervals, so that all blocks in use are released within the time
+    /// of one answer.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
         let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
         let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
@@ -182,8 +185,8 @@ impl Policy for FirstToken {
     }
 }
 
-/// Added to the rank of prefilling on a decode worker, so that baselines choose that only if no prefill worker is eligible. It exceeds the
-/// sum of the ranks of any two workers.
+/// The number that is added to the rank of a decode worker that would prefill the prompt itself. It exceeds the sum of the ranks of any two
+/// workers, so baselines prefill on a decode worker only if no prefill worker is eligible.
 const LOCAL_PENALTY: f64 = 1e9;
 
 /// A baseline for comparison, which estimates no time and chooses the worker with the lowest rank in each role.
@@ -202,7 +205,8 @@ impl Policy for Baseline {
     }
 
     fn decode(&self, _: &PlacementQuery, _: &Rates, _: &Candidate, position: Position) -> Cost {
-        // The seed differs from that of the prefill side. Otherwise both sides would always choose the same random index.
+        // Decode workers are ranked with another seed than prefill workers. With the same seed, both ranks would always favour the same
+        // index.
         let placement = PlacementSeed { seed: !position.placement.seed, ..position.placement };
         Cost::rank((self.rank)(Position { placement, ..position }))
     }

@@ -276,7 +276,8 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
         let workers = [decode(), slow_start(100.0), Candidate { queued_tokens, ..slow_start(1.0) }];
         placed(&remote(prompt_tokens), &workers).expect("the request can be placed").1
     };
-    // The mean of the fixed times is 10 ms. The tolerance of 1.25 brings both closer to it, to 80 ms and 1.25 ms.
+    // A step's fixed time is measured as 100 ms and as 1 ms; their mean is 10 ms. The tolerance of 1.25 moves both measured times closer to
+    // the mean: to 80 ms and 1.25 ms.
     assert_eq!((chosen(10, 78), chosen(10, 80)), (Some(2), Some(1)));
     // A prompt whose blocks are cached needs no prefill step.
     let cached = Candidate { overlap_blocks: 10, ..slow_start(100.0) };
@@ -295,14 +296,14 @@ fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
 #[test]
 fn prompt_without_enough_free_blocks_is_charged_the_wait_for_running_answers() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
-    // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks take half of that.
+    // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks are released in half of that time.
     let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
     let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("the request can be placed").0 == 0;
     assert!(waits(0, 5_001) && !waits(0, 4_999));
     assert!(waits(50, 2_501) && !waits(50, 2_499));
     assert!(waits(100, 1));
-    // The queued prompts take their blocks first. If no block is in use, no answer can release one, so there is nothing to wait for.
+    // The queued prompts get released blocks first. If no block is in use, no answer can release one, so there is nothing to wait for.
     let both = Candidate { queued_tokens: 800, ..full(100) };
     assert_eq!(placed(&local, &[both, queue(3_299)]).expect("the request can be placed").0, 1);
     let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };

@@ -1,3 +1,3 @@
-//! Tests of several modules of the router together.
+//! Tests that involve several modules of the router.
 
 mod simulation;

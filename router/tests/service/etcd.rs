@@ -1,4 +1,5 @@
-//! A router discovers its workers through etcd, whose list is advisory: a worker whose stream is open stays a member.
+//! A router discovers its workers through etcd. The list in etcd is only a hint: a worker whose stream is open stays a member, even if etcd
+//! does not list it.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 pub mod servers;
@@ -55,7 +56,8 @@ async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;
 
-    // The lease of `stays` has expired. A worker that registers and joins afterwards shows that the router has seen the deletion.
+    // The key of `stays` is deleted, as if its lease had expired. `other` registers afterwards, so when it has joined, the router has
+    // received the deletion.
     scenario.delete(&stays).await;
     scenario.put(&other).await;
     let others = other.join().await;
@@ -66,7 +68,7 @@ async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
     let placed = router.route(prompt("r", &[1])).await.placement().await;
     assert_eq!(placed.decode.and_then(|chosen| chosen.worker).map(|chosen| chosen.worker_id).as_deref(), Some("stays"));
 
-    // Once the worker's stream has closed, it is not a member, and the router does not try to reconnect.
+    // Once the stream of a deregistered worker has closed, the worker is not a member, and the router does not try to reconnect.
     scenario.delete(&other).await;
     drop(watch);
     router.until(|view| view.workers.is_empty() && view.unavailable.is_empty()).await;
@@ -74,7 +76,7 @@ async fn connected_worker_stays_a_member_after_etcd_deregisters_it() {
     let watch = stays.join().await;
     router.until_indexed("stays", 0).await;
 
-    // While etcd is down, known workers are still watched, and the router reconnects to them.
+    // While etcd is down, the router continues to watch the known workers and reconnects to them.
     scenario.server.kill();
     drop(watch);
     let _watch = stays.join().await;

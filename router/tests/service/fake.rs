@@ -1,4 +1,4 @@
-//! Fake workers whose messages the test sends, and a router over real sockets with a client.
+//! Fake workers that send the messages which a test chooses, and a router over real sockets with a client.
 
 use std::{
     net::SocketAddr,
@@ -33,12 +33,12 @@ use tokio::{
 use tokio_stream::{Stream, wrappers::UnboundedReceiverStream};
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// The time limit of every wait, longer than any wait here takes on a busy machine. Only a failing test waits this long.
+/// The time limit of every wait. It is longer than any wait of these tests takes on a busy machine, so only a failing test reaches it.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub const BLOCK: u32 = 16;
 
-/// Waits for an event, which must happen within the limit.
+/// Returns the output of the future. Panics if the future does not end within the time limit.
 pub async fn soon<T>(what: impl Future<Output = T>) -> T {
     timeout(TIMEOUT, what).await.expect("the operation ends in time")
 }
@@ -139,7 +139,7 @@ impl FakeWorker {
         soon(self.snapshots.recv()).await.expect("the server runs")
     }
 
-    /// Accepts the router's next `Watch` stream with an empty snapshot, so that the worker joins.
+    /// Accepts the router's next `Watch` stream and sends an empty snapshot on it, so that the worker joins.
     pub async fn join(&mut self) -> FakeWatch {
         let watch = self.watched().await;
         watch.snapshot(0, &[]);
@@ -148,7 +148,7 @@ impl FakeWorker {
 }
 
 impl FakeSnapshot {
-    /// Sends a snapshot with one chain, from the root.
+    /// Sends a snapshot with one chain of blocks, which begins a prompt.
     pub fn answer(self, at_event_id: u64, hashes: &[u64]) {
         for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
             self.chunks.send(Ok(chunk)).expect("the router listens");
@@ -170,7 +170,7 @@ impl FakeWatch {
         self.replies.send(Err(status)).expect("the router listens");
     }
 
-    /// Sends a snapshot with one chain, from the root.
+    /// Sends a snapshot with one chain of blocks, which begins a prompt.
     pub fn snapshot(&self, at_event_id: u64, hashes: &[u64]) {
         for chunk in root_chain(&self.instance_id, at_event_id, hashes) {
             self.send(watch_reply::Message::Snapshot(chunk));
@@ -257,7 +257,7 @@ impl TestRouter {
         self.client.clone().workers(WorkersRequest {}).await.expect("the router always answers").into_inner()
     }
 
-    /// Waits until the router's view satisfies the condition.
+    /// Waits until the router's view of its workers satisfies the condition. Returns this view.
     pub async fn until(&self, done: impl Fn(&WorkersReply) -> bool) -> WorkersReply {
         let reached = timeout(TIMEOUT, async {
             loop {
@@ -274,7 +274,7 @@ impl TestRouter {
         }
     }
 
-    /// Waits until the worker is a member with this many blocks.
+    /// Waits until the worker is a member and this many of its blocks are in the index.
     pub async fn until_indexed(&self, worker_id: &str, blocks: u64) {
         self.until(|view| worker(view, worker_id).is_some_and(|worker| worker.indexed_blocks == blocks)).await;
     }
@@ -288,7 +288,7 @@ impl TestRouter {
         text.lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
     }
 
-    /// Opens a `Route` stream with these messages.
+    /// Opens a `Route` stream and sends these messages on it.
     pub async fn open(&self, messages: Vec<route_request::Message>) -> Result<Route, Status> {
         let (requests, stream) = unbounded_channel();
         for message in messages {
@@ -352,7 +352,7 @@ impl Route {
     }
 }
 
-/// Returns a prompt with these full blocks and one more token.
+/// Returns a prompt that has a full block for each of `numbers`, and one more token.
 pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     RoutePrompt {
         request_id: request_id.to_owned(),
@@ -364,7 +364,7 @@ pub fn prompt(request_id: &str, numbers: &[u64]) -> RoutePrompt {
     }
 }
 
-/// Returns (instance id, overlap blocks, predicted blocks) of the candidate.
+/// Returns the candidate's instance id, overlap blocks and predicted blocks.
 pub fn chosen(candidate: Option<Candidate>) -> Option<(String, u32, u32)> {
     let candidate = candidate?;
     Some((candidate.worker?.instance_id, candidate.overlap_blocks, candidate.predicted_blocks))

@@ -74,8 +74,9 @@ impl Scenario {
         self.broker.publish(event_batch("d-1", &batch, 0)).await;
     }
 
-    /// Publishes these events until they are indexed. They are the first events after a subscription, which NATS may receive after the
-    /// events; in production the next heartbeat reveals that gap. Events received twice change nothing.
+    /// Publishes these events again and again until they are indexed. NATS may receive the first events before it receives the router's
+    /// subscription, and then the router misses them; in production the next heartbeat reveals that gap. Events received twice change
+    /// nothing.
     async fn publish_until_indexed(&self, ids: std::ops::RangeInclusive<u64>) {
         let again = async {
             loop {
@@ -123,7 +124,7 @@ async fn events_come_over_nats_and_gaps_are_repaired_by_snapshots() {
     scenario.router.until(loaded).await;
     assert!(scenario.router.metric("tandem_router_kv_event_lag_seconds_count").is_some());
 
-    // An event is lost, and the next event reveals the gap. Events that arrive before the snapshot wait in the subscription.
+    // An event is lost, and the next event reveals the gap. Events that arrive before the snapshot are buffered.
     scenario.publish(20_005..=20_005).await;
     let request = scenario.worker.snapshot_requested().await;
     scenario.publish(20_006..=20_007).await;

@@ -27,7 +27,7 @@ async fn routers<const N: usize>(workers: &[&FakeWorker], settings: RouterSettin
     routers.try_into().unwrap_or_else(|_| unreachable!("N routers were started"))
 }
 
-/// Lets the worker join each router, in any order.
+/// Lets the worker join each router, in the order in which the routers connect.
 async fn join_all(worker: &mut FakeWorker, routers: usize) -> Vec<FakeWatch> {
     let mut watches = Vec::new();
     for _ in 0..routers {

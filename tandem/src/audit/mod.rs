@@ -147,20 +147,21 @@ impl Winner<'_> {
 /// The amount of evidence that was checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// Complete answers that clients received.
+    /// The number of complete answers that clients received.
     pub answers: usize,
-    /// Answers whose cached tokens are marked as an estimate.
+    /// The number of answers whose cached tokens are marked as an estimate.
     pub estimates: usize,
-    /// Attempts in the ledgers.
+    /// The number of attempts in the ledgers.
     pub attempts: usize,
-    /// Workers whose metrics were read.
+    /// The number of workers whose metrics were read.
     pub workers: usize,
-    /// Answers whose usage cannot be compared with the ledgers, because the counts of a prompt were lost with a killed worker.
+    /// The number of answers whose usage cannot be compared with the ledgers, because the counts of a prompt were lost with a killed
+    /// worker.
     pub unverified: usize,
 }
 
 impl Checked {
-    /// Returns the summary that a frontend shows.
+    /// Returns the result that a frontend shows on its dashboard and in its metrics.
     pub fn result(&self, findings: usize) -> AuditResult {
         let [findings, answers, estimates, unverified] =
             [findings, self.answers, self.estimates, self.unverified].map(|count| count as u64);
@@ -273,7 +274,7 @@ const PROMPT_TOKENS: Series = ("tandem_frontend_request_prompt_tokens_sum", "");
 const CACHED_TOKENS: Series = ("tandem_frontend_request_cached_tokens_sum", "");
 const CACHED_BY_WORKERS: Series = ("tandem_frontend_cached_tokens_total", "source=\"worker\"");
 
-/// The sums that the frontends' metrics must have.
+/// The sums that the frontends' metrics must equal, within these bounds.
 #[derive(Default)]
 struct Sums {
     prompts: Range,
@@ -283,7 +284,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds answers that no client received, but that the frontend may have finished.
+    /// Raises the upper bounds by a request's answers, which no client received but which the frontend may have finished.
     fn add_possible(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;
@@ -361,7 +362,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
     (sums, unverified)
 }
 
-/// The sums of one worker's ledger.
+/// The sums over the lines of one worker's ledger.
 #[derive(Clone, Copy, Default)]
 struct Tally {
     prompts: f64,

@@ -32,7 +32,7 @@ struct Sum {
     unreported_prompts: u64,
 }
 
-/// The sums of a ledger.
+/// The sums over all ledgers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
@@ -106,7 +106,7 @@ fn day(unix_seconds: u64) -> String {
 }
 
 impl Report {
-    /// Returns an array of JSON objects.
+    /// Returns the sums as a JSON array of objects.
     pub fn json(&self) -> String {
         #[derive(Serialize)]
         struct Line<'a> {
@@ -119,7 +119,7 @@ impl Report {
         serde_json::to_string_pretty(&lines).expect("sums can be serialized") + "\n"
     }
 
-    /// Returns CSV as RFC 4180 defines it, with a header line.
+    /// Returns the sums as CSV (RFC 4180) with a header line.
     pub fn csv(&self) -> String {
         const NAMES: [&str; 9] = [
             "day",
@@ -138,14 +138,14 @@ impl Report {
         String::from_utf8(writer.into_inner().expect("writing to memory does not fail")).expect("the fields are UTF-8")
     }
 
-    /// Returns aligned columns.
+    /// Returns the sums as a table of aligned columns.
     pub fn table(&self) -> String {
         let csv = self.csv();
         let records = csv::ReaderBuilder::new().has_headers(false).from_reader(csv.as_bytes()).into_records();
         text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
-    /// Returns a remark on prompts that are in no sum; `None` if there are none.
+    /// Returns a note that says how many prompts are in no sum, and why; `None` if there are no such prompts.
     pub fn note(&self) -> Option<String> {
         let note =
             "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
     use tandem_worker::Outcome;
 
-    /// 2026-02-28 23:59:59 UTC.
+    /// 2026-02-28 23:59:59 UTC, in seconds since 1970.
     const FEBRUARY: u64 = 1_772_323_199;
 
     fn scheduled(prompt: &str, attempt: u32, [tokens, cached]: [u32; 2], account: &str, at: Option<u64>) -> LedgerLine {
@@ -180,7 +180,8 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// The ledger of these requests: with two prompts, retried, cancelled, on the next day, with a killed worker, and without a time.
+    /// Returns a ledger with six requests: one with two prompts, one retried, one cancelled, one on the next day, one whose worker was
+    /// killed, and one without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![

@@ -1,5 +1,5 @@
-//! The layers of settings. clap reads flags, environment variables and defaults. A key of the file replaces the default of the flag of that
-//! name, so one parser reads and checks all layers.
+//! The layers of settings. clap reads flags, environment variables and defaults. A key of the configuration file replaces the default of
+//! the flag with the same name, so one parser reads and checks all layers.
 
 use super::{Cli, rules};
 use clap::{
@@ -13,7 +13,7 @@ use std::{
 };
 
 impl Cli {
-    /// Reads the command line, the environment and the file named by `--config`. `otel_endpoint` is the value of
+    /// Reads the command line, the environment and the configuration file that `--config` names. `otel_endpoint` is the value of
     /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces.
     ///
     /// # Errors
@@ -32,7 +32,7 @@ impl Cli {
         let mut matches = parse(&command, &args)?;
         if let Some((role, file)) = matches.subcommand().and_then(|(role, given)| Some((role.to_owned(), config(given)?))) {
             command = with_file(command, &role, &file)?;
-            // The first parse has no flags, so its errors are mistakes in the file, not on the command line.
+            // This parse has no flags, so its errors are mistakes in the file, not on the command line.
             let without_flags = command.clone().try_get_matches_from(&args[..2]);
             without_flags.map_err(|error| refused(&file, without_advice(&error)))?;
             matches = command.clone().try_get_matches_from(&args)?;
@@ -45,7 +45,7 @@ impl Cli {
     }
 }
 
-/// Whether the subcommand is a role, which has settings.
+/// Returns whether the subcommand is a role. Only roles have settings.
 fn serves(subcommand: &clap::Command) -> bool {
     subcommand.get_arguments().any(|arg| arg.get_id() == "print_config")
 }
@@ -74,8 +74,8 @@ fn parse(command: &clap::Command, args: &[OsString]) -> Result<ArgMatches, clap:
     })
 }
 
-/// Returns the command with the file's values as the defaults of the role's flags. Keys of other roles are skipped, so that one file can
-/// hold the settings of a whole cluster.
+/// Returns the command with the values in the file as the defaults of the role's flags. Keys that only other roles have are skipped, so
+/// that one file can hold the settings of a whole cluster.
 fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Command, clap::Error> {
     let text = std::fs::read_to_string(file).map_err(|error| refused(file, error))?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| refused(file, on_one_line(&text, &error)))?;
@@ -103,14 +103,14 @@ fn with_file(command: clap::Command, role: &str, file: &Path) -> Result<clap::Co
     })
 }
 
-/// Returns the message of `error` without clap's hints, which apply to the command line only.
+/// Returns the message of `error` without clap's hints. They are for the command line and do not apply to the file.
 fn without_advice(error: &clap::Error) -> String {
     let text = error.to_string();
     let message = text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
     message.lines().map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the message of a TOML error on one line, with the number of the line of `text` that has the error.
+/// Returns the message of a TOML error in one line. It includes the number of the line of `text` in which the error is.
 fn on_one_line(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().and_then(|span| text.get(..span.start)).map_or(1, |before| before.matches('\n').count() + 1);
     format!("line {line} is not valid TOML: {}", error.message().replace('\n', ", "))

@@ -1,4 +1,4 @@
-//! Rules that concern several settings. clap would check such rules for flags and variables only, because it takes values of the file for
+//! Rules that concern several settings. clap would check such rules for flags and variables only, because it considers values of the file
 //! defaults.
 
 use crate::settings::EngineKind;
@@ -32,7 +32,7 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
 ];
 
-/// Settings of engines in Tandem's processes. An external engine has its own.
+/// Settings of engines in Tandem's processes. An external engine has settings of its own.
 const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
 
 /// Checks the settings of a role, whichever layers they come from.

@@ -1,4 +1,4 @@
-//! How settings are layered, printed and refused.
+//! Tests of the layers of settings, of printing them, and of refusals.
 
 use super::*;
 use crate::settings::PolicyKind;

@@ -1,4 +1,4 @@
-//! The errors that keep a cluster from starting or end it.
+//! Errors that prevent the start of a cluster or end it.
 
 use crate::{
     model::ModelError,
@@ -8,7 +8,7 @@ use std::{error::Error, io, net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
 use tandem_node::{events::NatsError, trace::TraceError};
 
-/// Why a cluster or a process does not start, or has ended. Each message says what to do.
+/// The reason for which a cluster or a process does not start or has ended. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum StartError {
@@ -54,10 +54,10 @@ pub enum StartError {
     Engine(#[source] Box<dyn Error + Send + Sync>),
     #[error("the {part} failed; restart the process; if it fails again, see the log (--log debug)")]
     Part { part: String, source: Box<dyn Error + Send + Sync> },
-    /// A part has ended without an error.
+    /// A service of the cluster has ended without an error.
     #[error("the {0} ended unexpectedly; restart the process; if it happens again, see the log (--log debug)")]
     PartEnded(String),
-    /// All parts run, but the frontend is not ready.
+    /// All services of the cluster run, but the frontend is not ready.
     #[error("the cluster was not ready in time; see the log (--log debug)")]
     NotReady,
 }

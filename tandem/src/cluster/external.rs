@@ -26,7 +26,7 @@ use tandem_proto::{
 use tandem_worker::WorkerError;
 use tokio::{net::TcpListener, time::sleep};
 
-/// The pauses between attempts to connect to a server again that could not be used.
+/// The first and the longest pause between attempts to connect again to a server that could not be used.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// Why a worker with an external engine has ended.
@@ -44,23 +44,23 @@ pub(super) enum ExternalError {
 pub(super) struct ExternalWorker {
     pub(super) plan: WorkerPlan,
     pub(super) engine: VllmSettings,
-    /// The socket of all instances.
+    /// The socket on which the instances of the worker listen, one instance after the other.
     pub(super) socket: net::TcpListener,
     pub(super) key: ClusterKey,
     pub(super) registration: Option<Registration>,
 }
 
-/// How instances of a worker register.
+/// The settings with which the instances of a worker register.
 pub(super) struct Registration {
     pub(super) etcd: EtcdSettings,
     /// `host:port` at which other processes reach the worker.
     pub(super) address: String,
-    /// The shutdown of the process's registrations.
+    /// The shutdown that ends the registrations of all instances when it drains.
     pub(super) shutdown: Shutdown,
 }
 
 impl EngineConfig {
-    /// Returns how the server at `url` is used by a worker.
+    /// Returns the settings with which a worker uses the server at `url`.
     pub(super) fn vllm(&self, url: &str, key: &ClusterKey) -> Result<VllmSettings, StartError> {
         let external = &self.worker.external;
         let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
@@ -74,11 +74,12 @@ impl EngineConfig {
     }
 }
 
-/// Waits until the server answers, and returns the settings of a worker for each of its data-parallel ranks, with its description.
+/// Waits until the server answers. Returns the settings of a worker for each of the server's data-parallel ranks, each with the number of
+/// tokens that fit into the rank's KV memory, and the server's description.
 pub(super) async fn inspect(engine: VllmSettings) -> Result<(Vec<(VllmSettings, u64)>, ServerDescription), StartError> {
     let described = vllm::inspect(&engine).await;
     let server = described.map_err(|source| StartError::ExternalEngine { url: engine.url.clone(), source: source.into() })?;
-    // A server with one rank is not told which one.
+    // Requests to a server with a single rank name no rank, unless the settings do.
     let only = server.ranks.len() == 1;
     let of_rank = |&(rank, tokens): &(u32, u64)| {
         let rank = if only { engine.rank } else { Some(rank) };
@@ -110,7 +111,8 @@ impl ExternalWorker {
             };
             let connected = match connected {
                 Ok(connected) => connected,
-                // The settings are wrong, or the server is none of vLLM's: the operator should see this at the start.
+                // An error at the first connection ends the worker, so that the operator sees it: the settings are wrong, or the server is
+                // not a vLLM server.
                 Err(error) if !has_connected => return Err(error.into()),
                 Err(error) => {
                     let error = error_chain(&error);
@@ -164,7 +166,7 @@ impl ExternalWorker {
 }
 
 impl Registration {
-    /// Registers the instance to which `own` is connected, until the process or the returned shutdown drains.
+    /// Registers the instance to which the channel `own` leads, until the process or the returned shutdown drains.
     fn register(&self, own: Channel, metrics: &Metrics) -> Shutdown {
         let (registered, etcd, address, metrics) =
             (self.shutdown.child(), self.etcd.clone(), self.address.clone(), metrics.clone());

@@ -1,4 +1,5 @@
-//! A whole cluster in one process: the parts that also run as processes of their own, connected by gRPC on loopback sockets.
+//! Runs a whole cluster in one process: the router, workers and frontend that can also run as separate processes. They are connected by
+//! gRPC on loopback sockets.
 
 mod error;
 mod external;
@@ -35,9 +36,9 @@ const READY_WAIT: Duration = Duration::from_secs(30);
 /// The pause between checks of the frontend's readiness.
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// A serving process: the whole cluster, or one role of it.
+/// A serving process: a whole cluster, or one of its roles.
 pub trait Served {
-    /// Returns text for the operator: which parts run at which addresses.
+    /// Returns a text for the operator that lists what runs and at which addresses.
     fn introduction(&self) -> String;
     /// Resolves when a part has failed, so that the process cannot serve any more. Cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
@@ -131,7 +132,7 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &back);
-        // The frontend refuses a prompt that does not fit on any worker.
+        // The frontend refuses a prompt that does not fit on every worker, so the smallest worker limits the context.
         let capacity_tokens = workers.iter().map(|worker| worker.kv_tokens).min().unwrap_or_default();
         let served = served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
@@ -143,7 +144,8 @@ impl Cluster {
         let channel = self.to_router();
         let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
         let ready = async {
-            // A frontend is ready with one decode worker; here the first request should find all workers.
+            // A frontend is ready as soon as one decode worker has joined. Here all workers are awaited, so that the first request can use
+            // each of them.
             while !(joined(router.clone()).await == workers && is_ready(frontend).await) {
                 tokio::time::sleep(READY_POLL).await;
             }
@@ -271,7 +273,7 @@ const BACKLOG: u32 = 4_096;
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // A restarted process can listen while connections of the previous process are still closing.
+        // With this option, a restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
@@ -289,7 +291,7 @@ async fn joined(mut router: RouterClient<Channel>) -> usize {
     router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
 }
 
-/// Whether a load balancer would find the frontend ready.
+/// Returns whether `/ready` of the frontend replies with 200, which a load balancer would check.
 async fn is_ready(frontend: SocketAddr) -> bool {
     let ready = tokio::task::spawn_blocking(move || http::get(&reachable(frontend).to_string(), "/ready"));
     ready.await.is_ok_and(|reply| reply.is_ok_and(|reply| reply.status == 200))

@@ -1,5 +1,4 @@
-//! GGUF files, and whole models in safetensors, in repositories on the Hugging Face hub, or on a mirror of it.
-//!
+//! GGUF files, and whole models in safetensors, from repositories on the Hugging Face hub or on another server with its API.
 //! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded
 //! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
@@ -32,8 +31,8 @@ const OPTIONAL: [&str; 3] = ["tokenizer_config.json", "generation_config.json", 
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// Downloads one file of the repository `ORG/NAME`, or its model if no file is named, into `partial`. The files end up below a folder named
-/// after the commit. For [`Contents::Tokenizer`] weights are left out.
+/// Downloads one file of the repository `ORG/NAME` into `partial`, or the repository's model if no file is named. The result's `place` is
+/// in a folder that is named after the commit. For [`Contents::Tokenizer`], weights are not downloaded.
 pub(super) fn download(
     settings: &StoreArgs,
     source: &Source,
@@ -68,7 +67,7 @@ struct Listing {
     siblings: Vec<Listed>,
 }
 
-/// A file of a commit.
+/// A file of a commit, as the hub lists it.
 #[derive(Deserialize)]
 struct Listed {
     rfilename: String,
@@ -129,7 +128,7 @@ impl Commit<'_> {
         let progress = progress::start(&format!("fetching {name} of {}", self.source), listed.size);
         let pointer = self.repo.download_with_progress(name, HubProgress(&progress));
         let pointer = pointer.map_err(|error| failed(self.source, error))?;
-        // The client library stores a link to the file, and checks neither its size nor its hash.
+        // `pointer` is a symbolic link to the downloaded file. The client library checks neither the file's size nor its hash.
         let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
         self.verify(listed, &blob)?;
         File::open(&blob).and_then(|blob| blob.sync_all()).map_err(ModelError::io(&blob))?;
@@ -166,7 +165,7 @@ impl Commit<'_> {
             fetch(name)?;
         }
         if contents == Contents::Tokenizer {
-            // Weights are not needed.
+            // A tokenizer needs no weights.
         } else if self.has(INDEX) {
             let index = fetch(INDEX)?;
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;

@@ -40,7 +40,8 @@ pub struct CommonArgs {
     pub telemetry: TelemetryArgs,
 }
 
-/// Serializes a list as one string with commas between its items, as its flag is written; an empty list is left out.
+/// Serializes a list as one string with commas between its items, the form that its flag has on the command line. An empty list is left
+/// out.
 pub(super) fn with_commas<T: Display, S: Serializer>(list: &[T], serializer: S) -> Result<S::Ok, S::Error> {
     if list.is_empty() {
         return serializer.serialize_none();

@@ -108,7 +108,7 @@ impl DiscoveryArgs {
         }
     }
 
-    /// Returns the settings for etcd, still without the cluster key; `None` if no etcd is set.
+    /// Returns the settings for etcd, in which the cluster key is not set yet; `None` if no etcd is set.
     fn etcd(&self) -> Option<EtcdSettings> {
         if self.etcd.is_empty() {
             return None;

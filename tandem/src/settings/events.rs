@@ -11,15 +11,15 @@ use tandem_node::{
 };
 use tandem_proto::ClusterKey;
 
-/// The number of messages of one worker that a router buffers; see [`NatsSettings::pending_max`].
+/// The number of messages of each worker that a router buffers; see [`NatsSettings::pending_max`].
 const PENDING_MAX: usize = 1_024;
 
-/// Serializes addresses without their passwords. Addresses with passwords are refused, but only after the settings have been logged.
+/// Serializes the servers' addresses without passwords, because the settings are logged before addresses with passwords are refused.
 fn without_passwords<S: Serializer>(servers: &[String], serializer: S) -> Result<S::Ok, S::Error> {
     with_commas(&servers.iter().map(|server| without_password(server)).collect::<Vec<_>>(), serializer)
 }
 
-/// NATS, for routers and workers.
+/// The NATS settings of a router or worker.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "KV events over NATS")]
 #[serde(rename_all = "kebab-case")]
@@ -71,7 +71,8 @@ pub struct NatsArgs {
 }
 
 impl NatsArgs {
-    /// Opens the connection of a process of this cluster; `None` if no server is set. NATS need not be up yet.
+    /// Opens the NATS connection of a process that belongs to the cluster `cluster`; `None` if no server is set. The servers need not run
+    /// yet.
     ///
     /// # Errors
     /// An address or a file cannot be used.

@@ -9,7 +9,7 @@ use tandem_adapter::vllm::{KvEvents, VllmSettings};
 use tandem_kv::HashKey;
 use tandem_node::Secret;
 
-/// A server that computes for a worker: a vLLM server that runs already.
+/// The settings of a vLLM server that runs already and computes for a worker.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "External engine (--engine vllm)")]
 #[serde(rename_all = "kebab-case")]
@@ -69,7 +69,7 @@ pub enum KvConnector {
 }
 
 impl ExternalArgs {
-    /// Returns how the server at `url` is used. `ca` is the content of the file `engine_ca`.
+    /// Returns the settings with which a worker uses the server at `url`. `ca` is the content of the file `engine_ca`.
     pub(crate) fn vllm(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> VllmSettings {
         let events = match &*self.engine_events {
             "discover" => KvEvents::Discover,
@@ -96,14 +96,14 @@ impl ExternalArgs {
     }
 }
 
-/// What a worker demands of its server.
+/// The block size and the limits that a worker applies to its server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EngineLimits {
-    /// Tokens in a block of the cluster.
+    /// The number of tokens in a block of the cluster.
     pub(crate) block_size: u32,
-    /// Sequences that the server runs at a time.
+    /// The most sequences that run on the server at a time.
     pub(crate) running_max: u32,
-    /// Sequences that wait for the server.
+    /// The most sequences that may wait for a place on the server.
     pub(crate) waiting_max: u32,
 }
 

@@ -1,4 +1,4 @@
-//! The table in a terminal, and its keys.
+//! Shows the table in a terminal, and handles the keys.
 
 use super::table::{Cell, Column, Table};
 use ratatui::{
@@ -10,7 +10,7 @@ use ratatui::{
     widgets::{Paragraph, Row, Table as Grid},
 };
 
-/// The user's choices.
+/// The order and the scroll position that the user has chosen.
 pub(super) struct Screen {
     sort: Column,
     reverse: bool,

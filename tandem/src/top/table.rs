@@ -197,7 +197,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .collect()
 }
 
-/// Returns what the operator should know about a member.
+/// Returns notes for the operator about a worker: why it is unpaired, and that its index is approximate.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
     let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
@@ -219,8 +219,8 @@ pub(super) mod tests {
     use super::*;
     use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role};
 
-    /// A prefill worker with many cache hits, a decode worker with an open circuit breaker, and an incompatible worker, as they are after
-    /// `later` seconds.
+    /// Returns a router's view after `later` seconds: a prefill worker with many cache hits, a decode worker with an open circuit breaker,
+    /// and an incompatible worker.
     pub(crate) fn cluster(later: u64) -> WorkersReply {
         let worker = |role: Role, worker_id: &str, running, circuit_open, cache, steps| WorkerView {
             info: Some(WorkerInfo {

@@ -23,7 +23,7 @@ const VICTIMS: [&str; 4] = ["d1", "p1", "d2", "p2"];
 
 struct Scale {
     requests: usize,
-    /// The number of requests after which memory must not grow.
+    /// The number of requests after which memory must not grow any more.
     warm: usize,
     clients: usize,
     kill_every: Duration,

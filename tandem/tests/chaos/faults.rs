@@ -135,7 +135,7 @@ fn run(fault: &Fault) -> Row {
     let fault_ended = Instant::now();
     rig.wait_until_connected();
     let reconnected = fault_ended.elapsed();
-    // The same requests must not fail afterwards, when their prompts are cached.
+    // When the prompts are cached, the same requests must not fail either.
     let afterwards = rig.outcomes(rig.send_all(&requests("disturbed")));
 
     let of_both = || disturbed.iter().chain(&afterwards).zip(expected.iter().cycle());
@@ -161,8 +161,8 @@ fn run(fault: &Fault) -> Row {
         gap_max: fault.gap_max,
         recovery,
         reconnected,
-        // On a busy machine a chunk may arrive for every answer after the signal was sent. Then the recovery is too short to show the
-        // fault, but the gap shows it.
+        // On a busy machine, a chunk of every answer may arrive after the signal was sent. Then the measured recovery is too short to show
+        // the fault, but the gap shows it.
         had_effect: resumed + retried > 0 || recovery.max(gap) > Duration::from_secs(1),
     }
 }

@@ -1,4 +1,4 @@
-//! A proxy in front of one process, which can interrupt connections to it: those of all other processes, or of some.
+//! A proxy in front of one process. It can interrupt the connections of all other processes, or of some of them, to this process.
 
 use std::{fs, net::SocketAddr};
 use tokio::{
@@ -12,7 +12,7 @@ use tokio::{
     task::JoinSet,
 };
 
-/// What a proxy does with connections.
+/// The state of a proxy, which determines what happens to its connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Gate {
     Open,
@@ -26,7 +26,7 @@ pub enum Gate {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Dialers {
     All,
-    /// Processes by their ids.
+    /// The processes with these ids.
     Processes(Vec<u32>),
 }
 
@@ -47,7 +47,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens at `at` and forwards connections to the process at `target`, which may start later.
+    /// Listens at `at` and forwards each connection to `target`. The process at `target` may start later.
     pub fn start(at: SocketAddr, target: SocketAddr, runtime: &Handle) -> Self {
         let (gate, state) = watch::channel(Gate::Open);
         let listener = runtime.block_on(TcpListener::bind(at)).expect("the address is free");
@@ -70,7 +70,7 @@ impl Proxy {
     }
 }
 
-/// Forwards one connection until either side or the gate closes it. `dialer` is the id of the connecting process, if it is known.
+/// Forwards one connection until either end or the gate closes it. `dialer` is the id of the connecting process; `None` if it is unknown.
 async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<u32>, gate: watch::Receiver<Gate>) {
     let mut breaking = gate.clone();
     let breaks = breaking.wait_for(|gate| matches!(gate, Gate::Broken(dialers) if dialers.include(dialer)));
@@ -111,7 +111,7 @@ async fn forward(
     }
 }
 
-/// Returns the id of the process with a socket of local port `own` and remote port `peer`; `None` if it has ended already.
+/// Returns the id of the process that has a socket with local port `own` and remote port `peer`; `None` if the process has already ended.
 fn dialer(own: u16, peer: u16) -> Option<u32> {
     let sockets = fs::read_to_string("/proc/net/tcp").expect("Linux lists its sockets");
     let [own, peer] = [own, peer].map(|port| format!(":{port:04X}"));

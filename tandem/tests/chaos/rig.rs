@@ -1,4 +1,5 @@
-//! A cluster of processes that tests kill and restart while clients send requests, and the audit of its usage afterwards.
+//! A cluster of processes that tests kill and restart while clients send requests. After the test, the usage that clients received is
+//! audited.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -16,7 +17,7 @@ use std::{
 use tandem_tests::{Answer, Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// The time within which all blocks must be released and all ledgers written after the last request.
+/// The time after the last request within which all blocks must be released and all ledgers must be written.
 const SETTLE_MAX: Duration = Duration::from_secs(20);
 
 const RESUMED: &str = "tandem_frontend_migrations_total";
@@ -29,7 +30,8 @@ pub fn resident(process: &Up) -> f64 {
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("VmRSS is a number")
 }
 
-/// The processes of a cluster: frontends `f0`, …, routers `r0`, …, prefill workers `p0`, …, and decode workers `d0`, ….
+/// The number of processes of each role. The frontends are named `f0`, `f1`, …, the routers `r0`, …, the prefill workers `p0`, …, and the
+/// decode workers `d0`, ….
 pub struct Shape {
     pub frontends: usize,
     pub routers: usize,
@@ -47,15 +49,16 @@ impl Default for Shape {
     }
 }
 
-/// A running cluster, whose processes can be killed and restarted at their addresses.
+/// A running cluster. Its processes can be killed, and restarted at the same addresses.
 pub struct Rig {
     pub plan: Plan,
     members: BTreeMap<String, Member>,
     pub services: Option<Services>,
     args: Vec<String>,
-    /// The processes that have been killed or terminated at least once. Their last counters, and perhaps lines of their ledgers, are lost.
+    /// The processes that have been killed or terminated at least once. Their last metrics are lost, and perhaps some lines of their
+    /// ledgers.
     ended: BTreeSet<String>,
-    /// The counters of frontends that have ended, by series.
+    /// The sums of the last counters of frontends that have ended, by series.
     ended_counts: BTreeMap<&'static str, f64>,
     /// One client for each frontend.
     pub clients: Vec<Client>,
@@ -81,11 +84,11 @@ pub struct PendingAnswers(JoinSet<(usize, Outcome)>);
 
 /// The result of an audit of an idle cluster.
 pub struct AuditResult {
-    /// Findings of the audit, and errors in logs.
+    /// The findings of `tandem audit check`, and the errors in the processes' logs.
     pub findings: Vec<String>,
-    /// Answers whose cached-token count was lost with a killed worker.
+    /// The number of answers whose cached-token count was lost with a killed worker.
     pub unverified: u64,
-    /// Blocks that are in use or missing although no request runs.
+    /// The number of blocks that are in use or missing although no request runs.
     pub leaked_blocks: f64,
 }
 
@@ -275,7 +278,7 @@ impl Rig {
         self.members.iter().filter_map(|(name, member)| Some((name.as_str(), member.process.as_ref()?)))
     }
 
-    /// Runs `tandem audit check` on all evidence until it has no findings, or until the time limit.
+    /// Runs `tandem audit check` on all evidence until it has no findings, or until the time limit. Returns the last result.
     pub fn reconcile(&self) -> AuditResult {
         let since = Instant::now();
         loop {
@@ -326,7 +329,7 @@ impl Rig {
             findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
-        // Processes must not log faults of other processes as errors.
+        // Errors in a log are findings, too: a process must not log the fault of another process as an error.
         findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
         AuditResult { findings, unverified, leaked_blocks }
     }

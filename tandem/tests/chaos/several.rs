@@ -100,8 +100,8 @@ fn services_stopped(rig: &mut Rig, _: Form) -> Instant {
     Instant::now()
 }
 
-/// Between one router and one worker, no bytes are delivered until the router detects the partition. The short form closes the connections
-/// instead, which the router detects at once.
+/// No bytes are delivered between one router and one worker until the router detects the partition. In the short form, the connections are
+/// closed instead, which the router detects at once.
 fn router_partitioned(rig: &mut Rig, form: Form) -> Instant {
     let (services, router) =
         (rig.services.as_ref().expect("this cluster uses etcd and NATS"), Dialers::Processes(vec![rig.process("r0").id()]));
@@ -124,7 +124,7 @@ fn workers(rig: &Rig) -> impl Iterator<Item = (&str, &crate::up::Up)> {
     rig.running().filter(|(name, _)| name.starts_with(['p', 'd']))
 }
 
-/// Returns the number of workers whose events the first router receives on this path.
+/// Returns the number of workers whose KV events router `r0` receives on this path: over NATS or directly.
 fn workers_on_path(rig: &Rig, path: &str) -> f64 {
     let page = rig.process("r0").get("/metrics");
     let on_path = |line: &&str| line.starts_with("tandem_router_event_plane") && line.contains(path);
@@ -160,7 +160,8 @@ fn workers_without_nats(rig: &mut Rig, form: Form) -> Instant {
     )
 }
 
-/// The leases of all processes expire, and no running process may be removed: first routers lose etcd, then all processes.
+/// First the routers and then all processes lose their connections to etcd, for so long that all leases expire. No running process may be
+/// removed.
 fn all_without_etcd(rig: &mut Rig, form: Form) -> Instant {
     let again = reregistrations(rig);
     let services = rig.services.as_ref().expect("this cluster uses etcd and NATS");

@@ -9,7 +9,8 @@ pub enum Form {
     Long,
 }
 
-/// Added to every time limit in the short form, whose processes wait for a processor because other tests run at the same time.
+/// The time that is added to every time limit in the short form. Its processes wait for a processor, because other tests run at the same
+/// time.
 const BUSY_MACHINE: Duration = Duration::from_secs(15);
 
 /// The result of one scenario: a row of the table.

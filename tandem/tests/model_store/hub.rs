@@ -19,7 +19,7 @@ use tandem_node::retry::error_chain;
 const COMMITS: [(&str, &str); 2] =
     [("main", "1111111111111111111111111111111111111111"), ("v1", "2222222222222222222222222222222222222222")];
 
-/// The part of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
+/// A server with the API of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
     /// The file that is delivered with a content that differs from the listed hash; `None`: all files are correct.
@@ -57,7 +57,7 @@ impl Hub {
         self.files.iter().find(|(known, _)| *known == file).map(|(_, content)| content.as_slice())
     }
 
-    /// Returns the hub's list entry of a file.
+    /// Returns a file's entry in the hub's list of files.
     fn listed(&self, file: &str, content: &[u8]) -> serde_json::Value {
         let mut listed = serde_json::json!({ "rfilename": file, "size": content.len() });
         if self.unhashed == Some(file) {

@@ -8,8 +8,8 @@ use crate::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Sends a chat. Returns the answer's cached tokens and, if the answer is an explanation, the largest number of the prompt's blocks that a
-/// worker has cached.
+/// Sends a chat. Returns the number of cached tokens in the answer. If the answer is an explanation, also returns the largest number of the
+/// prompt's blocks that any worker has cached.
 fn cached(frontend: &Up, headers: &str, text: &str) -> (Option<u64>, Option<u64>) {
     let body = json!({ "model": "sim", "messages": [{ "role": "user", "content": text }], "max_tokens": 1 });
     let (answer, _) = post_chat(frontend, headers, &body);
@@ -78,7 +78,7 @@ fn audit_report_sums_the_usage_of_each_account() {
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    // In the second case the client's own account header arrives in addition to the proxy's account header.
+    // In the second case, the client's own account header arrives together with the proxy's account header.
     for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
         let (refused, _) = post_chat(&frontend, headers, &strange);
         assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");

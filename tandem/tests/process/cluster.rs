@@ -67,7 +67,7 @@ impl Plan {
 
     /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
-        // The runtime's thread also closes used connections while no call runs.
+        // The runtime has a thread of its own, so that it closes used connections even while no call runs.
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
         let (folder, routers) =
@@ -84,7 +84,7 @@ impl Plan {
         self.folder.path().join(name)
     }
 
-    /// Writes a key file.
+    /// Writes a secret to the file `name`, which only its owner may read.
     pub fn secret(&self, name: &str, secret: &str) {
         let path = self.file(name);
         fs::write(&path, secret).expect("the folder is writable");

@@ -1,4 +1,4 @@
-//! Processes that find each other through etcd only, and receive KV events over NATS in one test.
+//! Processes that find each other only through etcd. In one test they also receive KV events over NATS.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 mod servers;
@@ -11,12 +11,12 @@ use crate::{
 use servers::Server;
 use std::net::SocketAddr;
 
-/// Starts a router without a list of workers.
+/// Starts a router that has no list of workers. `args` name its source of members.
 fn router_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("router", "router", plan.routers[0], &[&["--admin-listen", "127.0.0.1:0", "--prefill", "remote"], args].concat())
 }
 
-/// Starts a frontend without a list of routers.
+/// Starts a frontend that has no list of routers. `args` name its source of members.
 fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&["--engine", "sim"], args].concat())
 }
@@ -66,7 +66,7 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     let router = router_by(&plan, &good);
     let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
     let _prefill = plan.worker("prefill", "p", anywhere, &good);
-    // A worker that NATS refuses sends its events on its own stream.
+    // NATS refuses this worker, so the worker sends its events on its own stream.
     let _decode = plan.worker("decode", "d", anywhere, &[&discovery[..], &["wrong"]].concat());
     let frontend = frontend_by(&plan, &discovery[..2]);
     plan.joined(&["d", "p"]);

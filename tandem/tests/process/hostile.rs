@@ -43,7 +43,8 @@ const PROMPT: usize = 2_000;
 const ROUNDS: usize = 5;
 /// The number of questions that each round sends without the attack, and again during it.
 const QUESTIONS: usize = 40;
-/// Limit on the 99th percentile of the time to first token during the attack, divided by that without it: the median of all rounds.
+/// Limit on the ratio of the 99th percentile of the time to first token during the attack to that without the attack. The ratio is the
+/// median of all rounds' ratios.
 const RATIO_MAX: f64 = 3.0;
 /// Limit on the response time of `/live`.
 const LIVE_MAX: Duration = Duration::from_millis(500);
@@ -280,7 +281,8 @@ impl Measurements {
         self.rounds.iter().flat_map(|round| &round[attacked]).copied().collect()
     }
 
-    /// Returns the median of the rounds' ratios, because other work on the machine affects both times of a round.
+    /// Returns a percentile of the times during the attack, divided by that of the times without it: the median of all rounds. Other work
+    /// on the machine affects both times of a round, so it changes the ratio little.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds

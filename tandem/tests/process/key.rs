@@ -7,7 +7,7 @@ use crate::{
 };
 use std::fs;
 
-/// Runs the binary to its end. Returns its exit code and its output.
+/// Runs the binary until it exits. Returns its exit code and its output.
 fn run(args: &[&str]) -> (Option<i32>, String) {
     let output = tandem(args).output().expect("the binary runs");
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))

@@ -1,4 +1,4 @@
-//! Measures the CPU time that telemetry costs a frontend.
+//! Measures the CPU time that a frontend spends on telemetry.
 
 use crate::{
     cluster::{Plan, address, ready},
@@ -11,7 +11,7 @@ use std::{fs, net::Ipv4Addr, time::Duration};
 use tandem_tests::{Client, Endpoint, prose};
 use tokio::time::Instant;
 
-/// The number of rounds. They are many and short, so that other work on the machine affects all frontends of a round equally.
+/// The number of rounds. There are many short rounds, so that other work on the machine affects all frontends of a round equally.
 const ROUNDS: usize = 120;
 /// The number of requests to each frontend in each round.
 const REQUESTS: usize = 50;
@@ -20,10 +20,10 @@ const SCRAPE_INTERVAL: Duration = Duration::from_secs(15);
 const CONCURRENCY: usize = 8;
 const PROMPT_TOKENS: usize = 600;
 const MAX_TOKENS: usize = 64;
-/// Limit on the CPU time with telemetry, relative to the time without it.
+/// The limit on the CPU time with telemetry, as a multiple of the time without telemetry.
 const RATIO_MAX: f64 = 1.03;
 
-/// Returns two CPU times since the process's start, in milliseconds: user time, and the sum of user and system time.
+/// Returns two CPU times of a process since its start, in milliseconds: its user time, and the sum of its user and system time.
 fn cpu_ms(process: &Up) -> [f64; 2] {
     const TICK_MS: f64 = 10.0;
     let proc = format!("/proc/{}", process.id());
@@ -41,7 +41,7 @@ fn cpu_ms(process: &Up) -> [f64; 2] {
     [user * TICK_MS, all / 1e6]
 }
 
-/// Runs the requests of one round against one frontend.
+/// Sends the requests of one round to one frontend.
 async fn run_requests(client: &Client, salt: usize) -> anyhow::Result<()> {
     let requests = (0..REQUESTS).map(|number| async move {
         let mut text = prose(&(salt * REQUESTS + number).to_string(), PROMPT_TOKENS);
@@ -65,7 +65,7 @@ fn print_row(line: &str) {
     println!("{line}");
 }
 
-/// Prints the table of docs/bench/telemetry.md.
+/// Measures the CPU time, and prints the table of docs/bench/telemetry.md.
 #[test]
 #[ignore = "takes minutes and needs a machine that does nothing else"]
 fn telemetry_costs_little_cpu_time() {
@@ -88,7 +88,7 @@ fn telemetry_costs_little_cpu_time() {
     };
     let frontends =
         [frontend("off", &[]), frontend("on", &on), frontend("all", &[&on[..], &["--trace-sample-ratio", "1"]].concat())];
-    // Indexed by frontend and round.
+    // The CPU times of each frontend, one entry per round.
     let mut cpu_times: [Vec<[f64; 2]>; 3] = Default::default();
     let mut scraped = [Instant::now(); 3];
     for round in 0..=ROUNDS {

@@ -1,4 +1,4 @@
-//! Incompatible processes receive no traffic and log the reason.
+//! Incompatible processes receive no traffic, and the reason is logged.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -51,7 +51,7 @@ impl Control for FromTheFuture {
     }
 }
 
-/// Serves a worker of a future version until the runtime is dropped.
+/// Serves a worker of a future version until the runtime is dropped. Returns its address.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port is free");
     let address = listener.local_addr().expect("the listener is bound");
@@ -82,7 +82,7 @@ fn incompatible_worker_receives_no_requests() {
     let (router, frontend) = (plan.router(&["--served-model-name", "sim"]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
-    // The last worker of `incompatible` is compatible except for its worker id, which another worker already has.
+    // The last worker in `incompatible` is refused only because another worker already has its worker id.
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
     let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
     let view = until("the incompatible workers are refused", || plan.view(), |view| refused(view) == 5);

@@ -1,4 +1,5 @@
-//! Several routers and frontends: a router may be killed or restarted under load without losing an answer or leaking a booking.
+//! Tests with several routers and frontends. A router can be killed or restarted under load without the loss of an answer and without a
+//! leaked booking.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -14,7 +15,7 @@ struct Cluster {
     plan: Plan,
     routers: Vec<Option<Up>>,
     frontends: Vec<Up>,
-    /// Prefill workers first: p1, p2, …
+    /// All workers. The prefill workers p1, p2, … come first.
     workers: Vec<Up>,
 }
 
@@ -36,7 +37,7 @@ impl Cluster {
         cluster
     }
 
-    /// Waits until a router has all workers and this many peers.
+    /// Waits until router `number` has all workers and this many peers.
     fn wait_for_peers(&self, number: usize, peers: u32) {
         let known = |view: &tandem_proto::v1::WorkersReply| view.workers.len() == self.workers.len() && view.peers == peers;
         until("the router has all workers and peers", || self.plan.view_of(number), known);
@@ -64,8 +65,8 @@ fn prompt(salt: &str) -> String {
     format!("{salt}: {}", "a prompt that one router places is known to both ".repeat(10))
 }
 
-/// Runs clients of both frontends, each of which sends one request after the other, until `during_load` has returned. Returns the number of
-/// answers.
+/// Sends requests from clients of both frontends until `during_load` has returned. Each client sends one request after the other. Returns
+/// the number of answers.
 fn under_load(cluster: &mut Cluster, clients: usize, during_load: impl FnOnce(&mut Cluster)) -> u32 {
     let (over, answers) = (AtomicBool::new(false), AtomicU32::new(0));
     let frontends = std::mem::take(&mut cluster.frontends);
@@ -73,7 +74,8 @@ fn under_load(cluster: &mut Cluster, clients: usize, during_load: impl FnOnce(&m
         for client in 0..clients {
             let (over, answers, frontend) = (&over, &answers, &frontends[client % 2]);
             scope.spawn(move || {
-                // The loop is bounded, so that a failure of the test's other thread is reported.
+                // The number of rounds is bounded. If the test's main thread panics, this thread ends nevertheless, and the panic is
+                // reported.
                 for round in 0..1_000 {
                     let last = over.load(Ordering::Relaxed);
                     streamed_chat(frontend, &prompt(&format!("{client} {round}")), 200);
@@ -111,7 +113,8 @@ fn killed_router_loses_no_answer() {
     });
     let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
     assert!(rebooked > 0.0, "running requests are booked with the other router");
-    // A router also counts a booking whose answer ends while the booking is being made, but the frontend does not.
+    // The router's count may be higher: it includes bookings whose answers ended while the booking was made, which the frontend does not
+    // count.
     let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
     assert!(counted_by_router >= rebooked, "the router counted {counted_by_router} of {rebooked} bookings");
     cluster.assert_no_bookings();
@@ -126,7 +129,8 @@ fn rolling_restart_of_routers_loses_no_answer() {
             let started = tokio::time::Instant::now();
             router.signal("-TERM");
             assert_eq!(router.wait().0.code(), Some(0));
-            // The router's bookings have moved to the other router, so it does not wait for the answers to end (the grace period is 30 s).
+            // The grace period is 30 s. The router ended earlier, because its bookings had moved to the other router and it did not wait
+            // for the answers to end.
             assert!(started.elapsed().as_secs() < 15, "{:?}", started.elapsed());
             cluster.routers[number] = Some(cluster.plan.router_at(number, &[]));
             cluster.wait_for_peers(number, 1);
@@ -153,8 +157,8 @@ fn two_routers_place_equal_prompts_on_the_worker_that_computes_the_first() {
     let sum = |what: &str| -> f64 {
         cluster.frontends.iter().map(|frontend| series(frontend, &format!("tandem_frontend_request_{what}_tokens_sum"))).sum()
     };
-    // All clients send the same prompt at once. Returns how many times it was computed. With `known_before`, both routers know the first
-    // client's booking before the other clients send.
+    // All clients send the same prompt at the same time. Returns how many times the prompt was computed. If `known_before` is true, both
+    // routers know the booking of the first client before the other clients send.
     let computed = |text: &str, known_before: bool| {
         let before = (sum("prompt"), sum("cached"));
         std::thread::scope(|scope| {

@@ -26,7 +26,7 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     chat(&frontend, &text);
     until("the prompt is found in the cache", || chat(&frontend, &text).1, |cached| *cached > 0);
     let router = plan.routers[0].to_string();
-    // Returns the cells of the row that starts with this name.
+    // Returns the cells of the row whose first cell is this name.
     let line = |name: &str| {
         let (code, table) = top(&plan, &[&router, "--once", "--interval", "0.1"]);
         assert_eq!(code, Some(0), "{table}");

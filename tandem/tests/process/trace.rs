@@ -1,4 +1,4 @@
-//! Traces: every process of a cluster sends its spans of a request to a collector, where they form one tree.
+//! Traces: every process of a cluster sends its spans of a request to a collector. The spans of one request form one tree.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -20,7 +20,7 @@ use std::{
 };
 use tonic::{Request, Response, Status};
 
-/// A collector that stores the received spans with the names of the services that sent them.
+/// A collector that stores the received spans, each with the name of the service that sent it.
 #[derive(Clone, Default)]
 pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
@@ -39,7 +39,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Starts the collector, and returns its address.
+    /// Starts a collector. Returns it with its address.
     pub fn start(plan: &Plan) -> (Self, SocketAddr) {
         let (collector, at) = (Self::default(), address());
         let service = TraceServiceServer::new(collector.clone());
@@ -70,7 +70,7 @@ fn number(span: &Span, key: &str) -> i64 {
     }
 }
 
-/// The attributes that spans may have.
+/// The names of the attributes that spans may have.
 const ATTRIBUTES: &[&str] = &[
     "error.type",
     "gen_ai.operation.name",
@@ -106,7 +106,7 @@ const ATTRIBUTES: &[&str] = &[
     "tandem.worker",
 ];
 
-/// Returns each span's service, its parent's name (empty for the root), and its own name.
+/// Returns for each span: the service that sent it, the name of its parent (empty for the root), and its own name.
 fn tree(spans: &[&(String, Span)]) -> BTreeSet<(String, String, String)> {
     let names: BTreeMap<_, _> = spans.iter().map(|(_, span)| (span.span_id.clone(), span.name.clone())).collect();
     let parent = |span: &Span| names.get(&span.parent_span_id).cloned().unwrap_or_default();
@@ -115,7 +115,7 @@ fn tree(spans: &[&(String, Span)]) -> BTreeSet<(String, String, String)> {
 
 /// A text that is in every prompt and must not be in any span or log line.
 const SECRET: &str = "tourmaline";
-/// The id of the trace that a request continues.
+/// The id of the caller's trace, which the request continues.
 const CALLERS_TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
 #[test]

@@ -65,7 +65,7 @@ impl Up {
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 
-    /// Waits for the end. Returns the exit status, and the text on stderr if that is a pipe.
+    /// Waits until the process has ended. Returns the exit status, and the text on stderr if stderr is a pipe.
     pub fn wait(mut self) -> (ExitStatus, String) {
         let status = self.process.wait().expect("the process is a child of this one");
         let mut rest = String::new();

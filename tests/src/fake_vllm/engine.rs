@@ -34,7 +34,7 @@ impl Cache {
     /// `report_hits` is true, the events include the found blocks. If `lookup` is false, no block is found.
     pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
         let hashes = hashes(tokens, salt, self.block_size);
-        // The last token is always computed.
+        // The last token is always computed, so the block that ends with it is not reused.
         let reusable = tokens.len().saturating_sub(1) / self.block_size;
         let found = if lookup { hashes.iter().take(reusable).take_while(|hash| self.held.contains(hash)).count() } else { 0 };
         let (hits, new) = hashes.split_at(found);

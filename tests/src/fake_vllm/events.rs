@@ -1,4 +1,4 @@
-//! Publishes the KV events of a fake vLLM server over real ZMQ sockets, in vLLM's encoding. Tests can make it lose events.
+//! Publishes the KV events of a fake vLLM server over real ZMQ sockets, in vLLM's encoding. Tests can make the publisher lose events.
 
 use anyhow::{Context, Result};
 use futures::{FutureExt, StreamExt, channel::mpsc as futures_mpsc};
@@ -14,11 +14,11 @@ use zeromq::{RouterSocket, Socket, SocketEvent, SocketRecv, SocketSend, XPubSock
 /// The settings of a publisher.
 #[derive(Clone, Debug)]
 pub struct PublisherSettings {
-    /// The endpoint at which batches are published. Port 0 stands for any free port.
+    /// The ZMQ endpoint at which batches of KV events are published. Port 0 stands for any free port.
     pub endpoint: String,
-    /// The endpoint at which batches are replayed. Port 0 stands for any free port.
+    /// The ZMQ endpoint at which batches are replayed on request. Port 0 stands for any free port.
     pub replay_endpoint: String,
-    /// The topic of the batches.
+    /// The ZMQ topic under which batches of KV events are published.
     pub topic: String,
     /// The data-parallel rank that the batches name.
     pub data_parallel_rank: u32,
@@ -60,7 +60,7 @@ enum Command {
 }
 
 impl Publisher {
-    /// Starts a publisher at free ports of this machine.
+    /// Starts a publisher with the default settings. The operating system chooses its ports.
     pub async fn bind() -> Result<Self> {
         Self::bind_with(PublisherSettings::default()).await
     }
@@ -82,23 +82,24 @@ impl Publisher {
         &self.settings
     }
 
-    /// Waits until there have been this many subscriptions since the start. No subscriber receives a batch published before it subscribed.
+    /// Waits until there have been this many subscriptions since the publisher's start. A subscriber receives only batches that are
+    /// published after its subscription.
     pub async fn subscribed(&mut self, subscriptions: usize) -> Result<()> {
         self.subscriptions.wait_for(|count| *count >= subscriptions).await.context("the publisher has ended")?;
         Ok(())
     }
 
-    /// Publishes a batch, and returns its number.
+    /// Publishes a batch of events. Returns the batch's number.
     pub async fn publish(&self, events: Vec<EngineEvent>) -> Result<u64> {
         self.command(|reply| Command::Publish(events, reply)).await
     }
 
-    /// Publishes this payload, which need not be a batch.
+    /// Publishes any payload in place of an encoded batch. Returns its number.
     pub async fn publish_bytes(&self, payload: Vec<u8>) -> Result<u64> {
         self.command(|reply| Command::PublishBytes(payload, reply)).await
     }
 
-    /// Sends none of the next `batches` batches to subscribers, as if these were too slow. The batches can still be replayed.
+    /// Does not send the next `batches` batches to subscribers, as if the subscribers were too slow. The batches can still be replayed.
     pub async fn drop_next(&self, batches: usize) -> Result<()> {
         self.command(|reply| Command::DropNext(batches, reply)).await
     }
@@ -113,7 +114,7 @@ impl Publisher {
         self.command(|reply| Command::Replay(answers, reply)).await
     }
 
-    /// Sets the topic of later batches.
+    /// Sets the topic under which later batches are published.
     pub async fn set_topic(&self, topic: &str) -> Result<()> {
         self.command(|reply| Command::Topic(topic.to_owned(), reply)).await
     }
@@ -190,7 +191,7 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // An error only means that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
+                // An error here means only that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
                 received = sockets.publish.recv() => {
                     if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);

@@ -1,4 +1,4 @@
-//! The HTTP side of a fake vLLM server, with the paths and bodies of vLLM 0.32.
+//! The HTTP server of a fake vLLM engine, with the paths and bodies of vLLM 0.32.
 
 use super::{
     engine::{Cache, Fabric, HeldKv, next_token},
@@ -90,7 +90,7 @@ struct Engine {
     requests: AtomicUsize,
     next: AtomicU64,
     fails: AtomicBool,
-    /// The bodies of all requests for tokens.
+    /// The bodies of all requests to generate tokens.
     seen: Mutex<Vec<Value>>,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
@@ -147,7 +147,7 @@ impl FakeVllm {
         self.engine.requests.load(Ordering::SeqCst)
     }
 
-    /// Returns the bodies of all requests for tokens so far.
+    /// Returns the bodies of all requests to generate tokens so far.
     pub fn seen(&self) -> Vec<Value> {
         self.engine.seen.lock().clone()
     }
@@ -167,7 +167,7 @@ impl FakeVllm {
         self.engine.publisher.as_ref()
     }
 
-    /// Sets whether every request for tokens fails with HTTP 500.
+    /// Sets whether every request to generate tokens fails with HTTP 500.
     pub fn fail(&self, fails: bool) {
         self.engine.fails.store(fails, Ordering::SeqCst);
     }
@@ -319,7 +319,8 @@ struct Generation {
 }
 
 impl Generation {
-    /// Generates a token. Returns the token (`None` if the request was aborted), and the finish reason if it is the last one.
+    /// Generates a token. Returns the token, which is `None` if the request was aborted, and the finish reason, which is `None` if more
+    /// tokens follow.
     async fn step(&mut self) -> (Option<u32>, Option<&'static str>) {
         let step = self.run.engine.settings.step;
         tokio::select! {

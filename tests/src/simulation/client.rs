@@ -1,4 +1,4 @@
-//! A client with one connection per request, over the simulated network.
+//! A client that sends each request over a new connection of the simulated network.
 
 use super::{
     network::{Name, SimulatedNetwork},
@@ -13,12 +13,12 @@ use hyper_util::rt::TokioIo;
 use tandem::audit::ClientLine;
 use tokio::time::timeout;
 
-/// Errors that faults may cause and that allow a retry.
+/// The codes of errors that faults may cause and after which a client may retry.
 const RETRYABLE: [&str; 5] = ["no_worker", "router_unreachable", "attempts_exhausted", "first_token_timeout", "worker_lost"];
-/// The error of a draining frontend.
+/// The code of the error with which a draining frontend refuses requests.
 const DRAINING: &str = "draining";
 
-/// What a client received for its request.
+/// The response that a client received for its request.
 #[derive(Default)]
 pub(super) struct Outcome {
     status: Option<u16>,
@@ -35,24 +35,24 @@ pub(super) enum End {
     /// The client disconnected before the end of the response.
     #[default]
     ClientLeft,
-    /// The connection could not be made, or broke.
+    /// The connection could not be opened, or it broke.
     ConnectionBroke,
     /// The response is complete.
     Complete,
 }
 
-/// The kinds of failure that the simulated faults can explain, and that are therefore allowed.
+/// The kinds of failure that the simulated faults can explain. Only these are allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
-    /// Errors that allow a retry.
+    /// Whether errors in [`RETRYABLE`] are allowed.
     pub(super) errors: bool,
-    /// Broken connections.
+    /// Whether broken connections are allowed.
     pub(super) broken: bool,
-    /// Refusals by a draining frontend.
+    /// Whether refusals by a draining frontend are allowed.
     pub(super) draining: bool,
 }
 
-/// Sends the request and reads its response, until its end or until the client disconnects.
+/// Sends the request and reads its response, until the response ends or the client disconnects.
 pub(super) async fn send(network: SimulatedNetwork, frontend: Name, spec: RequestSpec) -> Outcome {
     let mut outcome = Outcome::default();
     let exchange = async {
@@ -87,12 +87,12 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
         }
         anyhow::Ok(())
     };
-    // The result of the connection is not needed: if the connection fails, the exchange fails, too.
+    // The result of the connection is not needed: if the connection fails, the exchange of request and response fails, too.
     join(exchange, connection).await.0
 }
 
 impl Outcome {
-    /// Returns a summary for the log.
+    /// Returns a line for the log: the end, the status and the size of the response.
     pub(super) fn summary(&self) -> String {
         format!("{:?}, status {:?}, {} bytes", self.end, self.status, self.body.len())
     }
@@ -110,7 +110,7 @@ impl Outcome {
         Answer::read(self.status.unwrap_or(0), self.streamed, whole)
     }
 
-    /// Checks the response against the expected answer and the allowed failures; an error describes the first violation.
+    /// Checks the response against the expected answer and the allowed failures. The error describes the first violation.
     pub(super) fn check(&self, spec: &RequestSpec, expected: &Expected, allowed: Allowed) -> Result<(), String> {
         let retryable = |error: &serde_json::Value| {
             let code = error["code"].as_str().unwrap_or_default();

@@ -112,7 +112,7 @@ impl SimulatedCluster {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number that a fault uses for the clients' host.
+    /// Returns the number by which a fault names the clients' host.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -269,7 +269,7 @@ impl SimulatedCluster {
         self.engine.hash_key
     }
 
-    /// Returns a description of the first difference from an idle cluster, if there is one.
+    /// Returns a description of the first sign that the cluster is not idle; `None` if it is idle.
     pub(super) async fn unsettled(&self) -> Result<Option<String>> {
         let mut router = self.router()?;
         let view: WorkersReply = match timeout(Duration::from_secs(5), router.workers(WorkersRequest {})).await? {

@@ -1,7 +1,8 @@
-//! The whole cluster on a simulated network, in simulated time, with clients and faults that a seed determines.
+//! The whole cluster on a simulated network, in simulated time. A seed determines the clients' requests and the faults.
 //!
 //! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the
-//! answers, `cluster` checks that nothing is held and that the router's index is correct, and usage is audited as an operator does it.
+//! answers. `cluster` checks that all resources are released and that the router's index is correct. The usage is audited as an operator
+//! would audit it.
 
 mod client;
 mod cluster;
@@ -40,35 +41,36 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-/// The longest time that a request may take after all faults have ended. It covers the last attempt on the slowest engine: the wait for the
-/// first token, and the tokens after it.
+/// The longest time that a request may take after all faults have ended: the time of the last attempt on the slowest engine, from the wait
+/// for the first token to the last token.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// Time limit, from the end of the last request, until all resources are released and every process knows the state of the others.
+/// The time limit, from the end of the last request, until all resources are released and every process knows the state of the other
+/// processes.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
 /// Interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// A frontend closes a connection on which no complete request head has arrived within this time. Faults that delay a client for longer
-/// break its connection.
+/// The time within which a frontend must receive a complete request head on a connection; then it closes the connection. So a fault that
+/// delays a client for longer than this breaks the client's connection.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The time after which circuit breakers admit requests again.
+/// A time after which all circuit breakers admit requests again.
 const RECOVERY: Duration = Duration::from_secs(31);
 
-/// The result of a seed.
+/// The result of simulating a seed.
 pub struct Report {
     /// The seed.
     pub seed: u64,
     /// The violated invariants.
     pub violations: Vec<String>,
-    /// The log, one line per event; followed by the ledger if an invariant was violated.
+    /// The log, with one line per event. If an invariant was violated, the lines of the ledger follow.
     pub log: Vec<String>,
-    /// Hash of all events, including the time of each byte: equal in every run of the seed.
+    /// A hash of all events, which includes the time of each byte on the network. It is equal in every run of the seed.
     pub trace: u64,
     /// Counts of the events that the run exercised.
     pub coverage: Coverage,
 }
 
 impl Report {
-    /// Returns the violated invariants and the command that repeats the run.
+    /// Returns a message with the violated invariants and the command that repeats the run.
     pub fn failure(&self) -> String {
         let Self { seed, violations, .. } = self;
         format!("seed {seed}: {}\n  rerun: cargo run --release -p tandem-tests -- --seed {seed}", violations.join("\n  "))
@@ -79,7 +81,7 @@ impl Report {
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
-    // The jitter of retries comes from this thread's generator.
+    // Retries take their jitter from this thread's random generator.
     fastrand::seed(seed);
     let plan = Plan::of(&mut random);
     let expected = |requests: &[RequestSpec]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
@@ -93,7 +95,7 @@ pub fn run(seed: u64) -> Report {
         let (metrics, cluster_run) = run_cluster(&plan, &expected, &ledger, &mut random, &log).await;
         (log, metrics, cluster_run)
     });
-    // The ledger is complete when the last task has ended.
+    // Dropping the runtime ends the last tasks. The ledger is complete afterwards.
     drop(runtime);
     let (trace, mut lines) = log.finish();
     let (mut violations, coverage) = match cluster_run {
@@ -116,7 +118,8 @@ pub fn run(seed: u64) -> Report {
     Report { seed, violations, log: lines, trace, coverage }
 }
 
-/// Simulates these seeds on all cores and passes each result to `on_report`, in any order, until it returns false.
+/// Simulates these seeds on all cores. Passes each result to `on_report`, in any order, and starts no more seeds once `on_report` has
+/// returned false.
 pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> bool + Send) {
     let (next, on_report) = (AtomicU64::new(seeds.start), Mutex::new(on_report));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -142,7 +145,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> boo
 struct ClusterRun {
     violations: Vec<String>,
     outcomes: Vec<Outcome>,
-    /// Whether the cluster became idle at the end.
+    /// Whether the cluster became idle at the end of the run.
     settled: bool,
 }
 
@@ -234,7 +237,7 @@ fn send(cluster: &SimulatedCluster, requests: &[RequestSpec], log: &Log) -> Clie
     clients
 }
 
-/// Waits for all clients and checks their outcomes.
+/// Waits until all clients have ended, and checks their outcomes.
 async fn check(
     mut clients: Clients,
     requests: &[RequestSpec],
@@ -279,8 +282,8 @@ async fn inject_faults(plan: &Plan, cluster: &mut SimulatedCluster) {
     }
 }
 
-/// Waits until the cluster is idle and its processes agree about that. After the time limit, returns a description of the remaining
-/// difference.
+/// Waits until the cluster is idle and the router's view of it is correct. If this is not so at the time limit, returns a description of
+/// the first problem.
 async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {
@@ -301,7 +304,8 @@ fn audit_findings(outcomes: &[Outcome], ledger: &Path, metrics: &Metrics) -> Res
 }
 
 thread_local! {
-    /// The number of panics in this thread so far. They are counted because the `JoinHandle` of a task that panics may not be awaited.
+    /// The number of panics in this thread so far. The panic hook counts them, because the `JoinHandle` of a task that panics may not be
+    /// awaited.
     static PANICS: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -22,9 +22,9 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// The buffer of a connection, in bytes, at each end and in flight.
+/// The number of bytes that a connection can buffer at each end, and that can be in flight in each direction.
 const BUFFER_BYTES: usize = 64 << 10;
-/// Connections that have not been accepted yet; more are refused, as by an operating system.
+/// The most connections of a host that have not been accepted yet. Further connections are refused, as by an operating system.
 const BACKLOG: usize = 1_024;
 
 /// A host's name.
@@ -78,8 +78,8 @@ struct Open {
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// One host is down: the one that was dialled if `dialled`, otherwise the one that dialled. The remaining host detects this when the
-    /// network delivers a packet.
+    /// One host is down: the dialled host if `dialled`, otherwise the dialling host. The remaining host detects this when the network
+    /// delivers a packet.
     HostDown { dialled: bool },
 }
 
@@ -103,12 +103,12 @@ impl SimulatedNetwork {
         self.state.lock()
     }
 
-    /// Returns the network as this host uses it.
+    /// Returns the network as this host uses it: connections are opened from this host.
     pub(super) fn of(&self, host: &Name) -> Network {
         Network::memory(self.dial_from(host), self.key.clone())
     }
 
-    /// Returns the connector of this host.
+    /// Returns the function with which this host connects to other hosts.
     pub(super) fn dial_from(&self, host: &Name) -> Arc<Dial> {
         let (network, host) = (self.clone(), host.clone());
         Arc::new(move |address: &str| {
@@ -235,7 +235,7 @@ impl Direction {
         self.open().await;
     }
 
-    /// Forwards bytes until the sender closes; fails if the receiver has closed. Calls `passed` for every chunk.
+    /// Forwards bytes until the sender closes; fails if the receiver has closed. Calls `passed` before each chunk is delivered.
     async fn forward(
         &mut self,
         mut from: impl AsyncRead + Unpin,

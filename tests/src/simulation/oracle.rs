@@ -1,5 +1,5 @@
-//! The expected answer of a request: the tokens that one engine generates without a cluster, a cache or other requests, as text with
-//! OpenAI's finish reasons.
+//! The expected answer of a request. It consists of the tokens that one engine generates without a cluster, a cache or other requests,
+//! decoded to text, and of OpenAI's finish reasons.
 
 use super::plan::{BLOCK_SIZE, RequestSpec};
 use crate::services::engine_settings;
@@ -23,7 +23,7 @@ pub(super) struct Choice {
     pub(super) finish: &'static str,
 }
 
-/// Runs the request on an engine without other requests and returns the answer.
+/// Runs the request on an engine that has no other requests, and returns the answer.
 pub(super) fn expected(spec: &RequestSpec) -> Expected {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without I/O needs nothing from the system");
@@ -73,7 +73,8 @@ pub(super) fn expected(spec: &RequestSpec) -> Expected {
     Expected { choices }
 }
 
-/// Decodes tokens, which are bytes, as text. The token that completes a stop string is the last one, and the string is not output.
+/// Decodes tokens, each of which is a byte, to text. The token that completes a stop string counts as the last one. The stop string is not
+/// part of the text.
 fn choice(tokens: &[u32], finish: &'static str, spec: &RequestSpec) -> Choice {
     let mut text = String::new();
     for (count, token) in (1..).zip(tokens) {

@@ -14,7 +14,7 @@ use tandem_tests::{
 use tandem_worker::{Ledger, WorkerSettings};
 use tempfile::TempDir;
 
-/// Tokens in a block of the fake engine.
+/// The number of tokens in a block of the fake engine.
 const BLOCK_SIZE: u64 = 32;
 
 struct Cluster {
@@ -80,7 +80,8 @@ async fn usage_has_the_engines_count_of_cached_tokens() -> Result<()> {
                 options["stream_options"] = json!({ "include_usage": true });
             }
             if stopped {
-                // The engine does not know stop strings. Each of its tokens is one of them with a probability of 1/64.
+                // The engine ignores stop strings: the frontend finds them in the text. Each generated token is a stop string with a
+                // probability of 1/64.
                 (options["stop"], options["max_tokens"]) = (json!(stops), json!(1_500));
             }
             let request = endpoint.request("fake", &prose(&name, 300), options);
@@ -103,7 +104,7 @@ async fn usage_has_the_engines_count_of_cached_tokens() -> Result<()> {
     }
     let checked = cluster.assert_usage_reconciles().await?;
     assert_eq!((checked.answers, checked.estimates), (answers, 0));
-    // The router has compared the counts with its predictions: it had predicted those of the cold prompts exactly.
+    // The router has compared the engine's counts with its predictions. It had predicted the cold prompts' counts exactly.
     assert_eq!(cluster.client.metric("tandem_router_overlap_over_tokens_total", "").await?, 0.0);
     Ok(())
 }
@@ -122,7 +123,7 @@ async fn count_that_the_engine_does_not_report_is_an_estimate() -> Result<()> {
     Ok(())
 }
 
-/// The ledger gets the prompt's count without a client.
+/// The prompt is counted in the ledger although its client has disconnected.
 #[tokio::test]
 async fn disconnected_clients_prompt_is_counted() -> Result<()> {
     let cluster = Cluster::start(FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() }).await?;

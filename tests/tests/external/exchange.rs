@@ -1,10 +1,10 @@
-//! Transfers of KV from one external engine to another by handles.
+//! Tests of the transfer of KV from one external engine to another with handles.
 
 use super::*;
 use tandem_engine::{KvHandle, Prefill};
 use tandem_worker::KvExchange;
 
-/// Returns a prefilling and a decoding engine on the same network.
+/// Returns two engines on the same network, one for prefill and one for decode.
 async fn pair() -> Result<(External, External)> {
     let fake = FakeSettings::default();
     Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))

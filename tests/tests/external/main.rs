@@ -1,4 +1,4 @@
-//! External engines as back ends of workers: the adapter against a fake vLLM server, over real sockets.
+//! Workers whose back end is an external engine. The adapter is tested against a fake vLLM server, over real sockets.
 
 mod cluster;
 mod exchange;
@@ -74,7 +74,7 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
     }
 }
 
-/// A summary of the events of a job.
+/// The events that a job has reported, by kind.
 #[derive(Debug, Default, PartialEq)]
 struct Report {
     cached: Option<Option<CachedTokens>>,

@@ -32,7 +32,7 @@ const FLAGS: [&str; 9] = [
     "--no-proxy-server",
 ];
 
-/// A running Chromium. Dropping it kills it.
+/// A running Chromium. Dropping this value kills the process.
 pub struct Browser {
     process: Child,
     requests: ChildStdin,
@@ -113,7 +113,7 @@ impl Browser {
     pub async fn value(&mut self, expression: &str) -> Result<Value> {
         let params = json!({
             "expression": expression, "awaitPromise": true, "returnByValue": true,
-            // The page's content security policy applies here, too.
+            // The expression is subject to the page's content security policy, too.
             "allowUnsafeEvalBlockedByCSP": false,
         });
         let found = self.call("Runtime.evaluate", params).await?;
@@ -172,7 +172,7 @@ impl Browser {
         Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("the screenshot has no data")?)?)
     }
 
-    /// Returns the errors and warnings so far.
+    /// Returns the errors and warnings on the page's console so far.
     pub fn console_errors(&self) -> &[String] {
         &self.console_errors
     }

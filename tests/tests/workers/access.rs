@@ -25,9 +25,9 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-/// The number of communicators that a prefill worker joins at a time.
+/// The most communicators that a prefill worker joins at a time.
 const JOINS_MAX: u64 = 4;
-/// The number of `NcclControl` streams that a worker serves.
+/// The most `NcclControl` streams that a worker serves at a time.
 const CONTROL_STREAMS_MAX: usize = 256;
 
 fn setup(access: &DeviceAccess) -> Setup {

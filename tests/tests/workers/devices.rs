@@ -9,12 +9,12 @@ use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
 use tandem_transfer::TransferMode;
 
-/// Returns the access of workers on one host: the decode worker opens the prefill worker's memory.
+/// Returns the device access of workers on one host: the decode worker can open the prefill worker's memory.
 fn one_host() -> DeviceAccess {
     DeviceAccess { ipc: true, ..DeviceAccess::default() }
 }
 
-/// Returns the access of workers on two hosts: they use NCCL.
+/// Returns the device access of workers on two hosts: they use NCCL.
 fn two_hosts() -> DeviceAccess {
     DeviceAccess { nccl: true, ..DeviceAccess::default() }
 }
@@ -27,7 +27,7 @@ async fn cluster(access: &DeviceAccess) -> Cluster {
     Cluster::start(setup(access), setup(access)).await
 }
 
-/// Returns the bytes that a worker has sent or received over this transport.
+/// Returns the number of bytes that a worker has sent or received over this transfer path.
 fn transferred_bytes(worker: &Worker, transport: &str) -> f64 {
     let (name, direction) = (&worker.info.worker_id, if worker.info.role == 1 { "sent" } else { "received" });
     let labels = format!(r#"{{worker="{name}",transport="{transport}",direction="{direction}"}}"#);
@@ -44,7 +44,7 @@ fn path_label(access: &DeviceAccess) -> &'static str {
 }
 
 /// Sends prompts until the blocks of one prompt are transferred from device to device. Returns the number of prompts that were sent before
-/// that one. The prompts have the numbers from `first` on, which the tests do not use.
+/// that one. The prompts are numbered from `first` on; the tests must not use these numbers for their own prompts.
 async fn prompts_until_path_is_used(cluster: &Cluster, access: &DeviceAccess, first: u32) -> u32 {
     let path = path_label(access);
     let before = transferred_bytes(&cluster.decode, path);

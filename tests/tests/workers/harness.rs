@@ -37,7 +37,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// The settings of a worker that tests change.
+/// The settings of a test worker.
 #[derive(Clone)]
 pub struct Setup {
     /// The worker's number within its role.
@@ -48,7 +48,7 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
-    /// How peers can access the memory of this worker's device; `None`: they cannot access it.
+    /// The access of other workers to the memory of this worker's device; `None`: they have no access.
     pub access: Option<DeviceAccess>,
     pub transfer_mode: TransferMode,
 }
@@ -191,7 +191,7 @@ pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
-    /// The gate that the engine passes before each step.
+    /// The gate through which the engine's thread passes before each step.
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
@@ -240,7 +240,7 @@ impl Worker {
         runtime.spawn(async move {
             let listener = TcpListener::from_std(listener).expect("the listener joins the runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
-            // The send fails if the test does not wait for the end.
+            // The send fails if the test no longer waits for the result.
             let _ = end.send(ok);
         });
         let mut control = ControlClient::new(channel(&address).await);
@@ -248,7 +248,7 @@ impl Worker {
         Self { info, address, engine, gate, metrics, shutdown, ended, runtime: Some(runtime) }
     }
 
-    /// Makes the worker hang, like a process that received SIGSTOP, until the returned value is dropped.
+    /// Makes the worker hang until the returned value is dropped, like a process that received SIGSTOP.
     pub fn hang(&mut self) -> std::sync::mpsc::Sender<()> {
         let (hang, ended) = std::sync::mpsc::channel();
         // The task blocks the only thread of the worker's runtime.
@@ -265,7 +265,7 @@ impl Worker {
         }
     }
 
-    /// Closes every connection, like a killed process.
+    /// Ends the worker like a killed process: all its connections close.
     pub fn kill(&mut self) {
         self.runtime.take().expect("the worker runs").shutdown_background();
     }
@@ -480,7 +480,7 @@ impl Answer {
     }
 }
 
-/// Returns a prompt that shares no block with those of other numbers.
+/// Returns a prompt of `len` tokens. Prompts with different numbers have no block in common.
 pub fn prompt(number: u32, len: u32) -> Vec<u32> {
     (0..len).map(|position| (number * 31 + position * 7) % 250).collect()
 }

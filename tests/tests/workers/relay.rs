@@ -1,4 +1,4 @@
-//! A relay between the workers that reads their messages, as an attacker does to obtain a ticket.
+//! A relay between the workers. It reads their messages, as an attacker would to obtain a ticket.
 
 use std::sync::{Arc, Mutex};
 use tandem_proto::v1::{
@@ -68,7 +68,7 @@ impl HeldTicket {
         self.ticket.ticket.as_slice().try_into().expect("a ticket has 16 bytes")
     }
 
-    /// Writes these bytes as the block `index`. Returns when they are in the decode worker's memory.
+    /// Writes these bytes as the block with this index. Returns when the bytes are in the decode worker's memory.
     pub async fn write(&self, index: u32, payload: Vec<u8>) -> Result<(), Status> {
         write(&self.ticket.address, self.secret(), &[index], payload).await
     }

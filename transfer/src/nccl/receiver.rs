@@ -1,8 +1,8 @@
 //! The receiving half of the NCCL path.
 //!
-//! A peer's entry is created with the ticket that names a communicator. Both ends join when that ticket's blocks are written. The prefill
-//! worker then opens a control stream, which receives batches until the stream or the communicator ends. A [`Connection`] owns the entry
-//! throughout; dropping it closes the communicator, removes the entry and starts the peer's backoff.
+//! A peer's entry is created with the ticket that names a communicator. Both ends join the communicator when that ticket's blocks have been
+//! written. The prefill worker then opens a control stream, which receives batches until the stream or the communicator ends. A
+//! [`Connection`] owns the entry all the time. Dropping it closes the communicator, removes the entry and starts the peer's backoff.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{
@@ -38,7 +38,7 @@ struct Inner {
     destination: Arc<dyn Destination>,
     backoff: PeerBackoff,
     lifetime: Lifetime,
-    /// The peers by the prefill worker's instance; at most [`PEERS_MAX`].
+    /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
     peers: Mutex<HashMap<String, Peer>>,
     /// [`JOINS_MAX`] permits. Each is taken when a ticket names a communicator and released when this end has joined it.
     joins: Arc<Semaphore>,
@@ -85,8 +85,8 @@ impl NcclReceiver {
         (ranks > 0).then(|| Self(Arc::new(Inner { memory, ranks, destination, backoff, lifetime, peers, joins })))
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has an entry, or if there are too many peers or communicators that are being
-    /// joined.
+    /// Adds an entry for a peer. Returns `None` if the peer has an entry already, if there are too many peers, or if too many communicators
+    /// are being joined.
     fn enter(&self, peer: &str) -> Option<Joining> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(peer) {
@@ -240,7 +240,7 @@ impl Connection {
         received.ok()
     }
 
-    /// Resolves when the worker has drained, so no more batches are sent to it.
+    /// Resolves when the worker has drained. No more batches are sent to the worker then.
     pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
         self.receiver.0.lifetime.drained.clone()
     }

@@ -1,4 +1,4 @@
-//! The sending half of the NCCL path.
+//! The sending end of the NCCL path.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{Lifetime, Progress, Refused, SendPath, TransferError, backoff::PEERS_MAX};
@@ -17,14 +17,14 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// Blocks that one call of `send` sends together.
+/// The blocks of one call of `send`, which are sent together.
 struct Batch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
     written: oneshot::Sender<bool>,
 }
 
-/// The NCCL path of one ticket's blocks. Its batches wait in the communicator's queue.
+/// The NCCL path for the blocks of one ticket. Calls of `send` put batches of blocks into the communicator's queue.
 pub(crate) struct NcclPath {
     ticket: Ticket,
     batches: mpsc::Sender<Batch>,
@@ -57,7 +57,7 @@ impl SendPath for NcclPath {
     }
 
     async fn finish(self: Box<Self>) -> Result<(), TransferError> {
-        // Each call of `send` has waited until its batch was written, so nothing is left to wait for.
+        // Each call of `send` has waited until its blocks were written, so all blocks are written now.
         Ok(())
     }
 }
@@ -70,15 +70,16 @@ struct Inner {
     memory: Arc<dyn KvMemory>,
     channels: Channels,
     lifetime: Lifetime,
-    /// One entry for each peer, by the decode worker's address; at most [`PEERS_MAX`], because each communicator occupies GPU memory.
+    /// One entry for each peer, by the decode worker's address. There are at most [`PEERS_MAX`], because each communicator occupies GPU
+    /// memory.
     peers: Mutex<HashMap<String, Peer>>,
-    /// [`JOINS_MAX`] permits, one for each communicator that is being joined.
+    /// A semaphore with [`JOINS_MAX`] permits. Each communicator holds a permit while it is being joined.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
     communicator_id: Vec<u8>,
-    /// The queue of batches to send; `None` while both ends join the communicator.
+    /// The queue of batches to send; `None` until both ends have joined the communicator.
     batches: Option<mpsc::Sender<Batch>>,
 }
 
@@ -88,15 +89,15 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns a path over this communicator; `None` if the communicator is not open.
+    /// Returns a path over this communicator for the blocks of `ticket`; `None` if the communicator is not open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
         Some(NcclPath { ticket, batches: peer.batches.clone()? })
     }
 
-    /// Joins a communicator and sends its batches, in a new task. Must be called only for a communicator that was named by a ticket under
-    /// which blocks were written at `address`: joining connects to an address that the communicator's id contains, and occupies a thread
+    /// Joins a communicator in a new task, and then sends its batches. The caller must have written blocks at `address` under a ticket that
+    /// names the communicator. The reason is that joining connects to an address that the communicator's id contains, and occupies a thread
     /// until the other end has joined, too.
     pub(crate) fn join(&self, address: String, communicator_id: Vec<u8>) {
         let permit = Arc::clone(&self.0.joins).try_acquire_owned();
@@ -110,7 +111,7 @@ impl NcclSender {
         let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
         self.0.lifetime.shutdown.spawn(async move {
             let joining = spawn_blocking(move || {
-                // The permit is held by the thread, which may run longer than the task that waits for it.
+                // The thread holds the permit, because it may run longer than the task that waits for it.
                 let _permit = permit;
                 memory.join(&id, CommunicatorEnd::Sender)
             });
@@ -143,7 +144,8 @@ impl NcclSender {
     }
 }
 
-/// A peer's entry in [`Inner::peers`], with the communicator once this end has joined it.
+/// This end of a peer's communicator, once it is joined. Dropping it closes the communicator and removes the peer's entry from
+/// [`Inner::peers`].
 struct Connection {
     sender: NcclSender,
     address: String,
@@ -159,7 +161,7 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    /// Sends batches until the communicator or its control stream breaks, or this worker has drained. Returns the reason.
+    /// Sends batches until the communicator or its control stream fails, or this worker has drained. Returns the reason.
     async fn serve(&self, communicator_id: Vec<u8>) -> String {
         let Self { sender, address, .. } = self;
         let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
@@ -170,7 +172,7 @@ impl Connection {
         }
         let (requests, receiver) = mpsc::channel(1);
         let first = NcclControlRequest { communicator: communicator_id, ..NcclControlRequest::default() };
-        // The channel has capacity for this message.
+        // The channel is empty and has capacity for one message, so this cannot fail.
         let _ = requests.try_send(first);
         let mut replies = match TransferClient::new(channel).nccl_control(ReceiverStream::new(receiver)).await {
             Ok(replies) => replies.into_inner(),
@@ -195,7 +197,7 @@ impl Connection {
             if requests.send(request).await.is_err() {
                 return "the control stream is closed".to_owned();
             }
-            // The receiver expects this batch now, so it is sent even if its transfer has ended.
+            // The receiver now expects this batch, so the batch is sent even if its prompt's transfer has ended.
             let Some(communicator) = self.communicator.clone() else { return "the communicator is closed".to_owned() };
             let sending = spawn_blocking(move || communicator.send(&blocks));
             let (sent, reply) = tokio::join!(sending, reply(&mut replies));

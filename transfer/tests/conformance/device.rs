@@ -1,4 +1,5 @@
-//! Devices of one process that replace GPUs: they copy from each other's memory, and channels between them replace NCCL communicators.
+//! Devices in one process that take the place of GPUs. They copy from each other's memory, and channels between them take the place of NCCL
+//! communicators.
 
 use bytes::Bytes;
 use std::{
@@ -21,10 +22,10 @@ struct Inner {
     shares_memory: bool,
     nccl_ranks: u32,
     blocks: Mutex<BTreeMap<BlockId, Bytes>>,
-    /// The sizes of blocks that other devices write.
+    /// The size in bytes of each block that other devices write.
     sizes: Mutex<BTreeMap<BlockId, usize>>,
     next: AtomicU32,
-    /// If set, the next batch that this device sends breaks the communicator.
+    /// If true, the next batch of blocks that this device sends breaks the communicator.
     breaks: AtomicBool,
 }
 
@@ -51,14 +52,14 @@ impl Device {
         Self(inner)
     }
 
-    /// Returns a block with this content.
+    /// Stores the content in a new block, and returns the block.
     pub fn store(&self, content: Bytes) -> BlockId {
         let block = BlockId(self.0.next.fetch_add(1, Relaxed));
         self.0.blocks.lock().expect("no test panics with the lock").insert(block, content);
         block
     }
 
-    /// Returns an empty block for this many bytes.
+    /// Returns a new empty block, into which other devices may write this many bytes.
     pub fn reserve(&self, bytes: usize) -> BlockId {
         let block = self.store(Bytes::new());
         self.0.sizes.lock().expect("no test panics with the lock").insert(block, bytes);
@@ -112,7 +113,8 @@ impl KvMemory for Device {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(id.to_vec()).or_insert_with(|| {
-            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
+            // The channel is unbounded, so that the sender does not wait for the receiver. NCCL does not wait either while its buffers have
+            // capacity.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

@@ -127,7 +127,7 @@ enum Fault {
     Dropped,
 }
 
-/// One sender of an interleaving: its blocks, and its fault at one of them.
+/// One of the senders that are interleaved: its blocks, its fault, and the position in `indices` at which the fault occurs.
 #[derive(Debug)]
 struct Sender {
     ticket: u64,

@@ -1,4 +1,4 @@
-//! The conformance suite of transfer paths: every test runs on each path, except where a comment gives a reason.
+//! The conformance suite of transfer paths. Every test runs on each path; a comment gives the reason where one does not.
 
 mod device;
 mod faults;
@@ -93,7 +93,7 @@ async fn refused_block_ends_the_transfer(rig: Rig) {
     for index in 0..3 {
         push.send(index, block(index)).await.expect("the receiver still needs the block");
     }
-    // These blocks are not missing; the refusal arrives while more blocks are sent.
+    // The decode worker does not lack these blocks. Its refusal arrives while more blocks are sent.
     let sending = async {
         for index in 3..200 {
             push.send(index, block(0)).await?;
@@ -169,7 +169,7 @@ async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
 
 async fn several_blocks_are_being_written_at_a_time(rig: Rig) {
     if rig.path == TransferPath::Nccl {
-        // This test does not apply: a communicator moves one batch at a time.
+        // This test does not apply to a communicator, because it moves one batch of blocks at a time.
         return;
     }
     rig.memory.issue(TICKET, 0..8);
@@ -219,7 +219,7 @@ async fn disconnection_is_reported_while_a_sent_block_is_being_written(rig: Rig)
         Err::<(), _>(push.interrupted().await)
     };
     let mut waiting = waiting.boxed();
-    // The preparation of the path has begun writes, too. The permits of those writes are discarded.
+    // The preparation of the path began writes, too. The permits that they added are discarded.
     rig.memory.0.begun.forget_permits(usize::MAX);
     tokio::select! {
         ended = &mut waiting => panic!("the transfer ended before the disconnection: {ended:?}"),
@@ -268,15 +268,15 @@ conformance!(host, simulated, ipc, nccl; {
     written_blocks_are_correct_in_a_thousand_interleavings,
 });
 
-/// The test does not apply to CUDA IPC, where announcing blocks never waits for the receiver, nor to NCCL, where a communicator's `send`
-/// always waits.
+/// The test does not apply to CUDA IPC, where the announcement of blocks never waits for the receiver. It does not apply to NCCL either,
+/// where a communicator's `send` always waits.
 #[tokio::test]
 async fn sender_waits_while_the_receiver_does_not_write_on_host_and_simulated_paths() {
     sender_waits_while_the_receiver_does_not_write(host().await).await;
     sender_waits_while_the_receiver_does_not_write(simulated().await).await;
 }
 
-/// The test does not apply to the host path, whose messages carry one block each.
+/// The test does not apply to the host path, because each of its messages carries only one block.
 async fn blocks_sent_together_are_written_together_or_not_at_all(rig: Rig) {
     if rig.path == TransferPath::Tcp {
         return;

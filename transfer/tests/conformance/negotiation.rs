@@ -45,7 +45,8 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
     );
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
     assert_eq!(named, 4, "the other joins are not queued");
-    // A ticket whose blocks were not written releases its place among the joins, and the path to its peer is excluded for some time.
+    // The tickets are dropped before their blocks were written. So their communicators no longer count as being joined, and the paths to
+    // these peers are excluded for some time.
     joining.clear();
     let (again, _) = rig.negotiate("peer-0", TICKET).await;
     assert!(again.communicator.is_empty(), "the path to peer-0 has just failed");

@@ -25,7 +25,7 @@ pub const BLOCK_BYTES: usize = 256 << 10;
 pub const PENDING: Duration = Duration::from_millis(300);
 /// The time limit of every operation that must end, sufficient on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
-/// The prefill worker's instance.
+/// The instance id of the prefill worker.
 const PEER: &str = "prefill-0";
 
 /// The receiver's memory, with the rules of a worker: a ticket names its missing blocks, and each is written once and whole.
@@ -34,7 +34,7 @@ pub struct Memory(pub Arc<State>);
 
 pub struct State {
     tickets: Mutex<BTreeMap<Ticket, Issued>>,
-    /// The device whose memory other devices write.
+    /// The receiver's device. Other devices write into its memory.
     device: Device,
     /// One permit for each write that may continue.
     allowed: Semaphore,
@@ -42,7 +42,7 @@ pub struct State {
     pub begun: Semaphore,
 }
 
-/// The blocks that a ticket names.
+/// The state of the blocks that a ticket names.
 struct Issued {
     block_bytes: usize,
     blocks: BTreeMap<u32, Block>,
@@ -172,7 +172,7 @@ pub struct Rig {
     pub source: Device,
     send: SendPaths,
     pub receive: ReceivePaths,
-    /// The tickets that were opened, with their negotiated paths.
+    /// The tickets that were opened, by number, with their negotiated paths.
     negotiated: tokio::sync::Mutex<BTreeMap<u64, (v1::Ticket, Negotiated)>>,
     server: Mutex<Option<ServerGuard>>,
 }
@@ -240,7 +240,8 @@ impl Rig {
         rig
     }
 
-    /// Sends prompts of one block, with tickets from `first` on, until one takes the rig's path. Returns how many did not.
+    /// Sends prompts of one block each, with tickets numbered from `first`, until a prompt's block takes the rig's path. Returns the number
+    /// of prompts before it, whose blocks took another path.
     pub async fn prepare(&self, first: u64) -> u64 {
         for ticket in first.. {
             self.memory.issue(ticket, 0..1);
@@ -259,7 +260,7 @@ impl Rig {
         unreachable!("the loop over tickets never ends")
     }
 
-    /// Returns the ticket as the decode worker sends it to a prefill worker.
+    /// Negotiates a path for the ticket. Returns the ticket as the decode worker sends it to a prefill worker, and the negotiated path.
     pub async fn negotiate(&self, peer: &str, ticket: u64) -> (v1::Ticket, Negotiated) {
         let (secret, address) = (named(ticket), self.address.clone());
         let mut issued = v1::Ticket { ticket: secret.as_bytes().to_vec(), address, ..v1::Ticket::default() };

@@ -39,7 +39,7 @@ pub(super) fn check(endpoint: &str) -> Result<(), InvalidEndpoint> {
     if is_valid { Ok(()) } else { Err(InvalidEndpoint(endpoint.to_owned())) }
 }
 
-/// A connection on which batches are published.
+/// The connection on which the engine publishes its batches of KV events.
 pub(super) struct Live {
     socket: SubSocket,
     monitor: mpsc::Receiver<SocketEvent>,
@@ -77,14 +77,14 @@ impl Live {
     }
 }
 
-/// A replay of published batches.
+/// A running replay of batches that the engine has published.
 pub(super) struct Replay {
     socket: DealerSocket,
     limit: Duration,
 }
 
 impl Replay {
-    /// Requests a replay of all batches from this number on that the engine still has.
+    /// Requests a replay of all batches from number `from` on that the engine still has.
     pub async fn request(settings: &SubscriptionSettings, from: u64) -> Result<Self, SocketError> {
         let endpoint = settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?;
         let mut socket = DealerSocket::new();
@@ -95,7 +95,7 @@ impl Replay {
         Ok(Self { socket, limit: settings.timeout })
     }
 
-    /// Returns the next batch's number and payload; `None` after the last.
+    /// Returns the next batch's number and payload; `None` after the last batch.
     pub async fn next(&mut self) -> Result<Option<(u64, Bytes)>, SocketError> {
         let message = in_time(self.limit, self.socket.recv()).await?;
         let (number, payload) = batch(&message)?;

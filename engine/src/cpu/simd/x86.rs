@@ -54,7 +54,7 @@ impl Simd for Avx2 {
     type Floats = __m256;
     type Ints = __m256i;
     type Bytes = __m256i;
-    /// 16-bit integers, two in each lane.
+    /// Sums of products, as 16-bit integers: two in each 32-bit lane.
     type Sums = __m256i;
 
     instructions! {

@@ -1,4 +1,4 @@
-//! The golden models in the layout of Hugging Face's libraries give the same logits.
+//! The golden models, saved in the layout of Hugging Face's libraries, give the same logits.
 
 use super::{goldens, *};
 use safetensors::{Dtype, tensor::TensorView};
@@ -28,14 +28,14 @@ fn hf_name(name: &str) -> String {
     })
 }
 
-/// Reverts the permutation of the conversion from Llama to GGUF, which makes the rows `i` and `i + half` of each head adjacent.
+/// Reverts a permutation of rows. The conversion of a Llama model to GGUF makes the rows `i` and `i + half` of each head adjacent.
 fn unpermuted(data: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
     let (row, half) = (data.len() / rows, head_dim / 2);
     let from = |at: usize| at / head_dim * head_dim + at % head_dim % half * 2 + at % head_dim / half;
     (0..rows).flat_map(|at| data[from(at) * row..][..row].to_vec()).collect()
 }
 
-/// Saves the model of a GGUF file with its weights in `shards` files.
+/// Saves the model of a GGUF file as a Hugging Face directory whose weights are in `shards` files.
 fn save(gguf: &Gguf, rope: &str, shards: usize, into: &Path) {
     let config = ModelConfig::read(gguf).unwrap();
     let family = gguf.str("general.architecture").unwrap();

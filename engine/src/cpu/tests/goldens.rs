@@ -25,7 +25,7 @@ pub(crate) const LLAMA: Sizes = Sizes {
     kind: kind::F32,
     tied: false,
 };
-/// A model whose matrices have multiples of 256 inputs, and whose heads are longer than width ÷ heads.
+/// A model whose matrices have multiples of 256 inputs, and whose heads have more than width ÷ heads elements.
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
 /// Returns models that cover every weight format, every family, and every method of context extension.

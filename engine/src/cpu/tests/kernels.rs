@@ -1,4 +1,4 @@
-//! Each kernel gives the same bits for all instruction sets of this processor.
+//! Each kernel gives the same bits with all instruction sets that this processor has.
 
 use super::*;
 use crate::cpu::{
@@ -8,7 +8,7 @@ use crate::cpu::{
 use proptest::prelude::*;
 use tandem_model::{Pairs, Rope};
 
-/// Returns numbers of all magnitudes, and zeros of both signs.
+/// Returns random numbers of all magnitudes, and zeros of both signs.
 fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     let number = |random: &mut Random| match random.below(8) {
         0 => 0.0,
@@ -20,7 +20,7 @@ fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| number(random)).collect()
 }
 
-/// Returns the bits of a kernel's result. Fails if they are not equal for all instruction sets.
+/// Returns the bits of a kernel's result. Fails if they differ between instruction sets.
 fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     let mut results = Isa::available().into_iter().map(|isa| {
         let mut out = vec![0.0; len];

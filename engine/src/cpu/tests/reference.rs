@@ -170,7 +170,7 @@ fn compare(file: Gguf, sizes: Sizes) {
     let logits = run(&mut engine, &tokens, &scattered(0, 2), &[17, 1, 30]);
     assert_eq!(logits.len(), expected.len());
     let largest = expected.iter().fold(0f64, |largest, logit| largest.max(logit.abs()));
-    // Keys and values are rounded to half precision, and with quantised weights each layer's inputs to 8 bits.
+    // Keys and values are rounded to half precision. With quantised weights, each layer's inputs are also rounded to 8 bits.
     let (each, all) = if is_quantised(sizes.kind) { (0.1, 0.04) } else { (2e-3, 1e-3) };
     for (i, (logit, expected)) in logits.iter().zip(&expected).enumerate() {
         assert!((f64::from(*logit) - expected).abs() < each * largest, "logit {i} of {sizes:?}: {logit} is not {expected}");

@@ -1,4 +1,4 @@
-//! Finds the driver, its libraries, and its GPUs.
+//! Finds the CUDA driver, its libraries, and the GPUs.
 
 use super::{failed, nccl::Nccl};
 use crate::cuda::CudaError;
@@ -7,21 +7,21 @@ use cudarc::{
     driver::{result, sys},
 };
 
-/// Lowest major compute capability with asynchronous copies and bfloat16 (Ampere).
+/// The lowest major compute capability that has asynchronous copies and bfloat16 (Ampere).
 const CAPABILITY_MIN: i32 = 8;
 
-/// The driver and one of its GPUs.
+/// The CUDA driver, and one GPU.
 pub(in crate::cuda) struct Driver {
     pub(super) device: sys::CUdevice,
     capability: (i32, i32),
-    /// The CUDA version that the driver supports, such as 13000 for 13.0.
+    /// The highest CUDA version that the driver supports, such as 13000 for 13.0.
     pub version: i32,
-    /// Bytes of shared memory that a thread block may use.
+    /// The most bytes of shared memory that a thread block may use.
     pub shared_max: usize,
 }
 
 impl Driver {
-    /// Finds the driver, cuBLASLt and the GPU with this ordinal. Fails if one is missing, or if the GPU is too old.
+    /// Finds the driver, cuBLASLt and the GPU with the ordinal `device`. Fails if one of them is missing, or if the GPU is too old.
     pub fn find(device: u32) -> Result<Self, CudaError> {
         // SAFETY: the calls only try to open the libraries, which runs nothing but the libraries' own initialisers.
         let (driver, blas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
@@ -42,7 +42,7 @@ impl Driver {
             CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
         };
         let mut version = 0;
-        // SAFETY: the driver returned this device, and writes one integer as the version.
+        // SAFETY: the driver returned this device. The driver writes its version as one integer.
         let (major, minor, shared) = unsafe {
             sys::cuDriverGetVersion(&mut version).result().map_err(failed("querying its version"))?;
             let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("querying the GPU's attributes"));
@@ -54,8 +54,8 @@ impl Driver {
         Ok(Self { device: handle, capability: (major, minor), version, shared_max: shared.max(0) as usize })
     }
 
-    /// Finds `gpus` GPUs of one kind from ordinal `device` on, and NCCL if there are several. Fails if one is missing or differs from the
-    /// first.
+    /// Finds `gpus` GPUs of one kind, beginning with the ordinal `device`, and NCCL if there are several. Fails if a GPU is missing or
+    /// differs from the first one, or if NCCL is missing.
     pub fn find_alike(device: u32, gpus: u32) -> Result<Vec<Self>, CudaError> {
         let first = Self::find(device)?;
         let mut found = vec![first];

@@ -87,15 +87,15 @@ impl GemmPlans {
         }
     }
 
-    /// Enqueues a GEMM.
+    /// Enqueues a GEMM on the stream, with the algorithm that its plan has chosen.
     pub fn run(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
         let target = Target { handle: self.handle, workspace: self.workspace, stream };
         let plan = self.prepare(gemm, operands, stream)?;
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
-    /// Returns the GEMM's plan. Creates the plan at the first call, and times its algorithms at the use that `timed_at` returns. Does not
-    /// write the outputs.
+    /// Returns the GEMM's plan, which the first call creates. Times the plan's algorithms once the plan has been used as often as
+    /// `timed_at` returns. Does not write the outputs.
     pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // GEMMs that are running do not need their plans any more, because cuBLASLt has read them.
@@ -108,8 +108,8 @@ impl GemmPlans {
         };
         plan.uses = plan.uses.saturating_add(1);
         if plan.algorithms.len() > 1 {
-            // The lock is held during the timing, because two streams that time the same GEMM would disturb each other and might choose
-            // different algorithms.
+            // The lock is held during the timing. Two streams that time the same GEMM at the same time would disturb each other, and might
+            // choose different algorithms.
             let mut chosen = self.chosen.lock().expect("timing does not panic");
             if let Some(algorithm) = chosen.get(&gemm) {
                 plan.algorithms = vec![*algorithm];
@@ -157,7 +157,7 @@ impl Plan {
         let layout = |kind, len: usize, count: usize| {
             result::create_matrix_layout(kind, len as u64, count as u64, len as i64).map_err(failed)
         };
-        // If planning fails midway, a few hundred bytes leak, but the engine ends then.
+        // If planning fails midway, a few hundred bytes leak. This does not matter, because the engine ends then.
         let operation = result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, CUDA_R_32F).map_err(failed)?;
         let (weights, inputs, outputs) =
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);

@@ -1,7 +1,8 @@
-//! NCCL: sends memory from one GPU to another, and sums over several.
+//! NCCL: sends memory from one GPU to another, and sums tensors over several GPUs.
 //!
-//! Every wait for another rank has a time limit. NCCL is polled. When the limit is reached or NCCL reports an error, the communicator is
-//! aborted and cannot be used any more; the GPU can. The library is opened when the first communicator is created.
+//! Every wait for another rank has a time limit, so this module polls NCCL. When the limit is reached or NCCL reports an error, the
+//! communicator is aborted and cannot be used any more. The GPU can still be used. The library is opened when the first communicator is
+//! created.
 
 use super::{Context, DRIVER_LOCK, driver_lock};
 use crate::cuda::{
@@ -24,9 +25,9 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// File names of the library. Python's wheel and Debian's package have the first only, NVIDIA's archive has both.
+/// File names of the NCCL library. Python's wheel and Debian's package have only the first name. NVIDIA's archive has both.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// Interval between polls.
+/// The pause between two polls.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Time limit for each of two waits when a communicator is dropped: for the other rank to finalise as well, and then for the driver lock.
 const FINALIZE_MAX: Duration = Duration::from_secs(2);
@@ -46,7 +47,8 @@ type TransferFn = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle,
 #[repr(C)]
 struct UniqueId(CommunicatorId);
 
-/// `ncclConfig_t` of version 2.14. A later library derives from size and version which fields are missing, and uses their defaults.
+/// `ncclConfig_t` of NCCL 2.14. A later library determines from `size` and `version` which of its fields this struct lacks, and uses their
+/// defaults.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -64,8 +66,8 @@ impl Config {
     }
 }
 
-/// The library's functions. cudarc's loader is not used: it searches for other file names and panics if it finds none, and its result type
-/// is an enum of one version, which must not hold a code of a later version.
+/// The functions of the NCCL library. They are not loaded with cudarc's loader, which searches for other file names and panics if it finds
+/// none. Besides, cudarc's result type is an enum of one version, so a code of a later version would be undefined behaviour.
 pub(in crate::cuda) struct Nccl {
     get_unique_id: unsafe extern "C" fn(*mut CommunicatorId) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
@@ -171,7 +173,7 @@ impl Nccl {
     }
 }
 
-/// Polls `done` until it returns true or fails; fails itself when `limit` has passed since `began`.
+/// Polls `done` until it returns true or an error. Returns [`NcclError::Late`] when `limit` has passed since `began`.
 fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<bool, NcclError>) -> Result<(), NcclError> {
     while !done()? {
         if began.elapsed() >= limit {
@@ -182,8 +184,8 @@ fn poll_until(began: Instant, limit: Duration, mut done: impl FnMut() -> Result<
     Ok(())
 }
 
-/// Takes the driver lock to end a communicator, because that frees memory. Returns `None` after a time limit: a thread that holds the lock
-/// for longer may be waiting for the communicator that is to be ended.
+/// Takes the driver lock in order to end a communicator, which frees memory. Returns `None` after `FINALIZE_MAX`: a thread that holds the
+/// lock for longer may be waiting for the communicator that is to be ended.
 fn driver_lock_within_limit() -> Option<MutexGuard<'static, ()>> {
     let mut locked = None;
     let _ = poll_until(Instant::now(), FINALIZE_MAX, || {
@@ -265,7 +267,7 @@ impl Communicator {
             let (nccl, context) = (Arc::clone(nccl), Arc::clone(context));
             communicators.push(Self { nccl, context, stream, rank, in_process, handle: Mutex::new(null_mut()) });
         }
-        // The lock is not held while waiting for other processes.
+        // The driver lock is released if other processes have to be waited for.
         let locked = in_process.then_some(locked);
         let handles: Vec<AtomicPtr<c_void>> = contexts.iter().map(|_| AtomicPtr::default()).collect();
         let began = Instant::now();
@@ -295,15 +297,16 @@ impl Communicator {
         Ok(communicators)
     }
 
-    /// Sends regions to other regions of the same GPU. On a machine with one GPU, nothing else of `send` and `receive` can be tested.
+    /// Sends regions to other regions of the same GPU. A machine with one GPU has no peer, so it can test `send` and `receive` only in this
+    /// form.
     pub fn nccl_self_test(&self, from: &[Region], to: &[Region], limit: Duration) -> Result<(), CudaError> {
         let itself = self.rank as c_int;
         let both = [(self.nccl.send, itself, from), (self.nccl.receive, itself, to)];
         self.exchange(&both, limit).map_err(failed("sending to the same GPU"))
     }
 
-    /// Sends or receives regions. Returns when all transfers are done; on failure, aborts the communicator and waits until no transfer can
-    /// write.
+    /// Sends or receives regions. Returns when all transfers are done. On failure, aborts the communicator and waits until no transfer can
+    /// write to memory any more.
     fn exchange(&self, transfers: &[(TransferFn, c_int, &[Region])], limit: Duration) -> Result<(), NcclError> {
         let nccl = &self.nccl;
         let exchanged = self.with_handle(|handle| {
@@ -383,8 +386,8 @@ impl Drop for Communicator {
         if self.context.enter().is_err() {
             return;
         }
-        // `ncclCommDestroy` may wait for the other rank unless both have finalised. Ranks of one process are aborted instead: they are
-        // dropped one after the other, and a collective that still runs because a GPU was lost never ends.
+        // `ncclCommDestroy` may wait for the other rank unless both ranks have finalised. Ranks of one process are aborted instead: they
+        // are dropped one after the other, and a collective that still runs because a GPU was lost never ends.
         let ended = || {
             // SAFETY: the communicator is alive, and no further calls follow.
             self.nccl.check(unsafe { (self.nccl.finalize)(handle) })?;
@@ -402,15 +405,15 @@ impl Drop for Communicator {
     }
 }
 
-/// One rank's 32-bit floats in an all-reduce, and the stream that orders it.
+/// One rank's 32-bit floats in an all-reduce, and the stream that executes the all-reduce.
 pub(super) struct RankBuffer<'a> {
     pub communicator: &'a Communicator,
     pub stream: CUstream,
     pub address: u64,
 }
 
-/// Replaces every rank's `count` numbers with their sums over all ranks. On each rank's stream, this is ordered with the stream's other
-/// work. All ranks must be in this process (`Communicator::all`).
+/// Replaces every rank's `count` numbers with their sums over all ranks. On each rank's stream, the all-reduce is ordered with the stream's
+/// other work. All ranks must be in this process (`Communicator::all`).
 pub(super) fn all_reduce_sum(buffers: &[RankBuffer<'_>], count: usize) -> Result<(), NcclError> {
     let Some(nccl) = buffers.first().map(|buffer| &buffer.communicator.nccl) else { return Ok(()) };
     let put = |buffer: &RankBuffer<'_>| {

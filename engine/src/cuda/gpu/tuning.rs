@@ -1,4 +1,4 @@
-//! Finds the fastest of cuBLASLt's algorithms for a GEMM by timing them, since its heuristic only estimates.
+//! Finds the fastest of cuBLASLt's algorithms for a GEMM by timing them. cuBLASLt's heuristic only estimates their times.
 
 use super::driver_lock;
 use crate::cuda::{CudaError, plan::padded_rows};
@@ -12,30 +12,33 @@ use tokio::time::Instant;
 /// GEMMs of prompt steps are timed only if the number of tokens is a multiple of this number. Such steps occur often, because a full step
 /// has as many tokens as the worker's chunk budget.
 const PROMPT_ROWS: usize = 256;
-/// The use at which a GEMM of prompt steps is timed. Every layer uses the GEMM once per step, so it is timed in its second or third step.
+/// The number of the use, from 1, at which a GEMM of prompt steps is timed. Each layer uses the GEMM once per step, so it is timed in its
+/// second or third step.
 const PROMPT_USES: usize = 64;
-/// Number of runs of each algorithm. The fastest run counts, because the first run may load code.
+/// The number of runs of each algorithm. The fastest run counts, because the first run may include the time to load code.
 const RUNS: usize = 4;
-/// Time limit for all runs of one GEMM, except the first run of each algorithm, in milliseconds. Algorithms that are not timed by then are
-/// not chosen. Only long prompts on slow GPUs reach the limit.
+/// The time limit in milliseconds for all runs of one GEMM, not counting the first run of each algorithm. Algorithms that are not timed by
+/// then are not chosen. Only GEMMs of long prompts on slow GPUs reach the limit.
 const ALL_MAX_MS: f32 = 100.0;
-/// Time limit for the stream's earlier work, longer than any step takes. Work that exceeds the limit waits for a lost GPU.
+/// The time limit for the work that was enqueued on the stream before. No step takes this long. Work that reaches the limit
+/// waits for a lost GPU.
 const LATE_MAX: Duration = Duration::from_secs(60);
-/// Relative advantage that an algorithm needs over one that cuBLASLt ranks higher: smaller differences are noise.
+/// The fraction by which an algorithm must be faster than one that cuBLASLt ranks higher. Smaller differences are noise.
 const MARGIN: f32 = 0.02;
-/// Bytes overwritten before each run to evict the weights from the GPU's L2 cache: in a step, all weights come from memory.
+/// The number of bytes that are overwritten before each run to evict the weights from the GPU's L2 cache, because in a step all weights are
+/// read from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Returns the use, counted from 1, at which a GEMM of this many rows is timed; `None` if the GEMM is never timed. Timing takes as long as
-/// about thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, before a graph is
-/// captured with them.
+/// Returns the number of the use, from 1, at which a GEMM of this many rows is timed; `None` if it is never timed. Timing takes as long as
+/// about thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, which precedes the
+/// capture of a graph.
 pub(super) fn timed_at(rows: usize) -> Option<usize> {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
     if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
 }
 
-/// Returns the index of the algorithm to use, given the time of each in milliseconds: the first algorithm with a known time, unless another
-/// one is clearly faster.
+/// Returns the index of the algorithm to use. `times` has the time of each algorithm in milliseconds. The first algorithm with a known time
+/// is chosen, unless another one is clearly faster.
 pub(super) fn fastest(times: &[Option<f32>]) -> usize {
     let known = times.iter().enumerate().filter_map(|(index, time)| Some((index, (*time)?)));
     let better = |best: (usize, f32), other: (usize, f32)| if other.1 < best.1 * (1.0 - MARGIN) { other } else { best };
@@ -49,18 +52,18 @@ fn failed(source: DriverError) -> CudaError {
 /// Times work on a stream with CUDA events, and provides scratch memory for the output of that work.
 pub(super) struct Clock {
     stream: CUstream,
-    /// Address of the scratch memory.
+    /// The device address of the scratch memory.
     pub scratch: u64,
     bytes: usize,
     started: CUevent,
     ended: CUevent,
     spent_ms: f32,
-    /// Whether earlier work on the stream did not end in time. It may never end.
+    /// Whether earlier work on the stream has exceeded the time limit. This work may never end.
     late: bool,
 }
 
 impl Clock {
-    /// Returns a clock; `None` if the scratch memory cannot be allocated.
+    /// Returns a clock with at least `bytes` bytes of scratch memory; `None` if the memory cannot be allocated.
     pub fn new(stream: CUstream, bytes: usize) -> Result<Option<Self>, CudaError> {
         let bytes = bytes.max(FLUSHED_BYTES);
         let _locked = driver_lock();
@@ -70,13 +73,13 @@ impl Clock {
             return Ok(None);
         };
         let event = || result::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);
-        // If creating an event fails, the device is lost, and the memory with it.
+        // If an event cannot be created, the device is lost. The memory is then not freed, because it is lost with the device.
         let (started, ended) = (event()?, event()?);
         Ok(Some(Self { stream, scratch, bytes, started, ended, spent_ms: 0.0, late: false }))
     }
 
-    /// Returns the milliseconds of the fastest of several runs; `None` if the time limit had been reached before the first run, or if
-    /// `enqueue` returns false.
+    /// Returns the time of the fastest of several runs of `enqueue`'s work, in milliseconds; `None` if the time limit had been reached
+    /// before the first run, or if `enqueue` returned false.
     pub fn best(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         let mut best: Option<f32> = None;
         for run in 0..RUNS {
@@ -93,7 +96,7 @@ impl Clock {
     fn time(&mut self, enqueue: impl Fn() -> bool) -> Result<Option<f32>, CudaError> {
         // SAFETY: stream, events and memory are alive, and the memory has `bytes` bytes.
         unsafe {
-            // While the device fills the memory, the host enqueues the work, so that the host's time is not measured.
+            // The device fills the memory while the host enqueues the work, so the measured time does not include the host's time.
             result::memset_d8_async(self.scratch, 0, self.bytes, self.stream).map_err(failed)?;
             result::event::record(self.started, self.stream).map_err(failed)?;
             if !enqueue() {
@@ -119,7 +122,7 @@ impl Clock {
 impl Drop for Clock {
     fn drop(&mut self) {
         if self.late {
-            // The memory is leaked, because freeing it would never return. The engine ends then.
+            // The memory is leaked, because freeing it would never return. The engine ends after this error.
             return;
         }
         // SAFETY: the stream is alive. Memory and events were created in `new` and are released once, after waiting for the work that uses

@@ -4,8 +4,8 @@
 // is in memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once
 // for all these heads. Scores are scaled by log2(e), so that exponentials are powers of two.
 
-/// Distance of two rows in shared memory, in elements: 16 bytes more than a head, so that the eight rows of a matrix are in different
-/// banks.
+/// Distance of two rows in shared memory, in elements. A row has 16 bytes more than a head, so that the eight rows of a matrix are in
+/// different banks.
 constexpr int STRIDE = HEAD_PAD + 8;
 
 /// Online softmax of 16 packed rows, as accumulator fragments: a lane holds rows lane / 4 and lane / 4 + 8, and two of every eight columns.
@@ -99,10 +99,10 @@ DEVICE void copy_queries(half_t *to, const half_t *qkv, u64 token, int first_hea
 }
 
 constexpr int PROMPT_WARPS = 4;
-/// Fragments of 16 rows per warp.
+/// The number of 16-row fragments that each warp computes.
 constexpr int PROMPT_DEPTH = 2;
 constexpr int PROMPT_ROWS = PROMPT_WARPS * PROMPT_DEPTH * 16;
-/// Positions per tile.
+/// The number of positions in a tile.
 constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
 /// Bytes of shared memory: queries, and two tiles each of keys and values, one in use while the other is being copied.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;

@@ -1,23 +1,24 @@
-// Attention of single tokens (Flash-Decoding, Dao et al. 2023). Its time is that of reading the KV, so several thread blocks divide a
-// sequence's positions into partitions, and a second kernel combines their results.
+// Attention of one-token chunks (Flash-Decoding, Dao et al. 2023). Almost all of its time is spent on reading the KV. So several thread
+// blocks divide a sequence's positions into partitions, and a second kernel combines their results.
 
 constexpr int TOKEN_WARPS = 4;
-/// Number of packed rows that a thread block computes: query heads that share a key head.
+/// Number of rows that a thread block computes. Each row is one of the query heads that share a key head.
 constexpr int TOKEN_ROWS = 16;
 /// Positions that a warp processes at a time.
 constexpr int TOKEN_TILE = 16;
-/// Number of tiles per warp in shared memory: one is in use while the others are being copied.
+/// Number of tiles of each warp in shared memory: one is in use while the next ones are being copied.
 constexpr int TOKEN_STAGES = SMALL_SHARED_MEMORY ? 2 : 3;
 constexpr int TOKEN_STAGE = 2 * TOKEN_TILE * STRIDE;
 constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_STAGES * TOKEN_STAGE) * 2;
-/// At the end of the kernel, the same memory holds every warp's rows, maxima and sums.
+/// The shared memory is used twice: at the end of the kernel it holds the rows, maxima and sums of all warps.
 constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
-/// Attention of one token over one partition of its positions. One thread block per partition, key head and 16 of its query heads. An entry
-/// of `partitions` has the row, the first position, the position after the last, and the offset of the sequence's block table in `tables`.
-/// Writes outputs that are not yet divided by the sums of their exponentials, [partition][head][element], and each output's maximum and
-/// sum, [partition][head]. Empty partitions are padding and write nothing.
+/// Attention of one token over one partition of its positions. There is one thread block for each partition, key head and 16 of its query
+/// heads. An entry of `partitions` has the row, the first position, the position after the last one, and the offset of the sequence's block
+/// table in `tables`. Writes outputs, [partition][head][element], that are not yet divided by the sums of their exponentials. Also writes
+/// the maximum of the scores and the sum of the exponentials, [partition][head]. Empty partitions are padding, for which nothing is
+/// written.
 KERNEL(TOKEN_WARPS * 32)
 attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
     DYNAMIC_SHARED(shared);
@@ -32,7 +33,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
     const int steps = (partition.z - partition.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
 
     copy_queries(queries, qkv, partition.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
-    // Every warp copies and waits for its own tiles only.
+    // Every warp copies only its own tiles, and waits only for them.
     const auto begin = [&](int step) {
         if (step < steps) {
             half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
@@ -73,12 +74,13 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         }
         softmax.update<2>(scores);
         softmax.accumulate(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
-        // All lanes must have read this step's tile before the next copies overwrite it.
+        // All lanes must have read this step's tile before a later copy overwrites it.
         warp_sync();
     }
     softmax.finish();
 
-    // Combine the four warps' rows, each scaled by the exponential of its maximum minus the largest maximum.
+    // Combine the rows of the four warps. Each row is scaled by the exponential of the difference between its maximum and the largest
+    // maximum.
     block_sync();
     float *warp_outs = reinterpret_cast<float *>(shared);
     float *warp_maxima = warp_outs + TOKEN_WARPS * TOKEN_ROWS * HEAD_PAD, *warp_sums = warp_maxima + TOKEN_WARPS * TOKEN_ROWS;
@@ -109,8 +111,8 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 
 constexpr int COMBINE_THREADS = 128;
 
-/// Combines the partitions of single tokens. One thread block per token and head. An entry of `rows` has the row, its first partition and
-/// its number of partitions. Rows without partitions (padding) get zeros.
+/// Combines the partitions of each one-token chunk. There is one thread block for each token and head. An entry of `rows` has the row, its
+/// first partition and its number of partitions. For rows without partitions, which are padding, zeros are written.
 KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
     const int4 row = rows[blockIdx.x];
     const int head = blockIdx.y;

@@ -6,7 +6,7 @@
 
 /// Query heads per key and value head.
 constexpr int GROUP = HEADS / KV_HEADS;
-/// Head length rounded up to the tensor cores' 16.
+/// Head length rounded up to a multiple of 16, as tensor cores need it.
 constexpr int HEAD_PAD = (HEAD_DIM + 15) / 16 * 16;
 /// Vectors of 8 elements (16 bytes) per padded head.
 constexpr int HEAD_VECTORS = HEAD_PAD / 8;

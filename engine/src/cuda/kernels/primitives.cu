@@ -65,7 +65,7 @@ DEVICE void warp_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(ALL_LANES, value, lane); }
-/// Returns a bit per lane, lane 0 in the lowest, set where `yes` is true.
+/// Returns one bit per lane: 1 where `yes` is true. The lowest bit is that of lane 0.
 DEVICE u32 ballot(bool yes) { return __ballot_sync(ALL_LANES, yes); }
 
 /// d += a × b on tensor cores: 16 × 16 by 16 × 8, in the fragment layouts of PTX's mma.m16n8k16.

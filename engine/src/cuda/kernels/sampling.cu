@@ -9,12 +9,12 @@
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
 constexpr u32 NO_TOKEN = 0xffffffffu;
-/// Tokens whose weight has this logarithm or less are not candidates, as on the host.
+/// Tokens whose weight has this logarithm or less are not candidates. The sampler on the host has the same limit.
 constexpr float LOG_WEIGHT_MIN = -50.0f;
 
 /// The settings of a row; written by engine/src/cuda/sampling.rs.
 struct SampleSettings {
-    /// The random number in [0, 1).
+    /// The random number in [0, 1) by which the token is selected.
     double uniform;
     /// The number by which logits are divided; 0: the likeliest token is selected.
     float temperature;
@@ -22,9 +22,9 @@ struct SampleSettings {
     float frequency_penalty, presence_penalty, repetition_penalty;
     /// The number of likeliest tokens that are kept; 0: no limit.
     u32 top_k;
-    /// Offset and number of the row's adjustments.
+    /// The index of the row's first adjustment in the list of all adjustments, and the number of the row's adjustments.
     u32 first_adjustment, adjustments;
-    /// Offset of the row's mask, in words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
+    /// Offset of the row's mask in 32-bit words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
     int mask;
     /// Number of alternatives whose logprobs are returned; NO_TOKEN: the sampled token's logprob is not returned either.
     u32 top;
@@ -32,7 +32,8 @@ struct SampleSettings {
 };
 static_assert(sizeof(SampleSettings) == 56, "the host writes 56 bytes");
 
-/// Changes to a token's logit: how often it was generated, whether it is in prompt or output, its bias.
+/// The inputs of a token's penalties and bias: how often the token was generated, whether it is in the prompt or the output, and the bias
+/// that is added to its logit.
 struct Adjustment {
     u32 token, count, seen;
     float bias;
@@ -132,7 +133,8 @@ struct Row {
     }
 };
 
-/// A set of candidates: the tokens whose weight has bits above `least`, and those up to `last` whose weight has bits equal to `least`.
+/// A set of candidates. The bits of a weight are compared as an integer: a token is in the set if its weight's bits are above `least`, or
+/// equal `least` while the token's id is at most `last`.
 struct Candidates {
     u32 least, last;
 
@@ -141,7 +143,8 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Narrows the set to the fewest of the heaviest candidates whose measures sum to `target` or more. No weight may be above 1.
+    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target` or more. No weight may be above
+    /// 1.
     template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
         const Candidates all = *this;
         // Invariant: the measures of the candidates whose weight has bits of at least `low` sum to the target or more; with `high` instead
@@ -161,7 +164,7 @@ struct Candidates {
         }
         const double above = row.sum([&](u32 token, float weight) { return from(low + 1, token, weight); });
         const double each = measure(__uint_as_float(low));
-        // The number of candidates equal to `low` that are needed to reach the target, at least one.
+        // How many of the candidates whose weight has bits equal to `low` are needed to reach the target; at least one.
         const double wanted = fmax(ceil((target - above) / each), 1.0);
         const auto equal = [&](u32 token, float weight) {
             return all.keeps(token, weight) && __float_as_uint(weight) == low ? 1.0 : 0.0;

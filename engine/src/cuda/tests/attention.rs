@@ -178,7 +178,7 @@ const fn sequence(before: usize, new: usize) -> Sequence {
 
 #[test]
 fn prompts_attend_to_all_earlier_positions() {
-    // Fewer heads than Qwen3-8B, of the same length; chunks that start inside a tile or block, and chunks that end at the end of one.
+    // Fewer heads than Qwen3-8B has, but of the same size. Chunks start inside a tile or block, or end at the end of one.
     compare(shape(Half::BFloat16, 4, 1, 128, 16), &[sequence(0, 33), sequence(70, 40), sequence(63, 2), sequence(128, 64)]);
     // A number of query heads per key head that does not divide a tile, a head length that is not a multiple of 16, and an odd block size.
     compare(shape(Half::Float16, 14, 2, 24, 5), &[sequence(0, 19), sequence(61, 7)]);

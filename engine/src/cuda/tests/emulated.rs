@@ -50,7 +50,7 @@ pub(super) enum Captured {
     Gemm(Gemm, Operands),
 }
 
-/// Returns the kernels for a shape, built once per process.
+/// Returns the library with the kernels for a shape. Each library is built once per process.
 fn library(shape: &Shape) -> Arc<Library> {
     static BUILT: Mutex<Vec<(Vec<String>, Arc<Library>)>> = Mutex::new(Vec::new());
     let definitions = shape.definitions();
@@ -433,7 +433,7 @@ impl Device for Emulated {
     }
 }
 
-/// Ranks connected for all-reduces.
+/// The ranks that are connected for all-reduces. Dropping this value ends their waits for a lost rank.
 pub(super) struct EmulatedCommunicators(Vec<Arc<Emulated>>);
 
 impl Drop for EmulatedCommunicators {
@@ -447,7 +447,7 @@ enum PipeEnd {
     Receives(mpsc::Receiver<Vec<Vec<u8>>>),
 }
 
-/// A peer communicator within this process.
+/// One end of a communicator between two ranks of this process.
 pub(super) struct Pipe {
     device: Emulated,
     end: Mutex<PipeEnd>,

@@ -43,7 +43,8 @@ fn sequences() -> Vec<Sequence> {
         (4, 400, 1, 9, &penalised),
         (7, 0, 3, 22, &random_sampling),
         (10, 100, 1, 14, &greedy),
-        // A long sequence that starts late: with initially empty buffers, the lists move after steps of the same size have been captured.
+        // A long sequence that starts late. If the buffers are empty at first, its lists move to other addresses after steps of the same
+        // size have been captured.
         (13, 600, 1, 12, &greedy),
         (17, 0, 1, 20, &with_logprobs),
     ];

@@ -5,7 +5,7 @@ use crate::cpu::{CpuEngine, CpuModel, CpuSettings, Isa};
 use tandem_model::ModelFile;
 
 pub(super) const BLOCK_SIZE: usize = 4;
-/// Hopper's shared memory per thread block.
+/// The shared memory of a thread block on Hopper, in bytes.
 pub(super) const SHARED_MAX: usize = 227 << 10;
 pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 

@@ -36,7 +36,7 @@ fn blocks_are_copied_from_the_memory_of_another_process_which_is_unmapped_on_dro
     let destination = filled(&[60, 61, 62, 30, 31, 32, 33, 34].map(BlockId));
     let (ours, theirs) = (destination.kv_memory().unwrap(), source.kv_memory().unwrap());
     let mut handle = theirs.ipc_handle().unwrap();
-    // Pretend that the handle comes from another process; within a process no IPC handle is opened.
+    // The changed handle seems to come from another process. An IPC handle is opened only if it comes from another process.
     handle[16] ^= 1;
     let taken = destination.device().allocated_bytes();
     let peer = ours.open_peer(&handle).unwrap();
@@ -82,8 +82,8 @@ fn handle_of_another_host_or_layout_is_refused() {
     assert_eq!(refused(&changed(32)), "the worker's KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
     assert_eq!(refused(&two), "the worker's KV layout or tensor-parallel degree differs");
-    // Two handles must be refused: one of another process that claims too many blocks, and one of an engine that does not exist in this
-    // process.
+    // Two handles must be refused. One is of another process, and claims too many blocks. The other names an engine that does not exist in
+    // this process.
     let other = filled(&[0; 8].map(BlockId));
     let (mut oversized, mut ended) = (other.kv_memory().unwrap().ipc_handle().unwrap(), handle.clone());
     (oversized[16], oversized[43]) = (oversized[16] ^ 1, 0xff);
@@ -151,6 +151,6 @@ fn copies_of_open_memory_work_after_their_engine_was_dropped() {
     handle[16] ^= 1;
     let peer = destination.kv_memory().unwrap().open_peer(&handle).unwrap();
     drop(destination);
-    // A transfer in progress keeps the memory allocated.
+    // `peer` keeps the memory of the dropped engine allocated.
     peer.copy(&moves()).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Tensor parallelism: one model on several devices gives the same results as on one, up to the rounding of sums.
+//! Tensor parallelism: a model gives the same results on several devices as on one, up to the rounding of sums.
 
 use super::{
     models::{LIMITS, bound, cpu, error, load_sharded, read, run, scattered},
@@ -19,7 +19,7 @@ fn tokens(len: usize) -> Vec<TokenId> {
     (0..len).map(|_| random.below(33)).collect()
 }
 
-/// Covers all model families and weight types. The boundaries of shards of quantised matrices are inside quantisation blocks.
+/// Covers all model families and weight types. For quantised matrices, the boundaries between shards are inside quantisation blocks.
 #[test]
 fn two_ranks_give_the_reference_logits() {
     for golden in goldens::goldens() {
@@ -45,7 +45,8 @@ fn any_number_of_ranks_gives_the_cpu_engines_logits() {
     }
 }
 
-/// Samples forty tokens of a greedy and of a random sequence. Both engines continue with the tokens of the first engine.
+/// Samples forty tokens of a greedy and of a random sequence on two engines. After each token, both engines continue with the token of the
+/// first engine.
 #[test]
 fn two_ranks_sample_the_same_tokens_as_one_rank() {
     let file = golden("llama-f16");
@@ -69,7 +70,7 @@ fn two_ranks_sample_the_same_tokens_as_one_rank() {
     }
 }
 
-/// The moved blocks are equal bit for bit, and decode continues on them.
+/// Moved blocks must be equal bit for bit, and the other engine must be able to decode with them.
 #[test]
 fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
     let file = gguf(file(Sizes { heads: 8, kv_heads: 4, ..goldens::LLAMA }, 10));
@@ -93,7 +94,7 @@ fn blocks_can_be_moved_between_engines_of_one_two_and_four_ranks() {
         let wrong = error(&last(&mut engines[i], &to), &expected);
         assert!(wrong < bound(engines[i].shape().half), "wrong by {wrong}");
     }
-    // Blocks that are copied to an engine with another number of ranks and back are equal bit for bit.
+    // Blocks are copied to an engine with another number of ranks and back. They must be equal bit for bit.
     let mut alone = engine(&file, 1);
     run(&mut alone, &tokens[..20], &from, &[20]);
     let own: Vec<Vec<u8>> = from.iter().take(5).map(|block| read(&alone, *block)).collect();

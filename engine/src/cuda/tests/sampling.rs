@@ -55,7 +55,7 @@ fn sample_all(
     requests.read(0, rows, &bytes)
 }
 
-/// Random logits, some of which are equal.
+/// Returns random logits, some of which are equal.
 fn logits(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| (random.number() * 40.0).round() / 8.0).collect()
 }

@@ -1,9 +1,9 @@
-//! Devices that sample tokens or fail in the middle of a copy; the simulated engine does neither.
+//! Devices that sample tokens themselves, or that fail in the middle of a copy. The simulated engine does neither.
 
 use super::*;
 use crate::{Chunk, Logits, Prefill, StepOutput};
 
-/// A device that samples on its own. If `broken` is true, every read and write of a block fails; if `lost` is true, every step fails.
+/// A device that samples tokens itself. If `broken` is true, every read and write of a block fails. If `lost` is true, every step fails.
 struct Device {
     sim: SimEngine,
     broken: bool,
@@ -53,7 +53,7 @@ impl Engine for Device {
     }
 }
 
-/// Returns a job with everything that sampling depends on: several samples, penalties, logprobs of prompt and answer.
+/// Returns a job that uses everything on which sampling depends: several samples, penalties, and logprobs of the prompt and of the answer.
 fn demanding() -> Generate {
     let sampling = Sampling {
         max_tokens: Some(40),
@@ -71,7 +71,7 @@ async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
     let mut job = engine.generate(generate).await.expect("the job fits in the cache");
     let mut events = Vec::new();
     while let Some(event) = job.next().await {
-        // The durations in `Started` may differ.
+        // `Started` contains durations, which may differ between runs.
         if !matches!(event, Event::Started(_)) {
             events.push(format!("{event:?}"));
         }
@@ -87,7 +87,8 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// The engine must end so that the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
+/// The engine must end, so that the supervisor restarts the process. If it did not end, every later request would fail on the lost device,
+/// too.
 #[tokio::test(start_paused = true)]
 async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });

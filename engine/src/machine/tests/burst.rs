@@ -30,8 +30,8 @@ fn burst_of_equal_prompts_is_computed_once() {
     world.step();
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
-    // Of the first prefill, 935 tokens are left; of each other prefill and of the generation, 7 tokens. Tokens that are computed for
-    // another prompt count only there.
+    // The first prefill has 935 tokens left. Each other prefill and the generation have 7 tokens left, because tokens that one prompt
+    // computes for others count only for that prompt.
     assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
@@ -60,7 +60,7 @@ fn deferred_prompt_delays_no_other_prompt_and_takes_over_from_a_cancelled_prefix
     assert_eq!((world.cached(0), world.cached(1), world.cached(2)), (Some(0), None, Some(0)));
     world.machine.cancel(0);
     world.run();
-    // Six steps computed 6 × 32 tokens, of which 99 belong to the shorter prompt.
+    // Six steps computed 6 × 32 tokens: 99 tokens of job 2's prompt and 93 of job 0's prompt, which are 5 full blocks.
     assert_eq!(world.cached(1), Some(80), "the tokens that the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();

@@ -61,8 +61,8 @@ proptest! {
         prop_assert_eq!(shares.last(), last);
     }
 
-    /// The predicted place must not be too early, so that a sequence becomes part of the batch if it is admitted because fewer sequences
-    /// than a batch precede it.
+    /// A sequence is admitted only if its predicted place in the fair order is within the batch. So the prediction must not be too early:
+    /// otherwise an admitted sequence would not be among those that the batch computes.
     #[test]
     fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
         let (account, job) = (NAMES[account], job * 4 + account as u64);
@@ -128,9 +128,9 @@ proptest! {
         }
     }
 
-    /// However many short prompts arrive later, the number of tokens computed from a prompt's arrival until it is done is limited: to its
-    /// due value minus the arrival (in tokens) of the oldest prompt that was waiting when it arrived, times 1 + the harmonic number of the
-    /// maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
+    /// However many short prompts arrive later, the number of tokens that are computed from a prompt's arrival until it is done is limited
+    /// to D × (1 + H). D is the prompt's due value minus the arrival (in tokens) of the oldest prompt that was waiting when this prompt
+    /// arrived. H is the harmonic number of the maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
     #[test]
     fn no_prompt_starves(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
         struct Prompt { arrived: u64, oldest: u64, due: u64, cost: usize, left: usize }

@@ -1,4 +1,4 @@
-//! Accounts and requests that together need more than the capacity.
+//! Several accounts and requests that together need more than the engine's capacity.
 
 use super::*;
 use proptest::prelude::*;
@@ -43,7 +43,8 @@ fn samples_beyond_the_batch_hold_no_blocks() {
     }
     let load = world.machine.load();
     assert_eq!(load.running_sequences, 12, "all samples count in the load");
-    // Six full blocks are shared. Each of the four running samples has one more, and the prompt's last block is kept for the other samples.
+    // Six full blocks are shared. Each of the four running samples has one more block, and the prompt's last block is kept for the samples
+    // that wait.
     assert_eq!(load.in_use_blocks, 6 + 4 + 1);
     world.run();
     assert_eq!(world.machine.preemptions, 0);

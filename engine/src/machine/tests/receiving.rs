@@ -1,4 +1,4 @@
-//! Blocks that are written concurrently with the steps.
+//! Tests of blocks that are written while steps run.
 
 use super::*;
 
@@ -23,7 +23,8 @@ impl World {
         Ok(Writing { ticket, indices: indices.to_vec(), blocks })
     }
 
-    /// Writes a prompt's blocks, or garbage for indices beyond it, and ends the write.
+    /// Writes the blocks of `kv`, or garbage for indices that `kv` lacks, and ends the write. `whole` says whether all blocks count as
+    /// written.
     pub(super) fn end(&mut self, writing: Writing, kv: &[(u32, Bytes)], whole: bool) {
         let Writing { ticket, indices, blocks } = writing;
         let garbage = Bytes::from(vec![0xAA; self.engine.describe().block_bytes]);
@@ -45,7 +46,7 @@ impl World {
     }
 }
 
-/// A remote prompt of 100 tokens whose 7 blocks are allocated.
+/// Submits a remote prompt of 100 tokens. Returns its job and its ticket when its 7 blocks are allocated.
 pub(super) fn reserved(world: &mut World) -> (Generate, Ticket) {
     let job = Generate { kv: KvSource::Remote, ..generate(prompt("elsewhere", 100), 8) };
     world.machine.generate(0, job.clone(), world.now).expect("the job fits in the cache");

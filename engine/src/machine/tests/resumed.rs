@@ -1,4 +1,4 @@
-//! Samples that resume where another worker stopped.
+//! Tests of samples that resume where another worker stopped.
 
 use super::*;
 use crate::Generated;

@@ -136,7 +136,8 @@ fn loads(load: &Load) -> Value {
     })
 }
 
-/// Returns the workers to which a router does not route, with its reason. A worker to which another router routes is in both lists.
+/// Returns the workers to which a router does not route, with the router's reason. A worker to which another router routes is also in the
+/// list of [`workers`].
 fn unavailable(replies: &[(&str, &WorkersReply)]) -> Vec<Value> {
     let unavailable = replies.iter().flat_map(|(router, reply)| reply.unavailable.iter().map(move |worker| (router, worker)));
     unavailable

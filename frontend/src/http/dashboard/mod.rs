@@ -1,7 +1,7 @@
-//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. The JSON is computed for each request
-//! from the routers' views of the cluster and [`Recent`](crate::recent::Recent).
+//! The page at `/dashboard`: its files, which are part of this program, and the JSON that it shows. Each request for the JSON computes it
+//! from the routers' views of the cluster and from [`Recent`](crate::recent::Recent).
 //!
-//! The page loads only files of this server, which [`POLICY`] enforces, and adds data to the document as text, never as markup.
+//! The page loads only files of this server; [`POLICY`] makes browsers enforce this. It adds data to the document as text, never as markup.
 
 mod cluster;
 
@@ -36,7 +36,7 @@ const FILES: [(&str, &str, &str); 10] = [
     ("explain.js", JS, include_str!("page/explain.js")),
 ];
 
-/// The content security policy: only files of this server are loaded, and inline scripts and styles do not run.
+/// The content security policy. Browsers load only files of this server, and do not run inline scripts or apply inline styles.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -55,7 +55,8 @@ pub(super) fn routes() -> Router<Arc<App>> {
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
-        // The metrics are also under the page's path, so that a proxy can send all of a page's requests to the same frontend.
+        // The metrics are also served below the page's path. So a proxy that routes by path can send all requests of a page to the same
+        // frontend.
         .route("/dashboard/metrics", get(health::metrics))
         .route("/dashboard/{file}", get(file))
 }
@@ -67,13 +68,14 @@ async fn file(Path(name): Path<String>) -> Response {
     }
 }
 
-/// Returns the recorded prompts; with `?after=N`, only those with numbers greater than N.
+/// Returns the recorded prompts. With `?after=N`, returns only the records with numbers greater than N.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
     let records = recent.after(after);
     let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
-    // Record numbers restart with the process, so a page that receives another `since` requests all records.
+    // Record numbers begin again at every start of the process. A page that receives another `since` than before therefore requests all
+    // records.
     guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records })))
 }
 

@@ -87,7 +87,7 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         if placed(&mut scenario, &mut tokens) == "p0" {
             first.get_or_insert(second);
         }
-        // Heartbeats repeat p0's old measurement.
+        // These heartbeats of p0 repeat its old measurement.
         report(&mut scenario, "p0", 100.0, 2);
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
@@ -144,7 +144,7 @@ fn starting_router_is_unavailable_until_each_listed_worker_was_tried_once() {
         "{}",
         scenario.recorder.render()
     );
-    // The router does not wait for workers that are listed later.
+    // A router does not wait for workers that are added to its list later.
     list(&mut scenario);
     assert_eq!(scenario.state.unavailable_reason(), None);
     let mut impatient = Scenario::with(settings(PrefillPlace::Auto), 0, 1);

@@ -79,14 +79,14 @@ enum Act {
     },
     FirstToken(usize),
     End(usize),
-    /// From now on a worker's report includes a booking. `of`: the router that made the booking; `at`: the booking's position at this
-    /// router; `prefill`: whether the worker is the booking's prefill worker.
+    /// From now on a worker's report includes a booking. `of`: the router that made the booking; `at`: the booking's position among the
+    /// bookings of that router; `prefill`: whether the worker is the booking's prefill worker.
     Included {
         of: usize,
         at: usize,
         prefill: bool,
     },
-    /// A router receives a worker's report.
+    /// A router receives the next report of a worker that includes a booking.
     Report,
     Send,
     Deliver,

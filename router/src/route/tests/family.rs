@@ -22,7 +22,7 @@ fn only_workers_of_one_family_are_paired() {
         // The sum decides: one family has the cheapest prefill worker, the other one the cheapest decode worker.
         (remote(100), vec![busy(9, of("a", decode())), of("a", prefill()), decode(), queued(89, prefill())], Ok((2, Some(3)))),
         (remote(100), vec![busy(9, of("a", decode())), of("a", prefill()), decode(), queued(91, prefill())], Ok((0, Some(1)))),
-        // A worker without a decode worker of its family is not eligible, however cheap it is.
+        // A worker without a partner in its family is not eligible, however cheap it is.
         (remote(100), vec![decode(), of("a", prefill()), queued(9_000, prefill())], Ok((0, Some(2)))),
         (remote(100), vec![of("a", decode()), busy(9, decode()), prefill()], Ok((1, Some(2)))),
         (remote(100), vec![decode(), out(of("a", decode())), of("a", prefill()), queued(9, prefill())], Ok((0, Some(3)))),
@@ -68,7 +68,7 @@ proptest! {
     fn choice_is_the_cheapest_of_all_pairs(workers in vec(any_worker(), 0..9), remote_only in any::<bool>(), number in any::<u64>()) {
         let query = if remote_only { remote(100) } else { query(100) };
         let placement = PlacementSeed { seed: 1, number };
-        // In one family, all workers have the costs that they would have in a pair.
+        // The costs are computed as if all workers were in one family, so that every worker has the cost that it would have in a pair.
         let one_family: Vec<Candidate> = workers.iter().cloned().map(|worker| of("", worker)).collect();
         let costs = costs_by_use(&*policy(PolicyKind::KvAware), &Costs::default(), &query, &one_family, placement);
         let pairs = |is_one: &dyn Fn(&Candidate) -> bool| {
@@ -89,7 +89,7 @@ proptest! {
         if !remote_only {
             let decode = workers.iter().enumerate().filter(|(_, worker)| worker.role == Role::Decode && is_eligible(worker));
             let mut local: Vec<_> = decode.map(|(at, _)| (at, None)).collect();
-            // Without an eligible decode worker there is no pair either.
+            // If no decode worker is eligible, `choices` has no pair either.
             choices.append(&mut local);
         }
         let lowest = choices.iter().map(|choice| total(*choice)).min_by(f64::total_cmp);

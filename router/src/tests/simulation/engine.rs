@@ -1,5 +1,5 @@
-//! A worker with a modelled engine: steps in which chunks of prompts and running sequences share the device, blocks that are in use until
-//! the answer ends, prompts that wait for blocks, and preemption. The prefix cache is the worker's real implementation.
+//! A worker with a model of an engine. In each step, chunks of prompts and running sequences share the device. Blocks are in use until the
+//! answer ends, prompts wait for blocks, and sequences are preempted. The prefix cache is the real implementation.
 
 use super::{Prompt, namespace};
 use crate::cluster::MemberId;
@@ -9,7 +9,7 @@ use tandem_kv::{
 };
 use tandem_proto::v1::{StepTotals, worker_info::Role};
 
-/// Tokens per block, as in the recorded trace.
+/// The number of tokens in a block, as in the recorded trace.
 pub(super) const BLOCK_TOKENS: u64 = 512;
 /// The most prompt tokens in a step.
 const CHUNK_TOKENS: u64 = 2_048;
@@ -27,11 +27,11 @@ pub(super) struct Sequence {
     pub(super) computed: u64,
     pub(super) committed: usize,
     pub(super) generated: u64,
-    /// Tokens that the sequence is expected to compute, without cached tokens.
+    /// The number of tokens that the sequence is expected to compute. Cached tokens are not counted.
     pub(super) own: u64,
-    /// Whether the sequence's KV comes from a prefill worker.
+    /// Whether the sequence's KV is received from a prefill worker.
     pub(super) received: bool,
-    /// Blocks that were cached when the sequence was first admitted; `None` once these blocks are included in the hit rate.
+    /// The number of blocks that were cached when the sequence was first admitted; `None` once this number is included in the hit rate.
     pub(super) cached: Option<u32>,
 }
 
@@ -45,11 +45,11 @@ pub(super) struct Worker {
     pub(super) waiting: VecDeque<Sequence>,
     /// Running sequences, the oldest first.
     pub(super) running: Vec<Sequence>,
-    /// Sequences that are computed and are being transferred to a decode worker.
+    /// Sequences whose prompts are computed and whose KV is being transferred to a decode worker.
     pub(super) sending: Vec<Sequence>,
-    /// The number of sequences that are placed on this worker and are being computed by prefill workers.
+    /// The number of sequences that are placed on this decode worker and whose prompts prefill workers are still computing.
     pub(super) expected: u32,
-    /// The tokens that the current step computes for each sequence in `running`; `None` between steps.
+    /// The number of tokens that the current step computes for each sequence in `running`; `None` between steps.
     pub(super) step: Option<Vec<u64>>,
     pub(super) step_ms: f64,
     pub(super) totals: StepTotals,
@@ -95,7 +95,7 @@ impl Worker {
         }
     }
 
-    /// Takes the cache's new events and applies them to `cached`.
+    /// Takes the cache's new events, and updates `cached` with them.
     pub(super) fn take_events(&mut self) -> Vec<KvEvent> {
         let events = self.cache.take_events();
         for event in &events {
@@ -110,7 +110,7 @@ impl Worker {
         events
     }
 
-    /// Returns how many leading blocks of the prompt are cached, or will be computed by sequences that are queued or running.
+    /// Returns how many leading blocks of the prompt are cached, or will be computed by queued or running sequences of other prompts.
     pub(super) fn known_blocks(&self, prompt: &Prompt, prompts: &[Prompt]) -> usize {
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), 1, &prompt.blocks[..prompt.blocks.len() - 1]);
         let cached = hashes.iter().take_while(|hash| self.cached.contains(hash)).count();
@@ -182,8 +182,8 @@ impl Worker {
         }
     }
 
-    /// Plans the next step. Returns the tokens for each running sequence, and the time of the step in microseconds; `None` if no sequence
-    /// runs.
+    /// Plans the next step. Returns the number of tokens for each running sequence, and the duration of the step in microseconds; `None` if
+    /// no sequence runs.
     pub(super) fn plan(&mut self, prompts: &[Prompt]) -> Option<(Vec<u64>, f64)> {
         let (mut budget, mut decodes) = (CHUNK_TOKENS, 0);
         let tokens = self.running.iter().map(|sequence| match sequence.remaining(prompts) {
@@ -211,7 +211,7 @@ impl Worker {
         (time > 0.0).then_some((tokens, time * self.slower))
     }
 
-    /// Commits the prompt's computed blocks to the cache.
+    /// Commits the full blocks of the prompt of running sequence `at` that have been computed.
     pub(super) fn commit(&mut self, at: usize, prompts: &[Prompt]) {
         let sequence = &mut self.running[at];
         let tokens: &[TokenId] = &prompts[sequence.request].blocks;

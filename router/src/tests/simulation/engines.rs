@@ -1,4 +1,4 @@
-//! Clusters of workers with modelled engines ([`super::engine`]). Prefill workers transfer the KV of their prompts to a decode worker.
+//! Clusters of workers with models of engines ([`super::engine`]). Prefill workers transfer the KV of their prompts to a decode worker.
 
 use super::{
     Micros, Prompt,
@@ -23,10 +23,10 @@ use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
 use tokio::{runtime::Runtime, time::Instant};
 
-/// The time to transfer the KV of a token, in microseconds: 128 KiB over 10 GB/s.
+/// The time to transfer the KV of one token, in microseconds: 128 KiB at 10 GB/s.
 const TRANSFER_TOKEN_US: f64 = 13.1;
 
-/// The modelled cluster.
+/// The simulated cluster.
 #[derive(Clone)]
 pub(super) struct World {
     pub(super) rule: Rule,
@@ -43,10 +43,10 @@ pub(super) struct World {
 pub(super) struct Outcome {
     /// The fraction of prompt blocks found in caches.
     pub(super) hit_rate: f64,
-    /// Time to the first token, in seconds.
+    /// The mean time to the first token, in seconds.
     pub(super) ttft_mean_s: f64,
     pub(super) ttft_p99_s: f64,
-    /// Mean time to the last token, in seconds.
+    /// The mean time to the last token, in seconds.
     pub(super) end_mean_s: f64,
     /// Number of preempted sequences.
     pub(super) preemptions: u64,
@@ -83,7 +83,7 @@ struct Simulation<'a> {
     preemptions: u64,
 }
 
-/// Simulates the requests with these prompts on the cluster, in simulated time.
+/// Simulates requests with these prompts on the cluster `world`, in simulated time.
 pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("the runtime can be built");
@@ -186,7 +186,7 @@ impl Simulation<'_> {
         self.start(now, computes);
     }
 
-    /// Returns an exclusion of all workers but the one that the rule chooses. The exclusion is empty for the router's own rule.
+    /// Excludes all workers but the one that the simulated rule chooses. If the rule is the router's own, excludes none.
     fn exclude_by_rule(&mut self, placement_request: &PlacementRequest) -> Excluded {
         let candidates = self.router.lock().candidates(&placement_request.hashes);
         let query = PlacementQuery {
@@ -258,7 +258,7 @@ impl Simulation<'_> {
         self.report(number, vec![]);
     }
 
-    /// Ends the request's sequence on this worker, which has computed its share of the request.
+    /// Ends the request's sequence on worker `number`, which has completed its share of the request.
     fn ends(&mut self, now: Micros, number: usize, request: usize) {
         let worker = &mut self.workers[number];
         let at = worker.running.iter().position(|sequence| sequence.request == request).expect("the sequence is running");

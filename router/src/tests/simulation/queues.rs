@@ -39,9 +39,9 @@ struct Setup {
 struct Outcome {
     /// The fraction of prompt blocks found in caches.
     hit_rate: f64,
-    /// The most requests of any worker, divided by the mean of all workers.
+    /// The number of requests of the worker with the most requests, divided by the mean of all workers.
     requests_max: f64,
-    /// The longest compute time of any worker, divided by the mean of all workers.
+    /// The compute time of the worker that computes longest, divided by the mean of all workers.
     busy_max: f64,
     /// Time to the first token, in milliseconds.
     ttft_mean_ms: f64,
@@ -53,7 +53,7 @@ struct Worker {
     cache: PrefixCache,
     /// Hashes of the blocks in the worker's cache.
     cached: HashSet<SequenceHash>,
-    /// Queued requests, each with the tokens that it is expected to compute.
+    /// The requests in the queue, each with the number of tokens that the worker is expected to compute for it.
     queue: VecDeque<(usize, u64)>,
     pending_tokens: u64,
     running: Option<Running>,
@@ -248,7 +248,7 @@ impl Simulation<'_> {
         let Running { request, mut blocks, cached } = worker.running.take().expect("a prompt was being computed");
         let tokens = &self.prompts[request].blocks;
         worker.pending_tokens -= (tokens.len() - cached) as u64;
-        // The last token stands for the incomplete block at the end, which is not cached.
+        // Each token stands for a block. The last one stands for the incomplete block at the prompt's end, which is not cached.
         for at in 0..tokens.len() - 1 {
             let parent = at.checked_sub(1).map(|parent| blocks[parent]);
             blocks[at] = worker.cache.commit(&namespace(), parent, blocks[at], &tokens[at..=at]);

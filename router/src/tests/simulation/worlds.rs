@@ -23,8 +23,8 @@ fn world() -> World {
     }
 }
 
-/// Returns the first recorded conversations, which arrive `faster` times as fast as recorded and have answers `answers` times as long;
-/// `None` without the recording.
+/// Returns the first recorded conversations. They arrive `faster` times as fast as recorded, and their answers are `answers` times as long.
+/// `None` if the recording is missing.
 fn conversations(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
     let mut prompts = trace(1_500, faster)?;
     prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
@@ -39,8 +39,8 @@ fn print(what: &str, outcome: &Outcome) -> Result<(), std::io::Error> {
     )
 }
 
-/// Asserts that at the 99th percentile requests wait no longer with this router's rule than with the best other rule, and on average at
-/// most 5% longer.
+/// Asserts that requests wait no longer with this router's rule than with the best other rule at the 99th percentile, and at most 5% longer
+/// on average.
 fn assert_no_rule_is_better(what: &str, world: World, prompts: &[Prompt]) -> Outcome {
     let ours = simulate(world.clone(), prompts);
     print(&format!("{what}, Tandem"), &ours).expect("stdout is writable");
@@ -86,7 +86,7 @@ fn cost_policy_has_the_shortest_waits_with_one_slow_worker() {
     assert_no_rule_is_better("one worker four times slower", World { devices, ..world() }, &prompts);
 }
 
-/// Two of the eight workers only prefill, for the other six. They are used when that is estimated to be faster.
+/// Two of the eight workers only prefill, for the other six. A prompt is prefilled there when this is estimated to be faster.
 #[test]
 fn requests_wait_less_with_mixed_roles_if_interference_is_charged_at_a_tenth() {
     let Some(prompts) = conversations(1.5, 8) else { return skipped() };

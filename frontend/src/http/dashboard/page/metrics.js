@@ -1,14 +1,15 @@
-// Reads /metrics, and keeps the workers' totals over time.
+// Reads /metrics, and keeps earlier values of the workers' totals.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const ESCAPED = { '\\\\': '\\', '\\"': '"', '\\n': '\n' };
 
 const SAMPLES_MAX = 450;
-// Each point of a line is a ratio over this many milliseconds. Ratios between two updates would fluctuate more.
+// Each point of a line is the ratio of two increases over this many milliseconds. Ratios over the time between two updates would fluctuate
+// more.
 const WINDOW_MS = 10_000;
 
-// Parses Prometheus' text format. Returns a function that sums a family's series with the given labels.
+// Parses Prometheus' text format. Returns a function that sums those series of a metric family that have the given labels.
 export function read(text) {
   const samples = [];
   for (const line of text.split('\n')) {
@@ -34,7 +35,7 @@ export function note(at, workers) {
   const totals = new Map();
   for (const { worker, instance_id, cache, placements } of workers) {
     if (!cache) continue;
-    // Without a router's report the number of prompts is unknown, so the ratio is null.
+    // The number of prompts is in the router's report. Without a report it is NaN, so the ratio is null.
     const prompts = placements ? placements.prefill + placements.local : NaN;
     totals.set(worker, { instance_id, prompts, overlap: placements?.overlap_blocks, tokens: cache.prompt_tokens, cached: cache.cached_tokens });
   }
@@ -42,8 +43,8 @@ export function note(at, workers) {
   if (snapshots.length > SAMPLES_MAX) snapshots.shift();
 }
 
-// Returns one line per worker. Each point is a time and the ratio of the increases of the totals `part` and `all` in the window before it,
-// or null if `all` did not increase.
+// Returns one line per worker. Each point has a time and a ratio: the increase of the total `part` divided by the increase of the total
+// `all`, over the window before that time. The ratio is null if `all` did not increase.
 export function lines(part, all) {
   const names = [...new Set(snapshots.flatMap((snapshot) => [...snapshot.totals.keys()]))];
   return names.map((name) => ({ name, points: snapshots.map((snapshot, index) => [snapshot.at, ratio(name, index, part, all)]) }));
