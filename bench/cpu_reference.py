@@ -13,7 +13,8 @@ CHUNK = 512
 DECODED = 32
 CONTEXT_MAX = 2_048
 BATCH_MAX = 8
-# The context length for each number of sequences. Several sequences have shorter contexts, because their memory is one allocation.
+# The context length for each number of sequences. It is shorter for several sequences, because llama.cpp allocates the KV of all sequences
+# at once.
 CELLS = {1: 2_304, BATCH_MAX: 768}
 TYPE_F16 = 1
 

@@ -48,7 +48,7 @@ pub(crate) struct Call {
 /// A prompt whose computation has ended, by itself or because the request was aborted.
 #[derive(Debug)]
 pub(crate) struct Exported {
-    /// An error if the engine holds no KV, as after an aborted request.
+    /// The handle with which another engine pulls the KV; an error if the engine holds no KV, as after an aborted request.
     pub handle: Result<KvHandle, EngineFailure>,
     /// The number of tokens that the engine found in its prefix cache; `None` if the engine does not report it.
     pub cached_tokens: Option<u32>,

@@ -46,7 +46,7 @@ pub enum ClientError {
     /// The address is invalid.
     #[error("the engine's address {0:?} is not valid; write an http:// or https:// URL with a host and without a query")]
     Url(String),
-    /// The key cannot be sent.
+    /// The key has characters that are not allowed in an HTTP header.
     #[error("the engine's key has characters that are not allowed in an HTTP header; check the file that holds the key")]
     Key,
     /// The certificates cannot be used.

@@ -226,7 +226,8 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        // A request that was cancelled before its first token may have no blocks.
+        // A request that was cancelled before its first token may have left no blocks in the engine's cache, so its prompt is not recorded
+        // as computed.
         if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
             self.shared.routed(&base);
         }
@@ -285,7 +286,8 @@ impl Answer<'_> {
         }
         match reason {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
-            // An error would end the other samples, of which the first one has the count.
+            // The sample was cancelled. That is not an error here, because an error would end the other samples as well, before the first
+            // sample has reported the number of cached tokens.
             None => Ok(()),
         }
     }
@@ -299,8 +301,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<(Option<FinishReason>, Usage), Ended> {
         let Self { task, work, .. } = self;
-        // An engine also pulls KV after the lease on it has ended, so the adapter checks the time. The lease is twice the time for which
-        // the handle is valid.
+        // An engine pulls KV even after the lease on the KV has ended, so the adapter checks the time. The lease is twice as long as the
+        // handle is valid.
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 /// A request id and an attempt's number.
 type Key = (String, u32);
 
-/// The attempts of one worker.
+/// The attempts of one worker whose clients may still call `Finish`.
 #[derive(Clone, Default)]
 pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
 

@@ -1,4 +1,4 @@
-//! Handles for KV in other engines: each is used once, for the prompt for which it was made.
+//! Checks handles for KV in other engines: each handle is used once, for the prompt for which it was made.
 
 use parking_lot::Mutex;
 use std::{

@@ -55,8 +55,8 @@ pub trait Engine: Send + 'static {
     /// The device failed; the block's content is undefined.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
-    /// Returns the KV memory if other threads may access it; otherwise `None`. While steps run, these threads may copy to and from the
-    /// blocks that no step uses.
+    /// Returns the KV memory, or `None` if other threads cannot access it. While steps run, other threads may copy to and from the blocks
+    /// that no step uses.
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
         None
     }
@@ -73,7 +73,7 @@ pub trait Engine: Send + 'static {
     }
 }
 
-/// The constants of an engine.
+/// The constants of an engine: sizes of its model and of its KV memory.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
     /// The number of logits of one position.

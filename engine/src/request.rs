@@ -28,7 +28,7 @@ pub struct Generate {
     pub namespace: Namespace,
     /// The token ids of the prompt, at least one.
     pub prompt: Vec<TokenId>,
-    /// How tokens are sampled. Sample `i` equals a separate request with `seed + i`.
+    /// How tokens are sampled. Sample `i` has the same tokens as a separate request with `seed + i` as its seed.
     pub sampling: Sampling,
     /// The number of continuations.
     pub samples: u32,
@@ -140,7 +140,8 @@ pub enum KvSource {
     Local,
     /// Another worker writes the KV block by block under a ticket ([`crate::Event::Reserved`]).
     Remote,
-    /// The external engine pulls the KV from another external engine, with a [`crate::KvHandle`] that the job is given after `Submitted`.
+    /// The external engine pulls the KV from another external engine, with a [`crate::KvHandle`] that the worker passes to the job after
+    /// `Submitted`.
     Handle,
 }
 

@@ -9,7 +9,7 @@ use axum::{
 use serde_json::{Value, json};
 use std::borrow::Cow;
 
-/// Why a request gets an error instead of a result.
+/// The reason that a request gets an error instead of a result.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ApiError {
     #[error("The body is not valid JSON: {0}.")]

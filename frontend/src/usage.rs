@@ -35,8 +35,8 @@ pub(crate) struct Cached {
     pub(crate) by_tier: BTreeMap<String, u32>,
 }
 
-/// Returns the cached tokens of the attempt that generated the first token. Their number is the one that the worker reported, even if it
-/// is 0, else the placement's overlap. A placement with a block size of 0 has no information about caches.
+/// Returns the cached tokens of the attempt that generated the first token: the number that the worker reported, even if it is 0; without a
+/// report, the placement's overlap. A placement with a block size of 0 has no information about caches.
 pub(crate) fn cached(scheduled: Option<&Scheduled>, placement: &Placement, prompt_tokens: u32) -> Cached {
     if let Some(scheduled) = scheduled
         && let Some(tokens) = scheduled.cached_tokens

@@ -1,11 +1,11 @@
 //! KV events over NATS: a worker publishes each change of its cache once, for any number of routers.
 //!
 //! Core NATS does not guarantee delivery: messages are lost when a connection fails or a subscriber is slow. So a router checks the numbers
-//! of the events, and reads a snapshot from the worker when one is missing. While NATS is disconnected, workers send events over their
-//! `Watch` streams.
+//! of the events. If an event is missing, the router reads a snapshot from the worker. While NATS is disconnected, workers send events over
+//! their `Watch` streams.
 //!
-//! If the cluster has a key, each message is a batch and its signature. A message without a valid signature is dropped before it is parsed,
-//! so that other programs with access to NATS can neither forge events nor make routers read snapshots.
+//! If the cluster has a key, each message consists of a batch of events and its signature. A message without a valid signature is dropped
+//! before it is parsed, so that other programs with access to NATS can neither forge events nor make routers read snapshots.
 
 use crate::{
     Metrics, Secret,
@@ -105,7 +105,7 @@ impl fmt::Debug for Broker {
 }
 
 impl Broker {
-    /// Begins to connect; NATS may be unreachable. Batches are signed with `key` if the cluster has one.
+    /// Starts to connect and returns at once, even if NATS is unreachable. Published events are signed with `key` if the cluster has one.
     ///
     /// # Errors
     /// The settings are invalid.
@@ -131,7 +131,7 @@ impl Broker {
         self.client.connection_state() == State::Connected
     }
 
-    /// Resolves when NATS is connected (`true`) or not connected (`false`). Cancel-safe.
+    /// Resolves when NATS is connected, or, if `connected` is false, when NATS is not connected. Cancel-safe.
     pub async fn until(&self, connected: bool) {
         let mut changes = self.connected.clone();
         while self.is_connected() != connected {
@@ -143,8 +143,8 @@ impl Broker {
         }
     }
 
-    /// Publishes a batch, split into messages that NATS accepts. The batch is lost if NATS is not connected, and so are messages in flight
-    /// when the connection is lost.
+    /// Publishes a batch of KV events, split into messages that are small enough for NATS. The batch is lost if NATS is not connected, and
+    /// so are messages in flight when the connection is lost.
     pub async fn publish(&self, batch: KvEventBatch) {
         if !self.is_connected() {
             return;
@@ -166,8 +166,8 @@ impl Broker {
         }
     }
 
-    /// Publishes every change of an instance's cache. Batches that are made faster than they can be sent are lost; routers detect that by
-    /// the numbers of the events.
+    /// Publishes every change of an instance's cache. If changes occur faster than they can be sent, some are lost; routers detect the loss
+    /// by the numbers of the events.
     pub async fn publish_all(self, instance_id: String, mut batches: broadcast::Receiver<Arc<KvBatch>>) {
         loop {
             match batches.recv().await {
@@ -205,8 +205,8 @@ impl Broker {
         batch
     }
 
-    /// Returns the batch of a message; `None` if the message is not signed with the cluster key for this instance. If the cluster has no
-    /// key, every message is accepted.
+    /// Returns a message without its signature; `None` if the message is not signed with the cluster key for this instance. If the cluster
+    /// has no key, messages have no signatures, and every message is accepted.
     fn verified<'a>(&self, instance_id: &str, message: &'a [u8]) -> Option<&'a [u8]> {
         if !self.key.is_set() {
             return Some(message);

@@ -11,7 +11,7 @@ use crate::{
 };
 
 impl WorkerRef {
-    /// Returns this reference with a signature for a worker of this role.
+    /// Signs the address of a worker with this role, and returns the reference with the signature.
     pub fn with_signed_address(mut self, role: Role, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Address, &self.signed_as(role));
         self

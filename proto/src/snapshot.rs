@@ -7,11 +7,11 @@ use crate::{
 };
 use tandem_kv::Snapshot;
 
-/// Hashes in one chunk: 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
+/// The most hashes in one chunk. They take 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
-/// Returns the messages of a snapshot, in order; only the last message has `last` set. A chain that is too long for one message continues
-/// in the next one, with its last block so far as the parent.
+/// Returns the messages of a snapshot, in order; only the last message has `last` set. If a chain is too long for one message, the rest of
+/// it follows in the next message, as a chain whose parent is the last block in the previous message.
 pub fn snapshot_chunks(instance_id: &str, snapshot: &Snapshot) -> Vec<v1::SnapshotChunk> {
     let empty = || v1::SnapshotChunk {
         instance_id: instance_id.to_owned(),
@@ -57,10 +57,11 @@ impl SnapshotAssembly {
         self.hashes = 0;
     }
 
-    /// Adds the next chunk. Returns the snapshot after the last chunk, and leaves the assembly empty; returns `None` before.
+    /// Adds the next chunk. If the chunk is the last one, returns the snapshot and empties the assembly; otherwise returns `None`.
     ///
     /// # Errors
-    /// The chunk belongs to another snapshot, names no block where it must, or exceeds the accepted number of blocks.
+    /// The chunk belongs to another snapshot than the chunks before it, has a chain without blocks, or exceeds the accepted number of
+    /// blocks.
     pub fn push(&mut self, chunk: v1::SnapshotChunk) -> Result<Option<Snapshot>, WireError> {
         let (instance_id, snapshot) = self
             .so_far

@@ -25,7 +25,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(15);
 #[derive(Debug, Default)]
 pub(crate) struct Breaker {
     faults: u32,
-    /// `None` while the circuit is closed.
+    /// The state of the open circuit; `None` while the circuit is closed.
     open: Option<Open>,
 }
 

@@ -35,7 +35,7 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_over: Counter,
     pub(crate) overlap_under: Counter,
     pub(crate) index_blocks: Gauge,
-    /// 1 if the worker's cache is assumed from the requests, else 0.
+    /// 1 if the worker's index is approximate (derived from the requests that were routed to the worker), else 0.
     pub(crate) index_approximate: Gauge,
     /// 1 while the worker's events come over NATS, else 0.
     pub(crate) over_nats: Gauge,

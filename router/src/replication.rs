@@ -17,12 +17,12 @@ use tandem_proto::{
 };
 use tokio::sync::watch;
 
-/// The number of changes that the journal keeps: they use half a megabyte, and cover a minute at 300 requests per second. A receiver that
+/// The number of changes that the journal keeps. They take half a megabyte, and cover a minute at 300 requests per second. A receiver that
 /// has missed older changes gets the full state.
 const RECENT_MAX: usize = 65_536;
 /// The most bookings in one message.
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
-/// The most hashes in one message, about half a megabyte. Only the message's last booking may exceed it.
+/// The most hashes in one message, about half a megabyte. A message exceeds the limit by at most its last booking.
 const MESSAGE_HASHES_MAX: usize = 65_536;
 /// The most hashes that are sent for one booking: 65,536 tokens in blocks of 16. Peers predict only these blocks of longer prompts.
 pub(crate) const HASHES_MAX: usize = 4_096;
@@ -54,7 +54,8 @@ impl Journal {
         self.last.subscribe()
     }
 
-    /// Returns the bookings changed after the change with this number; `None` if the journal does not keep all of these changes any more.
+    /// Returns the bookings that have changed after the change with this number; `None` if the journal no longer keeps all of these
+    /// changes.
     pub(crate) fn since(&self, after: u64) -> Option<impl Iterator<Item = BookingId>> {
         let missed = usize::try_from(self.last().checked_sub(after)?).ok()?;
         let first = self.recent.len().checked_sub(missed)?;
@@ -66,17 +67,17 @@ impl Journal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BookingRecord {
     pub(crate) request_id: RequestId,
-    /// The decode instance, and the load that its reports do not include.
+    /// The decode instance, and the request's load that this instance has not reported yet.
     pub(crate) decode: (InstanceId, BookedLoad),
-    /// The prefill instance, which is never the decode instance, and the load that its reports do not include; `None`: the decode instance
-    /// prefills the prompt.
+    /// The prefill instance, which is never the decode instance, and the request's load that it has not reported yet; `None`: the decode
+    /// instance prefills the prompt.
     pub(crate) prefill: Option<(InstanceId, BookedLoad)>,
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
 }
 
-/// A changed booking: its number at the sender, and its record or `None` if it has ended.
+/// A change of one booking: the booking's id at the sender, and its current record; `None`: the booking has ended.
 pub(crate) type Change = (u64, Option<BookingRecord>);
 
 /// Returns the full state in messages of bounded size.
@@ -93,7 +94,8 @@ pub(crate) fn state(at_change_id: u64, bookings: impl Iterator<Item = (BookingId
     messages
 }
 
-/// Returns the changes after this number in messages of bounded size. Without changes it is one empty message.
+/// Returns the messages, of bounded size, that announce the changes after the change with the number `after`. `changed` has the booking of
+/// each of these changes, in order, and `current` returns the record of a booking. If there are no changes, returns one empty message.
 pub(crate) fn changes(
     mut after: u64,
     changed: impl Iterator<Item = BookingId>,
@@ -170,9 +172,9 @@ impl TryFrom<BookedRequest> for BookingRecord {
 /// The changes that a peer's message makes to the known bookings of that peer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum PeerUpdate {
-    /// All bookings of the peer are replaced by these.
+    /// These bookings replace all known bookings of the peer.
     All(Vec<Change>),
-    /// These changes are applied.
+    /// These changes must be applied to the known bookings of the peer.
     Changed(Vec<Change>),
 }
 
@@ -189,7 +191,7 @@ pub(crate) enum ReplicationError {
     Wire(#[from] WireError),
 }
 
-/// Puts the messages of one peer in order.
+/// Assembles the full state from the messages of one peer, and detects missing changes.
 pub(crate) struct PeerReceiver {
     bookings_max: usize,
     /// `None` before the peer's first message.
@@ -225,7 +227,8 @@ impl PeerReceiver {
                 Ok(PeerUpdate::All(take(&mut self.partial_state)))
             }
             Message::Changes(BookingChanges { after, last_change_id, bookings }) => {
-                // The state that the peer is still sending includes these changes. If it does not, the next changes show a gap.
+                // The peer is still sending its state, which includes these changes. If the state does not include them, the next changes
+                // show a gap.
                 let Some(applied) = self.applied else { return Ok(PeerUpdate::Changed(Vec::new())) };
                 if after > applied {
                     return Err(ReplicationError::Gap { applied });

@@ -241,7 +241,7 @@ impl Route {
         }
     }
 
-    /// Places the request again, without its previous booking.
+    /// Places the request. Its previous booking, if any, is released first, so that it does not count in the cost.
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let span = self.service.cluster.settings.tracer.follow(&self.traceparent, "route");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// The time for a whole reply. Processes answer these requests without generating anything.
+/// Time limit for a whole reply. Processes answer these requests without generating text.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A reply with any status.

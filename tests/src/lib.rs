@@ -23,7 +23,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// A cluster in this process, on its own ports and with a ledger.
+/// A cluster that runs in the test's process, on its own ports, with a temporary folder for its ledger and the audit's result.
 pub struct TestCluster(Cluster, TempDir);
 
 /// Time limit of every wait. Only a failing test waits this long.
@@ -31,7 +31,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Names of files in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
 const AUDIT_RESULT: &str = "audit-result";
-/// Interval of polling for states that cannot be awaited.
+/// The pause between two checks of a state that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Starts a whole cluster as `tandem up` does, with a ledger.
@@ -42,7 +42,7 @@ pub async fn start(mut settings: UpSettings) -> Result<TestCluster> {
     Ok(TestCluster(Cluster::start(settings).await?, folder))
 }
 
-/// Starts a cluster whose workers do not report cached tokens, so that answers have the router's estimates.
+/// Starts a cluster whose workers do not report cached tokens, so that the frontend answers with the router's estimates of them.
 pub async fn start_without_cached_tokens(mut settings: UpSettings) -> Result<TestCluster> {
     settings.worker.withhold_cached_tokens = true;
     start(settings).await
@@ -199,7 +199,7 @@ pub async fn wait_until<F: Future<Output = Result<bool>>>(what: &str, holds: imp
 pub struct Client {
     http: reqwest::Client,
     base: String,
-    /// All requests and their usage, each with its number of prompts. Clones of the client share this log.
+    /// Every request that was sent, with its usage and its number of prompts. All clones of the client add to this log.
     log: Arc<Mutex<Vec<(ClientLine, usize)>>>,
 }
 
@@ -208,9 +208,9 @@ pub struct Client {
 pub struct Answer {
     /// The HTTP status.
     pub status: u16,
-    /// The body, or the frames of a stream without `[DONE]`.
+    /// The frames of a stream, without `[DONE]`. An answer that is not streamed has its JSON body as the only frame.
     pub frames: Vec<Value>,
-    /// Whether the stream ended with `[DONE]`; always true for a single body.
+    /// Whether the stream ended with `[DONE]`; always true for an answer that is not streamed.
     pub done: bool,
     /// When each chunk of the body arrived.
     pub arrivals: Vec<Instant>,
@@ -234,7 +234,7 @@ impl Endpoint {
         }
     }
 
-    /// Returns a request with this text as its only content. `options` are added to it.
+    /// Returns the body of a request whose prompt, or only message, is `text`. The fields of `options` are added to the body.
     pub fn request(self, model: &str, text: &str, options: Value) -> Value {
         let mut request = match self {
             Self::Chat => serde_json::json!({ "model": model, "messages": [{ "role": "user", "content": text }] }),
@@ -254,7 +254,7 @@ impl Client {
         Self { http, base: format!("http://{frontend}"), log: Arc::default() }
     }
 
-    /// Sends a request without reading the body of the response.
+    /// Sends a request. Returns the response when its head has arrived; the body is not read.
     pub async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response> {
         Ok(self.send_logged(path, body).await?.0)
     }
@@ -325,13 +325,13 @@ impl Client {
         Ok(answer)
     }
 
-    /// Returns where the request would be placed now, and why.
+    /// Returns the router's explanation: where it would place the request now, and why. The request does not run.
     pub async fn explain(&self, path: &str, body: &Value) -> Result<Value> {
         let request = self.http.post(format!("{}{path}", self.base)).header("x-tandem-explain", "true");
         Ok(request.json(body).send().await?.json().await?)
     }
 
-    /// Returns the body of a GET.
+    /// Sends a GET request. Returns the status and the body of the response.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let response = self.http.get(format!("{}{path}", self.base)).send().await?;
         Ok((response.status().as_u16(), response.text().await?))
@@ -354,7 +354,7 @@ pub fn sum(metrics: &str, name: &str, labels: &str) -> f64 {
 }
 
 impl Answer {
-    /// Parses a body, and checks the format of a stream.
+    /// Parses the body of an answer. If the answer is streamed, checks the stream's format.
     fn read(status: u16, streamed: bool, text: &str) -> Result<Self> {
         if !streamed {
             let body = serde_json::from_str(text).with_context(|| format!("status {status}, not JSON: {text}"))?;
@@ -389,7 +389,7 @@ impl Answer {
         self.frames.last().expect("an answer has a body")
     }
 
-    /// Returns a number of the usage, such as `prompt_tokens`.
+    /// Returns the number at `pointer` (a JSON pointer, such as `/prompt_tokens`) in the answer's usage.
     pub fn usage(&self, pointer: &str) -> u64 {
         let usage = &self.last()["usage"];
         usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
@@ -409,7 +409,7 @@ impl Answer {
         texts.collect()
     }
 
-    /// Returns the extension object `tandem`.
+    /// Returns the object `tandem`, with which Tandem extends OpenAI's format; null if the answer has none.
     pub fn details(&self) -> &Value {
         let of_frame = |frame: &'_ &Value| !frame["tandem"].is_null();
         self.frames.iter().rev().find(of_frame).map(|frame| &frame["tandem"]).unwrap_or(&Value::Null)

@@ -155,8 +155,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // A rate needs two scrapes. A series that the first half of the requests creates increases in the second half, and a series that the
-    // last request creates is scraped again after that request.
+    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates
+    // increases in the second half, and a series that the last request creates is scraped several times.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;

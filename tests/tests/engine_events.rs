@@ -203,7 +203,7 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // The subscription may detect first the gap, or the missing answer to its request for a replay.
+    // Which loss is detected first depends on timing: the gap, or that the request for a replay is not answered.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),

@@ -17,7 +17,7 @@ async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpSt
     socket.set_recv_buffer_size(1 << 16)?;
     let mut connection = socket.connect(frontend).await?;
     let (path, body) = (Endpoint::Chat.path(), request.to_string());
-    // With HTTP/1.0 the answer has no chunked encoding, and the end of the connection is its end.
+    // With HTTP/1.0 the answer has no chunked encoding: it ends when the connection is closed.
     let head = format!("POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     connection.write_all((head + &body).as_bytes()).await?;
     Ok(connection)

@@ -84,7 +84,8 @@ impl SendPaths {
         self.0.capabilities.as_ref()
     }
 
-    /// Opens a transfer on the path that the ticket names. An unreachable decode worker is reported with the first blocks.
+    /// Opens a transfer on the path that the ticket names. If the decode worker is unreachable, the transfer fails when the first blocks
+    /// are sent.
     ///
     /// # Errors
     /// The ticket cannot be used, or its communicator is closed.
@@ -112,8 +113,9 @@ impl SendPaths {
         Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
     }
 
-    /// Prepares the paths that the ticket of a finished transfer requests. The decode worker at the signed address has written blocks under
-    /// the ticket, so the ticket's reservation was live. Returns the IPC handle, if the ticket requests it.
+    /// Prepares the paths that the ticket of a finished transfer requests. This is safe because the decode worker at the signed address has
+    /// written blocks under the ticket, which shows that the ticket's reservation was live. Returns the IPC handle, if the ticket requests
+    /// it.
     fn prepare(&self, ticket: v1::Ticket) -> Vec<u8> {
         let ipc_handle = if ticket.wants_ipc_handle { self.0.ipc_handle.clone() } else { Vec::new() };
         if ticket.path() == TransferPath::Tcp
@@ -143,16 +145,17 @@ pub struct Sent {
     pub bytes: u64,
     /// The time from the first block to the reply that all blocks are written.
     pub duration: Duration,
-    /// The number of bytes over which the bandwidth was measured.
+    /// The bytes from which the bandwidth is measured: all of them, or, if the receiver copies blocks while later blocks are computed, only
+    /// the last ones.
     pub measured_bytes: u64,
-    /// The time for which the sender waited for the `measured_bytes` alone.
+    /// The time for which the sender did nothing but wait for the transfer of the `measured_bytes`.
     pub measured: Duration,
     /// The IPC handle of the whole KV memory if the ticket requests it, otherwise empty.
     pub ipc_handle: Vec<u8>,
 }
 
 impl Transfer {
-    /// Makes a transfer on a path, of blocks of `block_bytes` bytes.
+    /// Makes a transfer that sends blocks of `block_bytes` bytes on `path`.
     pub fn new(path: Box<dyn SendPath>, block_bytes: usize) -> Self {
         Self { path, block_bytes: block_bytes as u64, started: None, sent: Sent::default(), next: None }
     }
@@ -184,7 +187,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Continues the transfer of blocks that were sent; see [`SendPath::interrupted`].
+    /// Continues to transfer the blocks that were sent; resolves only if the transfer ends early. See [`SendPath::interrupted`].
     pub async fn interrupted(&mut self) -> TransferError {
         self.path.interrupted().await
     }

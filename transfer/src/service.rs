@@ -18,8 +18,8 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// The most messages of one transfer that wait to be written. The owner of the memory writes between two of its steps, so with one message
-/// at a time, a prompt would take as many steps as it has blocks.
+/// The most messages of one transfer that wait to be written. The destination writes only between two of its engine's steps. If only one
+/// message could wait, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
 /// The longest time from the opening of a control stream until its first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);

@@ -114,7 +114,8 @@ impl Worker {
         Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
     }
 
-    /// Returns the report of a prompt's cached tokens. If `cached` is `None`, the report has no count, which differs from a count of 0.
+    /// Returns the message that reports a prompt's cached tokens. If `cached` is `None`, the message has no count, which is not the same as
+    /// a count of 0.
     pub fn scheduled(&self, cached: Option<CachedTokens>) -> Scheduled {
         let reported = cached.filter(|_| !self.settings.withhold_cached_tokens);
         Scheduled {

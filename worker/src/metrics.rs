@@ -36,7 +36,7 @@ pub struct WorkerMetrics {
     reported: Mutex<Reported>,
 }
 
-/// The totals since the worker's start that load reports carry.
+/// The values that the worker adds to its load reports: totals since its start, and the bandwidth.
 #[derive(Default)]
 struct Reported {
     cache: v1::CacheTotals,
@@ -189,7 +189,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // The missed steps are absent from the histograms. The gauges are correct again with the next batch.
+                // Batches were missed. Their steps are absent from the histograms, but the next batch makes the gauges correct again.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }

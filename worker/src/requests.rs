@@ -21,7 +21,7 @@ use tonic::{Status, service::Routes};
 /// The most replies that are buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
-/// Time to send the last replies after the process was stopped.
+/// Time limit for sending the last replies after the process was stopped.
 const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// All requests of one worker. Cheap to clone.

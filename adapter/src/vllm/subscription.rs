@@ -1,17 +1,17 @@
 //! Receives the KV events that one data-parallel rank of a vLLM server publishes, and detects each loss of events.
 //!
-//! vLLM numbers its batches from 0 and publishes them on a PUB socket, which drops batches that a slow subscriber does not receive. A
-//! ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
+//! vLLM publishes its KV events in batches, numbered from 0, on a PUB socket, which drops batches that a slow subscriber does not receive.
+//! A ROUTER socket sends the most recent batches again on request (*replay*). A task reads both sockets and delivers each batch once and in
 //! order:
 //!
 //! - At the start, it requests a replay of all batches. If the engine no longer has the first batches, they are [`Lost`].
-//! - If a batch's number shows a gap, it requests a replay. A batch that is not in the replay either is [`Lost`].
+//! - If a batch's number shows a gap, it requests a replay. A missing batch that the replay does not contain either is [`Lost`].
 //! - After a loss, it delivers all batches that the engine still has. A mirror built from these batches alone contains some of the cached
 //!   blocks, and no block that is not cached.
-//! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on, which also
-//!   finds lost batches at the end. If the replay does not have that batch or has another one with its number, the engine is another
-//!   process: [`Update::Restarted`].
-//! - A batch that clears the cache cancels any loss before it.
+//! - After a reconnect, and from time to time while no batch arrives, it requests a replay from the last delivered batch on. This replay
+//!   also reveals batches that were lost and that no later batch has followed. If the replay does not have the last delivered batch, or has
+//!   another batch with its number, the engine is another process: [`Update::Restarted`].
+//! - If a batch clears the cache, the batches before it do not matter, so their loss is not reported.
 
 mod socket;
 
@@ -32,11 +32,11 @@ use tokio::{sync::mpsc, task::JoinSet, time::sleep};
 /// The settings of a [`Subscription`].
 #[derive(Clone, Debug)]
 pub struct SubscriptionSettings {
-    /// Where batches are published: `tcp://HOST:PORT` or `ipc://PATH`.
+    /// The ZMQ endpoint at which the engine publishes its batches: `tcp://HOST:PORT` or `ipc://PATH`.
     pub endpoint: String,
-    /// Where batches are replayed; `None`: the engine offers no replays.
+    /// The ZMQ endpoint at which the engine replays its batches; `None`: the engine offers no replays.
     pub replay_endpoint: Option<String>,
-    /// The topic of the batches.
+    /// The ZMQ topic under which the engine publishes its batches of KV events.
     pub topic: String,
     /// The rank whose batches are published at these endpoints.
     pub data_parallel_rank: u32,
@@ -46,31 +46,31 @@ pub struct SubscriptionSettings {
     pub check_interval: Duration,
 }
 
-/// The next change of an engine's prefix cache, or of the engine's process.
+/// An update of the mirror: the next changes of the engine's prefix cache, or the reason to empty the mirror.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Update {
-    /// The next events.
+    /// The events of the next batch.
     Batch(Vec<EngineEvent>),
     /// Changes were lost, so everything that was reported before is void. The updates that follow have all events from some moment on. A
     /// mirror that is emptied now and applies these updates contains only blocks that the engine has cached; after the next clear it
     /// contains all of them.
     Lost(Lost),
-    /// Another process publishes now. Its cache was empty at its start, and later updates have all of its events.
+    /// Another engine process publishes now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
 }
 
 /// Why changes were lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
-    /// The engine no longer has its first batches.
+    /// The engine no longer has its first batches. The field is the number of these batches.
     #[error("the engine no longer has its first {0} batches of KV events")]
     History(u64),
-    /// Batches from `next` up to before `got` were neither received nor replayed.
+    /// The batches with the numbers from `next` to `got - 1` were neither received nor replayed.
     #[error("the batches of KV events from {next} up to, but not including, {got} were lost")]
     Gap {
-        /// The first batch that was lost.
+        /// The number of the first lost batch.
         next: u64,
-        /// The batch after the lost ones.
+        /// The number of the first batch after the lost batches.
         got: u64,
     },
     /// The connection was lost, and no replay is available for the batches that were published meanwhile.
@@ -84,13 +84,14 @@ pub enum Lost {
     OtherRank(u32),
 }
 
-/// The updates of one rank. Dropping it ends the subscription's task.
+/// A subscription to the updates of one data-parallel rank. Dropping it ends its task.
 pub struct Subscription {
     updates: mpsc::Receiver<Update>,
     _task: JoinSet<()>,
 }
 
-/// The most updates that wait for the caller. While this many updates wait, the socket is not read, and batches wait at the engine.
+/// The most updates that are buffered for the caller. While the buffer is full, the socket is not read, and batches are queued at the
+/// engine.
 const UPDATES_MAX: usize = 64;
 /// The shortest and the longest pause between connection attempts. An engine needs about a minute to restart, and an attempt costs very
 /// little.
@@ -139,8 +140,8 @@ struct Follower {
     position: Position,
     /// The number of the last batch that was received on the current connection; `None` before its first batch.
     live: Option<u64>,
-    /// The loss that the current replay has revealed and that is not reported yet; `None` if there is none, and again when a replayed batch
-    /// clears the cache.
+    /// A loss that the current replay has revealed and that is not reported yet. `None` if the replay has revealed no loss, or if a later
+    /// batch of the replay clears the cache, because then the loss does not matter.
     missing: Option<Lost>,
     /// Whether the last replay succeeded.
     replays: bool,
@@ -182,7 +183,7 @@ impl Position {
         }
     }
 
-    /// Returns the loss that has occurred if the next batch has the number `got`.
+    /// Returns which batches were lost if the next batch has the number `got`.
     fn loss(self, got: u64) -> Lost {
         match self {
             Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
@@ -269,14 +270,15 @@ impl Follower {
             }
         }
         if matches!(self.position, Position::Start) {
-            // The number of the first batch that is received will show whether earlier batches were missed.
+            // Later, the number of the first batch that arrives shows whether earlier batches were missed.
             return Ok(());
         }
         self.position = Position::Unknown;
         self.lose(Lost::Disconnected).await
     }
 
-    /// Delivers batches that were published but not received. Fails if the replay fails although the last replay succeeded.
+    /// Requests a replay to deliver batches that were published but not received. A failed replay is an error only if the previous replay
+    /// succeeded.
     async fn check(&mut self) -> Result<(), Stop> {
         let has_replayed = self.replays;
         match self.catch_up().await {
@@ -297,7 +299,7 @@ impl Follower {
             }
         }
         let lost = match self.position.next() {
-            // The replay included this batch.
+            // The batch was delivered before, as part of the replay.
             Some(next) if number < next => return Ok(()),
             Some(next) if number > next => Some(self.position.loss(number)),
             _ => None,
@@ -333,8 +335,8 @@ impl Follower {
         }
     }
 
-    /// Requests one replay from the last delivered batch on, and delivers its batches. After a missing batch, delivers only events from the
-    /// next clear on.
+    /// Requests one replay from the last delivered batch on, and delivers its batches. If a batch is missing, nothing is delivered until an
+    /// event of a later batch clears the cache; that event and all later ones are delivered.
     async fn replay(&mut self, may_be_interrupted: bool) -> Result<Replayed, Stop> {
         let mut known = if let Position::After(seen) = self.position { Some(seen) } else { None };
         let mut replay = Replay::request(&self.settings, known.map_or(0, |seen| seen.number)).await?;
@@ -371,8 +373,8 @@ impl Follower {
         Ok(Replayed::All)
     }
 
-    /// Advances the position to the batch and returns its events. A batch that is malformed or from another rank is a loss and returns no
-    /// events.
+    /// Advances the position to this batch and returns the batch's events. If the batch is malformed or from another rank, reports a loss
+    /// and returns no events.
     async fn decode(&mut self, number: u64, payload: &[u8]) -> Result<Vec<EngineEvent>, Stop> {
         self.position = Position::After(Seen::new(number, payload));
         let lost = match decode(payload) {

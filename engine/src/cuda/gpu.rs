@@ -111,7 +111,7 @@ impl Drop for Context {
     }
 }
 
-/// A stream of a GPU.
+/// A CUDA stream of a GPU, with its own staging memory and cuBLASLt plans.
 pub(super) struct Gpu {
     // Fields are dropped in this order. cuBLASLt's resources belong to the context, so they are dropped before it.
     gemms: Mutex<GemmPlans>,
@@ -220,7 +220,8 @@ impl Drop for Graph {
 impl Device for Gpu {
     type Communicators = Vec<Communicator>;
 
-    /// The bytes cover NCCL's channel buffers and the stack of its kernels. Up to 1.6 GB were reported with eight GPUs.
+    /// The memory that NCCL needs on each GPU for a communicator: its channel buffers and the stacks of its kernels. NCCL has been reported
+    /// to need up to 1.6 GB with eight GPUs.
     const COMMUNICATOR_BYTES: usize = 2 << 30;
 
     fn connect_ranks(ranks: &[Arc<Self>]) -> Result<Self::Communicators, CudaError> {
@@ -283,7 +284,8 @@ impl Device for Gpu {
             let staged = &mut staging.bytes()[..chunk.len()];
             staged.copy_from_slice(chunk);
             let to = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller allocated the destination; the source is not modified before the wait above in the next iteration or call.
+            // SAFETY: the caller allocated the destination. The staging memory is not modified before the copy is done: the next iteration,
+            // or the next call, first waits for the stream.
             unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
         }
         Ok(())

@@ -14,11 +14,11 @@ use std::{
 };
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 
-/// Time limit for the other end to join a communicator; its process may still be loading NCCL.
+/// Time limit for the peer to join a communicator; the peer's process may still be loading NCCL.
 const JOIN_MAX: Duration = Duration::from_secs(30);
 
-/// Returns the time limit for sending blocks: ten seconds, because the other end may still be in a step, plus the time on a slow network. A
-/// peer that takes longer is considered lost.
+/// Returns the time limit for sending blocks: ten seconds, because the peer may still be in a step, plus the time for these bytes on a slow
+/// network. A peer that takes longer is considered lost.
 fn transfer_max(blocks: usize, block_bytes: usize) -> Duration {
     const BYTES_PER_SECOND_MIN: f64 = 50e6;
     Duration::from_secs(10) + Duration::from_secs_f64((blocks * block_bytes) as f64 / BYTES_PER_SECOND_MIN)

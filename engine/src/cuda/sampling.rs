@@ -6,8 +6,8 @@ use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
 const SETTINGS_BYTES: usize = 56;
 /// Bytes of the kernel's `TokenLogprob`.
 pub(super) const LOGPROB_BYTES: usize = 8;
-/// Possible numbers of slots for alternatives per row. There are few, because the number is part of a CUDA graph's key. The API allows at
-/// most 20.
+/// The numbers of alternatives for which a row of results may have slots. There are few, because the number is part of a CUDA graph's key.
+/// The API allows at most 20 alternatives.
 const TOPS: [usize; 3] = [0, 5, 20];
 /// Bytes of a row's results, unless a request asks for more alternatives than the API allows.
 pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;

@@ -1,9 +1,9 @@
 //! The speed of the device: a fixed time for each step and a time for each token, fitted to the latest steps.
 //!
-//! The time for prompt tokens and the time for decoding sequences are two linear functions (*lines*), each fitted by weighted least
-//! squares. A step that computes both counts for each line with its own time minus the time that the other line predicts. Without enough
-//! steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per token says nothing about a longer
-//! prompt.
+//! There are two linear functions (*lines*): the time for a number of prompt tokens, and the time for a number of decoding sequences. Each
+//! is fitted by weighted least squares. If a step computes both, each line is fitted to the step's duration minus the time that the other
+//! line predicts. Without enough steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per
+//! token says nothing about a longer prompt.
 
 use tandem_kv::StepStats;
 
@@ -15,22 +15,23 @@ pub(super) struct Rates {
     prefill_measurements: u64,
 }
 
-/// The factor by which older evidence counts less after each full chunk of prompt tokens, or each step with decoding sequences.
+/// The factor by which the weights of older steps are multiplied after each full chunk of prompt tokens, or after each step with decoding
+/// sequences.
 const DECAY: f64 = 0.9;
 
-/// The length of a long step in tokens. Shorter steps have about equal weights. The times of longer steps vary more, so their weights fall
-/// with the square of their length. Steps whose mean length is at least this number give a rate even if all are equally long, because their
-/// fixed time is comparatively small.
+/// The number of tokens from which a step counts as long. Shorter steps have about equal weights. The times of longer steps vary more, so
+/// their weights decrease with the square of their length. If the mean length of the steps is at least this number, there is a rate even if
+/// all steps are equally long, because then the fixed time is small compared with the time for the tokens.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// A slope is determined only if the weighted sum of squared deviations from the mean length is at least this number: a quarter of the
-/// amount that one long step adds to many short ones.
+/// A slope is determined only if the lengths differ enough: the weighted sum of their squared deviations from the mean must reach this
+/// number. A very long step among many steps of a few tokens adds about four times as much.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
 /// A slope that is smaller than this many of its standard errors is not significant.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
-/// Classes of steps of similar length: each class begins at twice the length of the one before.
+/// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
 const LENGTH_CLASSES: usize = 16;
 
 impl Rates {
@@ -51,14 +52,14 @@ impl Rates {
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             self.prefill_measurements += u64::from(is_added && is_long);
         }
-        // The decode time of a step with a long chunk is a small difference and may be negative by chance. Negative values count as well,
-        // because the mean would be too high without them.
+        // In a step with a long chunk, the decode time is the small difference between the duration and the predicted prefill time, and may
+        // be negative by chance. Negative values count as well, because the mean would be too high without them.
         if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0) {
             self.decode.record(sequences, decode_seconds, DECAY);
         }
     }
 
-    /// Returns prompt tokens per second without the fixed time of a step; 0 while there is no evidence.
+    /// Returns the prompt tokens per second, not counting the fixed time of a step; 0 while there is no evidence.
     pub fn prefill_tokens_per_second(&self) -> f64 {
         self.prefill.rate().map_or(0.0, |line| line.each.recip())
     }
@@ -81,13 +82,13 @@ impl Rates {
     }
 }
 
-/// A step: its length (tokens or sequences) and its seconds.
+/// The length of a step (prompt tokens or decoding sequences) and its duration in seconds.
 type Observation = (f64, f64);
 
 /// Weighted least squares over steps, with decaying weights: `y` seconds as a linear function of `x` tokens or sequences.
 #[derive(Debug, Default)]
 struct Regression {
-    /// For each length class, up to two steps (the older first) that wait for a third step.
+    /// For each length class, the latest steps, the oldest first: up to two, which wait for a third step.
     latest: [Vec<Observation>; LENGTH_CLASSES],
     samples: f64,
     weight: f64,
@@ -98,7 +99,7 @@ struct Regression {
     yy: f64,
 }
 
-/// Seconds of a step: a fixed part, and a part for each token or sequence.
+/// The duration of a step in seconds: a fixed time, and a time for each token or sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Line {
     fixed: f64,
@@ -106,8 +107,8 @@ struct Line {
 }
 
 impl Regression {
-    /// Adds the median, by time per token, of the latest three steps of similar length; returns whether there were three. A single outlier,
-    /// such as a stalled step or a device's first step, is never the median.
+    /// Takes the latest three steps of similar length and adds the one with the median time per token. Returns false, and adds nothing, if
+    /// there are fewer than three. A single outlier, such as a stalled step or a device's first step, is never the median.
     fn record(&mut self, x: f64, y: f64, decay: f64) -> bool {
         let latest = &mut self.latest[(x.log2() as usize).min(LENGTH_CLASSES - 1)];
         latest.push((x, y));
@@ -128,13 +129,13 @@ impl Regression {
         }
     }
 
-    /// Returns the seconds of a step of the mean length; `None` before the first step was added.
+    /// Returns the weighted mean duration of the steps, in seconds; `None` before the first step was added.
     fn mean(&self) -> Option<f64> {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps. If the steps are long but their lengths too similar, returns the line through the origin;
-    /// without enough evidence, `None`.
+    /// Returns the line through the steps. If the steps are long but their lengths too similar for its slope, returns the line through the
+    /// steps and the origin, without a fixed time. Returns `None` without enough evidence.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
         self.line().or_else(|| is_long().then(|| self.through_zero()))
@@ -175,8 +176,8 @@ mod tests {
 
     const BUDGET: u32 = 512;
 
-    /// Returns the duration of a step on the simulator's default device: 4 ms and 1 s per 20,000 prompt tokens; 6 ms and 0.1 ms per
-    /// decoding sequence.
+    /// Returns the duration of a step on the simulator's default device, in seconds: 4 ms plus 1 s per 20,000 tokens if the step has prompt
+    /// tokens, and in addition 6 ms plus 0.1 ms per sequence if it has decoding sequences.
     fn seconds(tokens: u32, sequences: u32) -> f64 {
         let prefill = if tokens > 0 { 0.004 + f64::from(tokens) / 20_000.0 } else { 0.0 };
         prefill + if sequences > 0 { 0.006 + 0.000_1 * f64::from(sequences) } else { 0.0 }

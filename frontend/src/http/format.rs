@@ -76,7 +76,7 @@ pub(super) struct TextLogprobs {
     text_offset: Vec<usize>,
 }
 
-/// A token's alternatives, written as a JSON object in this order.
+/// A token's alternatives, written as a JSON object whose fields are in the order of this list.
 struct Alternatives(Vec<(String, f32)>);
 
 impl Serialize for Alternatives {

@@ -208,7 +208,7 @@ impl Tokenizer {
     /// Encodes a text. Adds no token before or after it.
     ///
     /// # Errors
-    /// The model's tokenizer fails on it.
+    /// The model's tokenizer cannot encode the text.
     pub fn encode(&self, text: &str, special: Special) -> Result<Vec<TokenId>, EncodeError> {
         let literals = if special == Special::Parsed { &self.special } else { &self.always };
         self.encode_cut(text, literals, None)
@@ -217,7 +217,7 @@ impl Tokenizer {
     /// Encodes a text in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`.
     ///
     /// # Errors
-    /// The model's tokenizer fails on it.
+    /// The model's tokenizer cannot encode the text.
     pub(crate) fn encode_guarded(&self, text: &str, guard: Guard) -> Result<Vec<TokenId>, EncodeError> {
         self.encode_cut(text, &self.special, Some(guard))
     }
@@ -375,7 +375,7 @@ impl Cut {
     }
 }
 
-/// A guard character: see [`Tokenizer::mark`].
+/// A character that [`Tokenizer::mark`] inserts into the name of a control token, so that the name is encoded as plain text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guard(char);
 

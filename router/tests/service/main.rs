@@ -254,7 +254,7 @@ async fn reported_requests_are_not_counted_twice() {
     let [zero, one] = &mut prefills;
     let watches = [zero.join().await, one.join().await];
     router.until(|view| view.workers.len() == 3).await;
-    // 10 blocks are booked on one worker and 15 are reported by the other, so the first has less load.
+    // 10 blocks are booked on the worker `mine`. The worker `other` reports 15 blocks, so `mine` has less load.
     let mut first = router.route(prompt("a", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])).await;
     let (taken, ..) = chosen(first.placement().await.prefill).expect("the placement has a prefill worker");
     let (mine, other) = if taken == "p0-1" { (0, 1) } else { (1, 0) };
@@ -268,7 +268,8 @@ async fn reported_requests_are_not_counted_twice() {
     };
     watches[other].heartbeat(0, load(15), &[]);
     seen(other, 15).await;
-    // If the booking counted in addition to the report, the first worker would have 20 blocks, more than the other worker. It has 10.
+    // The worker `mine` reports the booked request. If the booking counted as well, `mine` would have a load of 20 blocks, more than
+    // `other`. Its load is 10 blocks.
     watches[mine].heartbeat(0, load(10), &["a"]);
     seen(mine, 10).await;
     let mut second = router.route(prompt("b", &[99])).await;
@@ -373,7 +374,7 @@ async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams
         router.shutdown.draining().await;
         route.draining().await;
         if patient {
-            // The request can still be retried.
+            // While the router drains, an attempt of this request can still be retried.
             route.failed("");
             route.placement().await;
             drop(route);

@@ -39,7 +39,7 @@ pub struct ClientLine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReportedUsage {
-    /// Prompts in the request.
+    /// The number of prompts in the request.
     #[serde(default = "one")]
     pub prompts: usize,
     /// `usage.prompt_tokens`

@@ -1,4 +1,4 @@
-//! The parts of a cluster as tasks, and reports of those that ended.
+//! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{
     EngineConfig, StartError,
@@ -29,12 +29,12 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 
-/// How long a prefill worker waits for a ticket. The decode worker may first have to wait for blocks that other requests release.
+/// The longest wait of a prefill worker for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
-/// The time to send buffered traces. A collector that does not respond must not delay the end of a process.
+/// Time limit for sending the buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
 /// Starts the parts of this process and reports when one ends. `up` starts all parts of a cluster, and a process of a role starts one.
@@ -43,7 +43,7 @@ pub(super) struct Parts {
     /// The cluster key.
     pub(super) key: ClusterKey,
     block_size: u32,
-    /// The ledger of all workers.
+    /// The ledger to which all workers of this process write.
     ledger: Ledger,
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
@@ -55,7 +55,7 @@ pub(super) struct Parts {
     _upkeep: JoinSet<()>,
 }
 
-/// Reports the end of a part on drop: its task returned, panicked or was dropped.
+/// The task of a part owns this value, which on drop reports that the part has ended: its task returned, panicked or was dropped.
 struct Report {
     part: String,
     error: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -107,7 +107,7 @@ impl Parts {
         self.tracer.flush(FLUSH_WAIT).await;
     }
 
-    /// Resolves with the first part that ends. Cancel-safe.
+    /// Resolves when the first part ends, and returns the error that names it. Cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
         self.ends.recv().await.expect("`self` keeps a sender")
     }

@@ -1,4 +1,4 @@
-//! Runs one role in a process: the same part as in `up`, started by the same functions, with an admin endpoint.
+//! Runs one role in a process of its own: the same part as in `up`, started by the same functions, and an admin endpoint.
 
 use super::{
     EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
@@ -35,7 +35,7 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 /// A running role. Dropping it stops it at once.
 pub struct Process {
     name: String,
-    /// The addresses and sizes in the introduction, each with its name.
+    /// The addresses and sizes that the process prints in its introduction, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
     /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.

@@ -168,7 +168,7 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
 pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || {
         let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
-        // vLLM has the repository's name as its default, too.
+        // By default, the model's id is the repository's name, as in vLLM.
         let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
         let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));
         if path.is_dir() {

@@ -94,12 +94,13 @@ impl ModelError {
     }
 }
 
-/// The files of a model that are needed.
+/// Which files of a model are needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contents {
-    /// All of them.
+    /// All files, with the weights.
     All,
-    /// Those of the tokenizer and the chat template: an engine in another process has the weights. A GGUF file has everything.
+    /// The files of the tokenizer and the chat template. The weights are not needed, because an engine in another process has them. (A GGUF
+    /// file contains both.)
     Tokenizer,
 }
 

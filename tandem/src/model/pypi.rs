@@ -31,8 +31,8 @@ impl Pip {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
 
-    /// Returns the first command that answers `--version`; `None` if no command does. It runs in `folder`, which no other user may write
-    /// to.
+    /// Returns the first command that answers `--version`; `None` if no command does. The commands run in `folder`, which no other user may
+    /// write to.
     fn command(&self, folder: &Path) -> Option<Command> {
         let new = |words: &[OsString]| {
             let mut command = Command::new(&words[0]);

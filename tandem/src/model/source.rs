@@ -137,7 +137,7 @@ fn is_quantisation(suffix: &str) -> bool {
     digits.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Whether the text is a path within a repository, which cannot lead out of it.
+/// Whether the text is a path that stays within a repository.
 pub(super) fn is_path(text: &str) -> bool {
     text.split('/').all(is_name)
 }

@@ -98,7 +98,7 @@ impl Store {
         })
     }
 
-    /// Uses this pip instead of the machine's own.
+    /// Downloads wheels with this pip instead of the machine's own.
     #[cfg(feature = "model")]
     pub fn with_pip(self, pip: Pip) -> Self {
         Self { pip, ..self }
@@ -112,10 +112,11 @@ impl Store {
         self.get_contents(source, Contents::All)
     }
 
-    /// Returns at least the tokenizer and the chat template of the model, as [`Store::get`] returns a whole model.
+    /// Returns the model, of which only the tokenizer and the chat template are needed, downloading it first if it is not stored. The
+    /// weights may be missing.
     ///
     /// # Errors
-    /// As [`Store::get`].
+    /// The errors of [`Store::get`].
     pub fn get_tokenizer(&self, source: &Source) -> Result<StoredModel, ModelError> {
         self.get_contents(source, Contents::Tokenizer)
     }
@@ -229,7 +230,8 @@ fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
 }
 
-/// Whether a file in the folder of `source` is the one that `source` names. Files of the hub are in a folder named after their commit.
+/// Whether `file`, which is in the folder of `source`, is the file that `source` names. Files of the hub are in a folder named after their
+/// commit.
 fn is_meant(source: &Source, folder: &Path, file: &Path) -> bool {
     match (source, file.strip_prefix(folder)) {
         (Source::HuggingFace { file: Some(wanted), .. }, Ok(within)) => {

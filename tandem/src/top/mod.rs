@@ -23,7 +23,7 @@ use tokio::{
 };
 use tonic::Code;
 
-/// The time for a reply. A healthy router answers within milliseconds.
+/// Time limit for a reply. A healthy router answers within milliseconds.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The arguments of `tandem top`.

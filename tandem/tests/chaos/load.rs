@@ -20,12 +20,12 @@ const DISTINCT: usize = 60;
 const TIMES: usize = 3;
 /// The maximum number of requests that a client sends to get one answer.
 const REQUESTS_MAX: usize = 6;
-/// The pause before each repetition of a request except the first one.
+/// The pause before each repetition of a request, except the first repetition.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// The result of one request at its client.
 pub struct ClientRecord {
-    /// The number of the request among the different requests.
+    /// The number of the request, from 0 to `DISTINCT - 1`: requests with the same number differ at most in their salt.
     pub which: usize,
     pub answer_text: Option<AnswerText>,
     pub sent: Instant,
@@ -38,7 +38,7 @@ pub struct ClientRecord {
 
 /// Running clients.
 pub struct Load {
-    /// Requests with this number or a higher one are not sent any more.
+    /// The number of the first request that is not sent.
     end: Arc<AtomicUsize>,
     /// The number of requests that have ended.
     pub ended: Arc<AtomicUsize>,

@@ -6,11 +6,11 @@ use std::time::Duration;
 use tandem_engine::{EngineSettings, sim::SimSettings};
 use tandem_router::PrefillPlace;
 
-/// The time within which all requests and faults start, in milliseconds.
+/// The period, from the start of the simulation, in which all faults start and all requests but [`Plan::afterwards`], in milliseconds.
 const ACTIVE_MS: u64 = 12_000;
 /// Tokens of a block in the cluster.
 pub(super) const BLOCK_SIZE: u32 = 16;
-/// Limit on the faults of one seed.
+/// The maximum number of faults in one plan.
 const FAULTS_MAX: u64 = 10;
 
 /// The role of a host.
@@ -78,14 +78,14 @@ pub(super) struct PlannedFault {
     pub(super) fault: Fault,
 }
 
-/// A kind of fault. Hosts are identified by their numbers.
+/// A kind of fault. `host`, `between`, `from` and `to` are numbers of hosts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Fault {
-    /// Adds a delay in both directions.
+    /// Delays all bytes between two hosts, in both directions.
     Slow { between: (usize, usize), delay: Duration },
-    /// Delivers one chunk at a time with a pause between them, in both directions.
+    /// Delivers one chunk of bytes at a time between two hosts, with a pause between the chunks, in both directions.
     Throttle { between: (usize, usize), pause: Duration },
-    /// Delivers no bytes in this direction, or in both.
+    /// Delivers no bytes from `from` to `to`; if `both_ways`, also none from `to` to `from`.
     Partition { from: usize, to: usize, both_ways: bool },
     /// Delivers no bytes to or from the host.
     Isolation { host: usize },
@@ -175,7 +175,7 @@ fn request(random: &mut Random, texts: &[String]) -> RequestSpec {
     }
 }
 
-/// Chooses faults of a few kinds for a seed, because faults of all kinds together hide some bugs.
+/// Chooses the faults of a plan. They are of a few kinds only, because faults of all kinds together hide some bugs.
 fn faults(random: &mut Random) -> Vec<PlannedFault> {
     let kinds: Vec<u64> = (0..9).filter(|_| random.chance(35)).collect();
     if kinds.is_empty() {
@@ -197,7 +197,8 @@ fn hosts() -> Vec<Role> {
     HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
 }
 
-/// Returns the pairs of hosts that communicate, in both orders. The clients' host has the number after the last one.
+/// Returns the pairs of hosts that communicate, in both orders. Hosts are numbered in the order of `hosts`; the number after the last one
+/// is the host of the clients.
 fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
     let communicate = |one: usize, other: usize| {
         matches!(
@@ -235,7 +236,7 @@ fn fault(random: &mut Random, kind: u64) -> Fault {
 }
 
 impl Fault {
-    /// Returns the effect of the fault on the link between two hosts.
+    /// Returns the properties of the direction `from` → `to` while the fault lasts; `link` has the properties without the fault.
     pub(super) fn on(&self, link: Link, from: usize, to: usize) -> Link {
         let is = |(one, other)| (from, to) == (one, other) || (to, from) == (one, other);
         match *self {

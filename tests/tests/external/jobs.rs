@@ -143,7 +143,8 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> R
     Ok(())
 }
 
-/// The first sample has the count, and any of them may end first. A sample without a token has none: vLLM reports 0 then, whatever it has found.
+/// Only the first sample reports the number of cached tokens. It must be reported whichever sample ends first. Before its first token there is
+/// no number, because vLLM reports 0 then, whatever it has found.
 #[tokio::test]
 async fn cancelled_samples_end_with_their_count() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };

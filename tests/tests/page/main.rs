@@ -14,7 +14,7 @@ use std::time::Duration;
 use tandem_tests::{Client, Endpoint, prose, sum, wait_until};
 use tokio::time::Instant;
 
-/// Names that are markup if they are not escaped.
+/// These names would be interpreted as markup if the page did not escape them.
 const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
 const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
@@ -158,7 +158,7 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     Ok(())
 }
 
-/// Asserts keyboard use: Tab selects a request, Enter opens its timeline, Escape closes it.
+/// Asserts that the page can be used with the keyboard: Tab selects a request, Enter opens its timeline, Escape closes it.
 async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     browser.value("document.getElementById('order').value = 'total'").await?;
     browser.value("document.getElementById('order').dispatchEvent(new Event('change'))").await?;
@@ -225,7 +225,7 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the page explains a placement as the API does.
+/// Asserts that the page shows the same explanation of a placement as the API.
 async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     let text = format!("{}{SECRET} again", prose("3", 280));
     let body = Endpoint::Completions.request(MODEL, &text, json!({ "max_tokens": 1 }));

@@ -20,11 +20,11 @@ pub struct DeviceAccess {
     pub ipc: bool,
     /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While this gate is closed, no copy ends and no batch is received.
+    /// While this gate is closed, no copy over IPC ends and no blocks are received over NCCL.
     pub copy_gate: Gate,
-    /// The number of peers' memories that are open.
+    /// The number of memories of peers that the device has open.
     pub open_memories: watch::Sender<usize>,
-    /// 1 if sending the next batch must break its communicator, else 0.
+    /// 1 if the next call that sends blocks over NCCL must break its communicator, else 0.
     pub break_next_batch: Arc<AtomicU64>,
     /// The number of communicators that a sending end has begun to join.
     pub joins_started: watch::Sender<u64>,
@@ -33,7 +33,7 @@ pub struct DeviceAccess {
 }
 
 impl DeviceAccess {
-    /// Returns when no memory is open.
+    /// Waits until the device has no peer's memory open.
     pub async fn closed(&self) {
         let mut open = self.open_memories.subscribe();
         tokio::time::timeout(TIMEOUT, open.wait_for(|open| *open == 0))
@@ -43,14 +43,14 @@ impl DeviceAccess {
     }
 }
 
-/// A device's blocks as its peers see them, and the peers' writes that its engine has not applied yet.
+/// A device's blocks as its peers see them, and the writes of peers that the device's engine has not applied yet.
 #[derive(Default)]
 struct Blocks {
     visible: BTreeMap<u32, Vec<u8>>,
     peer_writes: BTreeMap<u32, Vec<u8>>,
 }
 
-/// The part of a device's memory that its peers can access.
+/// A device's KV memory as its peers access it.
 #[derive(Clone)]
 pub struct DeviceMemory {
     access: DeviceAccess,

@@ -53,7 +53,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// Returns a worker whose watchers lose batches if they are more than `capacity` batches behind.
+    /// Returns a worker with a buffer of `capacity` batches. A watcher that falls further behind loses batches.
     fn new(capacity: usize) -> Self {
         let (batches, _) = broadcast::channel(capacity);
         let snapshot = Snapshot { at_event_id: 0, stored: Vec::new() };

@@ -11,7 +11,7 @@ fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
     assert_eq!((name(&placement.decode), name(&placement.prefill)), ("d0".to_owned(), "p0".to_owned()));
     let overlaps = |candidate: Option<v1::Candidate>| candidate.map(|c| (c.overlap_blocks, c.predicted_blocks));
     assert_eq!((overlaps(placement.prefill), overlaps(placement.decode)), (Some((2, 0)), Some((0, 0))));
-    // p0 computes all tokens but the last, without two cached blocks.
+    // The load of p0 is 100 tokens (the prompt without its last token) less the 32 tokens of two cached blocks.
     assert_eq!((scenario.booked("p0"), scenario.booked("d0")), ((100 - 32, 1, 1), (0, 3, 1)));
 
     scenario.reports("p0", vec![], Load { pending_prefill_tokens: 68, ..Default::default() }, &["r1"]);
@@ -52,7 +52,8 @@ fn remote_prompt_counts_on_both_workers_until_each_worker_reports_it() {
 fn bookings_count_as_reported_after_a_new_snapshot() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, 1);
     let (booking, _) = scenario.place_hashes(100, hashes(1, 0, 6));
-    // The lost message, and the next report as well, announced that the worker's load includes the request.
+    // A snapshot follows lost messages. One of these may have announced that the worker's load includes the request, so the booking now
+    // counts as reported.
     let id = scenario.member("d0");
     scenario.state.members.replace(id, &Snapshot { at_event_id: 7, stored: Vec::new() });
     assert_eq!(scenario.booked("d0"), (0, 0, 1));

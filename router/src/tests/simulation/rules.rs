@@ -24,7 +24,8 @@ pub(super) enum Rule {
 /// All rules except this router's own rule.
 pub(super) const OTHER_RULES: [Rule; 5] = [Rule::Dynamo, Rule::Sglang, Rule::LlmD, Rule::FewestRequests, Rule::RoundRobin];
 
-/// SGLang's thresholds: the cluster is imbalanced if loads differ by more than both, the first absolutely and the second as a factor.
+/// SGLang's thresholds. The cluster is imbalanced if the highest load exceeds the lowest by more than the first number and is more than the
+/// second number times the lowest.
 const IMBALANCE: (u32, f64) = (32, 1.000_1);
 
 impl Rule {
