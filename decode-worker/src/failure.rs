@@ -1,5 +1,5 @@
-//! The causes for which an attempt ends before its last token, and the only table from these causes to the reasons that the client
-//! receives.
+//! The causes for which an attempt ends before its last token, and the only table that maps these causes to the failure reasons that
+//! clients receive.
 
 use crate::convert::Invalid;
 use tandem_engine::Refusal;

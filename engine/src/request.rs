@@ -7,7 +7,8 @@ use tandem_kv::{Namespace, TokenId};
 /// A request to compute the KV of a prompt's tokens except the last, and to keep it until the job is dropped.
 #[derive(Clone, Debug)]
 pub struct Prefill {
-    /// The request's id, which is reported with the first load that includes the request's work.
+    /// The request's id. The first load report that includes the request's work contains the id, so that the router does not count the work
+    /// twice.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
@@ -20,7 +21,8 @@ pub struct Prefill {
 /// A request to generate continuations of a prompt.
 #[derive(Clone, Debug)]
 pub struct Generate {
-    /// The request's id, which is reported with the first load that includes the request's work.
+    /// The request's id. The first load report that includes the request's work contains the id, so that the router does not count the work
+    /// twice.
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,

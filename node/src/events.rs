@@ -302,7 +302,7 @@ struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last error that was logged, which is not logged again; `None` if there was none since the last connection.
+    /// The last error that was logged, so that it is not logged again; `None` if there was no error since NATS was last connected.
     reported: Mutex<Option<String>>,
 }
 

@@ -241,7 +241,7 @@ async fn batch_of_another_rank_is_reported_as_a_loss() -> Result<()> {
 #[tokio::test]
 async fn batches_of_other_topics_are_not_delivered() -> Result<()> {
     let mut setup = start_with(|settings| {
-        // ZMQ delivers all topics that begin with `k`.
+        // The subscription is to the topic `k`, but ZMQ delivers all topics that begin with `k`, such as the publisher's topic `kv`.
         settings.topic = "k".to_owned();
         settings.replay_endpoint = None;
     })

@@ -48,7 +48,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let computed = async || client.metric("tandem_worker_batch_tokens_sum", "decode").await;
     let before = computed().await?;
     let mut unread = send(cluster.frontend(), &request).await?;
-    // No event reports that a sequence is not scheduled any more, so this polls until no token is computed for 500 ms.
+    // No event reports that a sequence is not scheduled any more, so the test polls until no token has been computed for 500 ms.
     let stopped_generating = async {
         let mut last = before;
         loop {

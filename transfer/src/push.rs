@@ -32,8 +32,8 @@ pub(crate) struct PushPath {
 }
 
 impl PushPath {
-    /// Opens a stream for the host path ([`BlockAccess::Copied`]) or the IPC path ([`BlockAccess::InPlace`]). An unreachable receiver is
-    /// reported with the first message.
+    /// Opens a stream for the host path ([`BlockAccess::Copied`]) or the IPC path ([`BlockAccess::InPlace`]). If the receiver is
+    /// unreachable, sending the first message fails.
     pub(crate) fn open(channel: Channel, ticket: Ticket, access: BlockAccess) -> Self {
         let (messages, receiver) = mpsc::channel(QUEUED_MAX);
         let mut client = TransferClient::new(channel).max_encoding_message_size(MESSAGE_BYTES_MAX);

@@ -27,7 +27,7 @@ pub struct SendSettings {
     pub block_bytes: usize,
     /// The network on which decode workers are reached.
     pub network: Network,
-    /// The lifetime of the worker.
+    /// The worker's shutdown, and the end of its last request, until which communicators stay open.
     pub lifetime: Lifetime,
 }
 

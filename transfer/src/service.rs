@@ -45,7 +45,7 @@ impl TransferService {
         TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    /// Writes the blocks of a message; returns how many there were.
+    /// Writes the blocks of a message into the destination, or copies them there from the sender's GPU. Returns their number.
     async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {

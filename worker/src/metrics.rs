@@ -171,7 +171,8 @@ impl WorkerMetrics {
         self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
     }
 
-    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved while the worker waited `busy` for this transfer alone.
+    /// Adds a measurement of the bandwidth to other workers: `bytes` were moved in the time `busy`, in which the sender only waited for
+    /// them.
     pub fn observe_bandwidth(&self, bytes: u64, busy: Duration) {
         /// The weight of the newest measurement: the average follows a change after a few transfers, and one outlier does not count much.
         const NEWEST: f64 = 0.2;

@@ -188,7 +188,7 @@ impl Gpu {
         self.wait()?;
         let ranks = Communicator::all(&Nccl::load()?, &[Arc::clone(&self.context)])?;
         let began = Instant::now();
-        // The memory is sent as two regions, because KV blocks are sent as several regions.
+        // The test sends the memory as two regions, because KV blocks are also sent as several regions.
         let regions =
             |memory: &Memory<Self>| [(memory.address(), bytes / 2), (memory.address() + bytes as u64 / 2, bytes - bytes / 2)];
         ranks[0].nccl_self_test(&regions(&from), &regions(&to), LIMIT)?;
@@ -339,9 +339,9 @@ impl Device for Gpu {
         self.context.enter()?;
         let [x, y, z] = launch.grid.map(|blocks| blocks as u32);
         let mut pointers: Vec<*mut c_void> = arguments.iter_mut().map(|argument| std::ptr::from_mut(argument).cast()).collect();
-        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call, from each word as many bytes as
-        // the kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to sufficient
-        // memory.
+        // SAFETY: the function belongs to a loaded module. The driver reads the arguments during the call. Of each word it reads as many
+        // bytes as the kernel's parameter has. The tests on the host check that every caller's arguments match the kernel and refer to
+        // sufficient memory.
         let launched = unsafe {
             result::launch_kernel(
                 self.context.functions[launch.kernel as usize],

@@ -1,4 +1,4 @@
-//! Blocks of prefills that are sent to another worker.
+//! Reports the blocks of prefills that another worker needs, when they are computed.
 
 use super::{
     Action, Machine,
@@ -8,8 +8,8 @@ use crate::Event;
 use tandem_kv::{BlockAccess, ReadyBlock};
 
 impl Machine {
-    /// Sets which blocks of a prefill to report, and how; blocks that are already computed are reported now. Only the first call for a job
-    /// counts.
+    /// Sets which blocks of a job's prefill to report, and how. Blocks that are already computed are reported at once. Further calls for
+    /// the same job have no effect.
     pub fn send_blocks(&mut self, job: JobId, mut indices: Vec<u32>, access: BlockAccess) {
         indices.sort_unstable_by(|a, b| b.cmp(a));
         indices.dedup();
@@ -25,7 +25,7 @@ impl Machine {
     }
 
     /// Reports the prefills that are computed and whose requested blocks have all been reported. A prefill keeps its blocks until its job
-    /// is dropped, so the copies of blocks that are being sent never take more memory than the cache.
+    /// is dropped, even if they were copied in order to be sent. So these copies never take more memory than the cache.
     pub(super) fn report_sent_prefills(&mut self) {
         for sequence in &mut self.held {
             if let Role::Prefill(sending) = &mut sequence.role

@@ -35,7 +35,8 @@ impl SampleRequest<'_> {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
-    /// Returns every token whose logit differs from the model's, once, with the changes that `Sampler::adjusted` makes.
+    /// Returns an [`Adjustment`] for every token whose logit differs from the model's. Together they make the changes that
+    /// `Sampler::adjusted` makes.
     pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
         let barred = |token| sampler.generated_len < sampler.sampling.min_tokens && sampler.is_stop(token);

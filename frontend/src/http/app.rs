@@ -25,7 +25,7 @@ const ACCOUNT_MAX: usize = 64;
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
-/// The options in a request's headers. They have passed the check that this peer may send them.
+/// The options in a request's headers. The peer was allowed to send these headers.
 pub(super) struct HeaderOptions {
     /// The answer has the object `tandem` (`x-tandem-details`).
     pub(super) details: bool,

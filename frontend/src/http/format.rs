@@ -195,7 +195,7 @@ fn finite(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { IMPOSSIBLE }
 }
 
-/// Returns a token's text. Invalid UTF-8 is written as OpenAI writes it.
+/// Returns a token's text. Invalid UTF-8 is written as in OpenAI's answers: `bytes:` and the bytes in hex, such as `bytes:\xe2\x80`.
 fn token_text(model: &ServedModel, token: TokenId) -> String {
     let bytes = model.tokenizer.bytes(token);
     match std::str::from_utf8(bytes) {

@@ -354,7 +354,8 @@ struct Cut {
 impl Cut {
     /// Returns the steps of the pre-tokenizer that GGUF files call `name`.
     fn named(name: &str) -> Result<Self, ServedModelError> {
-        /// These expressions are from the `tokenizer.json` of Llama 3, and of Qwen 2 and 3, which split numbers into single digits.
+        /// These regular expressions are from the `tokenizer.json` of Llama 3, and of Qwen 2 and 3. Those of Qwen split numbers into single
+        /// digits.
         const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         const QWEN_2: &str =
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";

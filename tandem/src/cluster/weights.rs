@@ -138,7 +138,7 @@ impl EngineConfig {
 }
 
 impl Loaded {
-    /// Creates the engine of one of this process's `engines` workers.
+    /// Creates the engine of one worker. The process has `engines` workers, which share the memory of the device.
     pub(super) fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
             Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),

@@ -98,7 +98,7 @@ fn decode_on_copied_blocks_gives_logits_with_the_same_bits() {
     let logits = decode.step(&[last]).unwrap().into_logits();
     assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
 
-    // The KV is read: if one number in it is changed, the logits change.
+    // To show that the KV is really read: if one number in it is changed, the logits change.
     let mut block = vec![0; payload.len()];
     decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;

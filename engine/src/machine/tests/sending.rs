@@ -1,4 +1,4 @@
-//! Blocks of prefills that are sent to another worker.
+//! Tests of prefills whose blocks are sent to another worker.
 
 use super::*;
 

@@ -1,5 +1,5 @@
 //! Simulations of the router on modelled clusters. The index, bookings, costs and prefix caches are real; time is modelled. One token
-//! stands for a block, so that a trace of thousands of long prompts takes a second.
+//! stands for a block, so that the simulation of thousands of long prompts takes only a second.
 
 mod engine;
 mod engines;
