@@ -56,7 +56,8 @@ pub trait KvMemory: Send + Sync {
     fn nccl_ranks(&self) -> u32;
 
     /// Creates the id of a new communicator, which two engines may then join.
-    /// Errors
+    ///
+    /// # Errors
     /// NCCL failed.
     fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError>;
 
