@@ -135,7 +135,8 @@ impl EngineHandle {
 
     /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's
     /// memory.
-    /// Errors
+    ///
+    /// # Errors
     /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
@@ -155,7 +156,8 @@ impl EngineHandle {
 
     /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the
     /// blocks may not be written, none may.
-    /// Errors
+    ///
+    /// # Errors
     /// As for [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))

@@ -37,7 +37,8 @@ struct PromptArgs {
 }
 
 /// Requests the explanation of a placement from the frontend, and returns it as JSON or as a table.
-/// Errors
+///
+/// # Errors
 /// The file cannot be read, the frontend does not answer, or the frontend refuses the request.
 pub fn run(args: ExplainArgs) -> Result<String> {
     let prompt: Value = match args.prompt {

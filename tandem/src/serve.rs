@@ -9,7 +9,8 @@ use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are logged at the start.
-/// Errors
+///
+/// # Errors
 /// The log filter is invalid, the start fails, one of the process's services fails, or a second signal ended the draining.
 pub fn run<S: Served>(
     telemetry: &TelemetryArgs,

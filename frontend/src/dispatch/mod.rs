@@ -94,7 +94,8 @@ impl Dispatcher {
     /// Resumes the samples that have not ended on another worker, each after the tokens generated so far. The generation keeps the facts of
     /// the attempt that generated the first token. If that attempt had not reported its cached tokens, they stay unreported: a later
     /// attempt's report would also count the blocks that the first one stored. Cancel-safe like [`Dispatcher::start`].
-    /// Errors
+    ///
+    /// # Errors
     /// The generation may not be resumed again, or no attempt generated a token.
     pub(crate) async fn resume(
         &self,
@@ -189,7 +190,8 @@ impl Generation {
     /// Returns the worker's next message, and keeps the request booked during the wait. `Scheduled` is returned only if it reports cached
     /// tokens that were announced for later. The router receives these cached tokens, too. Cancel-safe, unless the router's stream is full
     /// when that report arrives.
-    /// Errors
+    ///
+    /// # Errors
     /// The attempt failed. The generation can be resumed.
     pub(crate) async fn next(&mut self, prompt: &Prompt) -> Result<Message, AttemptError> {
         loop {

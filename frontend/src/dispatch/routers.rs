@@ -132,7 +132,8 @@ impl Routers {
     }
 
     /// Requests a placement from one router after the other, until a router can place the prompt.
-    /// Errors
+    ///
+    /// # Errors
     /// No router can place the prompt, or a router reports that no worker can ever run the prompt.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
         let mut last = no_router();
