@@ -68,7 +68,7 @@ class Engine:
         # With tcp://*:0, vLLM chooses a free port at VLLM_HOST_IP, here 127.0.0.1. Any other TCP address that vLLM binds has `*` as its
         # host, which means every network interface.
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}
-        command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), "nice", str(self.folder / "venv/bin/vllm"), "serve"]
+        command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), str(self.folder / "venv/bin/vllm"), "serve"]
         command += [str(self.folder / "model"), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
         command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS), "--enable-prefix-caching"]
