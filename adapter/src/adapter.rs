@@ -30,6 +30,7 @@ impl Backend for Adapter {
 
     async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
         generate.check(self.info())?;
+        self.api.check(&generate)?;
         let supported = match generate.kv {
             KvSource::Local => true,
             KvSource::Handle => self.family.is_some(),

@@ -3,12 +3,20 @@
 use crate::http::HttpError;
 use futures::stream::BoxStream;
 use std::borrow::Cow;
-use tandem_engine::{KvHandle, Refusal, Sampling, TokenLogprobs};
+use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 
 /// The server of an engine.
 #[tonic::async_trait]
 pub(crate) trait Api: Send + Sync + 'static {
+    /// Checks whether the engine supports what the request needs.
+    ///
+    /// # Errors
+    /// The refusal names what it does not support.
+    fn check(&self, _generate: &Generate) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
@@ -59,6 +67,8 @@ pub(crate) struct Exported {
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
     pub finish: Option<Finish>,
+    /// Tokens that the engine found in its prefix cache, if it reports them before its answer ends.
+    pub counted: Option<u32>,
     /// The engine's report about the request, in the last chunk; `None` in all other chunks.
     pub usage: Option<Usage>,
 }

@@ -1,7 +1,7 @@
 //! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
+    api::{Api, Call, Chunk, EngineFailure, Finish},
     books::Work,
     shared::{Shared, Tiers},
     slots::{QueuedRequest, Slot},
@@ -279,12 +279,7 @@ impl Answer<'_> {
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
         };
-        let (reason, usage) = self.run(&call, &sampling, (sample, first, silent), handle).await?;
-        if first && self.counts_prompt {
-            let cached = usage.cached_tokens.map(|tokens| self.tiers.split(tokens));
-            self.task.send(Event::Scheduled { cached }).await?;
-        }
-        match reason {
+        match self.run(&call, &sampling, (sample, first, silent), handle).await? {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
             // The sample was cancelled. That is not an error here, because an error would end the other samples as well, before the first
             // sample has reported the number of cached tokens.
@@ -299,7 +294,7 @@ impl Answer<'_> {
         sampling: &Sampling,
         (sample, first, silent): (u32, bool, bool),
         handle: Option<KvHandle>,
-    ) -> Result<(Option<FinishReason>, Usage), Ended> {
+    ) -> Result<Option<FinishReason>, Ended> {
         let Self { task, work, .. } = self;
         // An engine pulls KV even after the lease on the KV has ended, so the adapter checks the time. The lease is twice as long as the
         // handle is valid.
@@ -314,6 +309,7 @@ impl Answer<'_> {
         };
         let mut chunks = task.api.generate(call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
         let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
+        let mut counted = None;
         loop {
             let chunk = tokio::select! {
                 biased;
@@ -325,15 +321,19 @@ impl Answer<'_> {
                 }
             };
             let lost = || EngineFailure::Protocol("the stream ended before the message with the usage".to_owned());
-            let Chunk { tokens, finish: ended, usage } =
+            let Chunk { tokens, finish: ended, counted: now, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
+            if counted.is_none() && now.is_some() {
+                counted = now;
+                self.count(first, now).await?;
+            }
             if !has_begun && !tokens.is_empty() {
                 if lease_ends.is_some_and(|end| Instant::now() > end) {
                     tracing::warn!("a prompt's KV was pulled after the end of its lease, and is not used");
                     return Err(Ended::Event(Event::PullFailed));
                 }
                 has_begun = true;
-                self.begin(first, pulls, call).await?;
+                self.begin(first, pulls, call, counted).await?;
             }
             work.generated(tokens.len());
             for (token, logprobs) in tokens {
@@ -355,19 +355,31 @@ impl Answer<'_> {
                 (Some(Finish::Aborted), _) if aborted => None,
                 _ => return Err(EngineFailure::Protocol("the answer ended without a valid finish_reason".to_owned()).into()),
             };
-            return Ok((reason, usage));
+            if counted.is_none() {
+                self.count(first, usage.cached_tokens).await?;
+            }
+            return Ok(reason);
         }
+    }
+
+    /// Reports the engine's number of cached tokens, if this answer reports that of the first sample.
+    async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), Ended> {
+        if !(first && self.counts_prompt) {
+            return Ok(());
+        }
+        self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
     }
 
     /// Handles the first token of a sample. When the first sample has its first token, the other samples are started and [`Event::Started`]
     /// is reported.
-    async fn begin(&self, first: bool, pulls: bool, call: &Call) -> Result<(), Ended> {
+    async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
         if !first {
             return Ok(());
         }
         self.begun.cancel();
         let took = self.submitted.elapsed();
-        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(self.tiers.known()) };
+        let known = counted.map_or(self.tiers.known(), |tokens| tokens as usize);
+        let computed = if pulls { 0 } else { call.tokens.len().saturating_sub(known) };
         self.work.begun(computed, took);
         if !self.reports_prompt {
             return Ok(());

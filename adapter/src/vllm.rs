@@ -9,6 +9,6 @@ mod request;
 mod response;
 mod subscription;
 
-pub use connect::{ConnectError, Connected, EngineEnded, KvEvents, ServerDescription, VllmSettings, connect, inspect};
+pub use connect::{KvEvents, VllmSettings, connect, inspect};
 pub use events::{Batch, MalformedBatch, decode};
 pub use subscription::{InvalidEndpoint, Lost, Subscription, SubscriptionSettings, Update};

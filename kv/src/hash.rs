@@ -56,6 +56,19 @@ impl Namespace {
         Self([&*self.0, &(account.len() as u64).to_le_bytes(), account.as_bytes()].concat().into())
     }
 
+    /// Whether the namespace separates no client from the others: it has neither a cache salt nor an account.
+    pub fn is_shared(&self) -> bool {
+        let mut rest = &*self.0;
+        let mut part = || {
+            let (len, after) = rest.split_first_chunk()?;
+            let (part, after) = after.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+            rest = after;
+            Some(part)
+        };
+        let parts: [_; 5] = std::array::from_fn(|_| part());
+        matches!(parts, [Some(_), Some(_), Some(_), Some([]), None]) && rest.is_empty()
+    }
+
     /// Decodes the bytes of [`Namespace::as_bytes`].
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.into())
@@ -128,6 +141,26 @@ mod tests {
     /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
     /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
     /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
+    #[test]
+    fn only_namespaces_without_a_salt_and_an_account_are_shared() {
+        let shared = Namespace::new("model", "main", "", "");
+        assert!(shared.is_shared() && Namespace::new("", "", "", "").is_shared());
+        let bytes = shared.as_bytes();
+        let separate = [
+            Namespace::new("model", "main", "", "tenant"),
+            shared.of_account(""),
+            shared.of_account("tenant"),
+            Namespace::new("model", "main", "", "tenant").of_account("tenant"),
+            Namespace::from_bytes(&bytes[..bytes.len() - 1]),
+            Namespace::from_bytes(&[bytes, &[0]].concat()),
+            Namespace::from_bytes(&u64::MAX.to_le_bytes()),
+            Namespace::from_bytes(&[]),
+        ];
+        for namespace in separate {
+            assert!(!namespace.is_shared(), "{namespace:?}");
+        }
+    }
+
     #[test]
     fn sequence_hashes_equal_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");

@@ -1,6 +1,7 @@
 //! Helpers for the tests in `tests/`, which use a whole cluster as its users do.
 #![allow(clippy::missing_errors_doc, reason = "an error of a helper fails the test that calls it")]
 
+pub mod fake_llama_cpp;
 pub mod fake_vllm;
 pub mod services;
 pub mod simulation;

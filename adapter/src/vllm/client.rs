@@ -1,14 +1,16 @@
 //! The HTTP client of a vLLM server.
 
 use super::{
-    handle,
+    handle, metrics,
     request::{GenerateBody, SamplingParams, StreamOptions},
     response,
 };
 use crate::{
     api::{Api, Call, Chunk, EngineFailure, Exported},
+    failure,
     http::{self, HttpClient},
     salt::cache_salt,
+    server::{Instance, Server},
 };
 use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
@@ -82,8 +84,7 @@ impl Client {
 
     /// Sends a GET request, and returns the body of the answer.
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
-        let (status, body) = self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?;
-        if status.is_success() { Ok(body) } else { Err(response::failure(status.as_u16(), &body)) }
+        failure::check(self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
     }
 
     async fn get_json<T: DeserializeOwned>(&self, path: &str) -> Result<T, EngineFailure> {
@@ -130,14 +131,6 @@ impl Client {
         sources.ok()?.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events && source.publisher == "zmq")
     }
 
-    /// Checks that the engine is healthy.
-    ///
-    /// # Errors
-    /// The server does not answer, or reports that the engine has failed.
-    pub async fn check_health(&self) -> Result<(), EngineFailure> {
-        self.get("/health").await.map(drop)
-    }
-
     /// Sends a generation request. Returns when the head of the answer has arrived; the caller reads the body.
     async fn send(&self, call: &Call, body: &GenerateBody<'_>) -> Result<Response<Incoming>, EngineFailure> {
         let mut headers = vec![("x-request-id", call.request_id.clone())];
@@ -148,7 +141,7 @@ impl Client {
         if status.is_success() {
             return Ok(answer);
         }
-        Err(response::failure(status.as_u16(), &http::whole(answer).await.unwrap_or_default()))
+        Err(failure::of(status.as_u16(), &http::whole(answer).await.unwrap_or_default()))
     }
 
     fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
@@ -161,6 +154,14 @@ impl Client {
             stream_options: None,
             kv_transfer_params: None,
         }
+    }
+}
+
+#[tonic::async_trait]
+impl Server for Client {
+    async fn check_health(&self) -> Result<Instance, EngineFailure> {
+        self.get("/health").await?;
+        Ok(metrics::started(&self.metrics().await?).map(|started| started.to_string()))
     }
 }
 

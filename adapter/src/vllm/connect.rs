@@ -1,35 +1,21 @@
 //! Connects to a vLLM server, and applies its events and checks its health as long as it runs.
 
 use super::{
-    InvalidEndpoint, Subscription, SubscriptionSettings, Update,
+    Subscription, SubscriptionSettings, Update,
     client::{Client, ClientSettings, EventSource, Model},
     metrics::{self, EngineConstants},
 };
 use crate::{
-    Adapter,
-    api::EngineFailure,
-    http::{ClientError, HttpClient, HttpError},
-    mirror::{Mirror, MirrorSettings, WrongBlockSize},
+    http::HttpClient,
+    mirror::{Mirror, MirrorSettings},
+    server::{self, ConnectError, Connected, Engine, EngineEnded, ServerDescription},
     shared::Shared,
     slots::{SlotLimits, Slots},
 };
+use futures::FutureExt;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
-use tandem_node::{Backoff, retry::error_chain};
-use tokio::{sync::watch, time::sleep};
-
-/// The shortest and the longest pause between attempts to reach a server that is starting.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
-
-/// Time between two checks of the engine's health.
-const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The number of consecutive failed checks after which the engine counts as ended.
-const FAILED_CHECKS_MAX: u32 = 3;
-
-/// The shortest time between two reports of the load.
-const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -86,74 +72,7 @@ pub enum KvEvents {
     None,
 }
 
-/// Why a server cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// The server's address, key or certificate is invalid.
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    /// The server refuses the adapter's API key (401 or 403).
-    #[error("{0}")]
-    Denied(String),
-    /// The server's metrics do not describe the KV cache of the adapter's data-parallel rank.
-    #[error("the engine's /metrics has no cache_config_info of rank {rank}; use vLLM 0.30 or later, and a rank that it runs")]
-    NoCacheConfig {
-        /// The data-parallel rank that the metrics lack.
-        rank: u32,
-    },
-    /// The server serves no model.
-    #[error("the engine serves no model; start it with one")]
-    NoModel,
-    /// The engine's block size is not a multiple of the cluster's.
-    #[error(transparent)]
-    BlockSize(#[from] WrongBlockSize),
-    /// An event address is invalid.
-    #[error(transparent)]
-    Endpoint(#[from] InvalidEndpoint),
-}
-
-/// Why the engine of an adapter counts as ended. A server that is started again is another instance.
-#[derive(Debug, thiserror::Error)]
-pub enum EngineEnded {
-    /// The server does not answer.
-    #[error("the engine no longer answers")]
-    Gone,
-    /// Another process answers at the server's address.
-    #[error("the engine was restarted")]
-    Restarted,
-}
-
-/// A server to which the adapter is connected.
-pub struct Connected {
-    /// The back end for a worker whose engine is this server.
-    pub adapter: Adapter,
-    /// The id of the model that the server serves.
-    pub model: String,
-    follower: Follower,
-}
-
-struct Follower {
-    client: Arc<Client>,
-    shared: Arc<Shared>,
-    subscription: Option<Subscription>,
-    started: f64,
-    hung: watch::Sender<bool>,
-}
-
-/// The properties that a server reports.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ServerDescription {
-    /// The id of the model that the server serves.
-    pub model: String,
-    /// The name or path from which the server loaded the model; `None` if the server does not report it.
-    pub root: Option<String>,
-    /// The maximum length of a sequence, in tokens.
-    pub context_length: u32,
-    /// The data-parallel ranks, at least one, each with the number of tokens that fit into its KV memory.
-    pub ranks: Vec<(u32, u64)>,
-}
-
-/// Waits until the server answers, and returns the properties that it reports.
+/// Waits until the server answers, and returns what it says of itself.
 ///
 /// # Errors
 /// The settings are invalid, or the server cannot be used.
@@ -248,41 +167,17 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
              '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}}'"
         );
     }
-    let (hung, is_hung) = watch::channel(false);
-    let adapter = Adapter { shared: Arc::clone(&shared), api: client.clone(), family, hung: is_hung };
-    let follower = Follower { client, shared, subscription, started: constants.started, hung };
-    Ok(Connected { adapter, model: model.id, follower })
-}
-
-impl Connected {
-    /// Returns the back end, and the future that applies the server's KV events and checks its health until the engine has ended.
-    pub fn into_parts(self) -> (Adapter, impl Future<Output = EngineEnded> + Send) {
-        (self.adapter, self.follower.run())
-    }
+    let events = follow_events(Arc::clone(&shared), subscription).boxed();
+    let instance = Some(constants.started.to_string());
+    Ok(Connected::new(client, Engine { shared, family, instance, events }, model.id))
 }
 
 /// Waits until the server answers; returns its model, its version and its metrics.
 async fn describe(client: &Client, url: &str) -> Result<(Model, String, String), ConnectError> {
-    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-    loop {
-        let described =
-            async { Ok::<_, EngineFailure>((client.models().await?, client.version().await?, client.metrics().await?)) };
-        let error = match described.await {
-            Ok((models, version, metrics)) => {
-                let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
-                return Ok((model, version, metrics));
-            }
-            Err(EngineFailure::Denied { status: 401 | 403, message }) => {
-                let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
-                return Err(ConnectError::Denied(reason));
-            }
-            Err(error) => error_chain(&error),
-        };
-        if backoff.is_new_error(&error) {
-            tracing::info!(engine = %url, %error, "the engine does not answer yet; retrying");
-        }
-        sleep(backoff.next_delay()).await;
-    }
+    let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
+    let (models, version, metrics) = server::wait_until(url, described).await?;
+    let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
+    Ok((model, version, metrics))
 }
 
 /// Returns the source's addresses and topic. In an address that stands for all interfaces, such as `tcp://*:5557`, the host is replaced by
@@ -297,21 +192,7 @@ fn reachable(source: EventSource, host: &str) -> (String, Option<String>, String
     (at(source.endpoint), source.replay_endpoint.map(at), source.topic)
 }
 
-impl Follower {
-    /// Applies KV events, publishes the load and checks the health until the engine has ended.
-    async fn run(self) -> EngineEnded {
-        let Self { client, shared, subscription, started, hung } = self;
-        let ended = tokio::select! {
-            ended = follow_events(&shared, subscription) => ended,
-            ended = check_health(&client, started, &hung) => ended,
-            () = publish_load(&shared) => EngineEnded::Gone,
-        };
-        shared.end();
-        ended
-    }
-}
-
-async fn follow_events(shared: &Shared, subscription: Option<Subscription>) -> EngineEnded {
+async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) -> EngineEnded {
     let Some(mut subscription) = subscription else { return std::future::pending().await };
     let mut ignored = 0;
     loop {
@@ -329,46 +210,6 @@ async fn follow_events(shared: &Shared, subscription: Option<Subscription>) -> E
                 shared.update(Mirror::clear);
             }
             Update::Restarted => return EngineEnded::Restarted,
-        }
-    }
-}
-
-async fn publish_load(shared: &Shared) {
-    loop {
-        shared.books.changed.notified().await;
-        shared.publish();
-        sleep(LOAD_INTERVAL).await;
-    }
-}
-
-async fn check_health(client: &Client, started: f64, hung: &watch::Sender<bool>) -> EngineEnded {
-    let mut failed = 0;
-    loop {
-        sleep(HEALTH_INTERVAL).await;
-        let checked = async {
-            client.check_health().await?;
-            client.metrics().await
-        };
-        match checked.await {
-            Ok(text) => {
-                if metrics::started(&text).is_some_and(|now| now != started) {
-                    return EngineEnded::Restarted;
-                }
-                failed = 0;
-                hung.send_replace(false);
-            }
-            Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
-                if !hung.send_replace(true) {
-                    tracing::warn!("the engine does not answer its health check in time; its requests are aborted");
-                }
-            }
-            Err(error) => {
-                failed += 1;
-                tracing::debug!(error = %error_chain(&error), failed, "the engine's health check failed");
-                if failed >= FAILED_CHECKS_MAX {
-                    return EngineEnded::Gone;
-                }
-            }
         }
     }
 }

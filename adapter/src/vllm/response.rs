@@ -1,6 +1,9 @@
 //! Answers of vLLM's `/inference/v1/generate`.
 
-use crate::api::{Chunk, EngineFailure, Finish, Usage};
+use crate::{
+    api::{Chunk, EngineFailure, Finish, Usage},
+    failure::ErrorBody,
+};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -66,40 +69,6 @@ pub(super) struct AnswerUsage {
 #[derive(Deserialize)]
 struct PromptTokensDetails {
     cached_tokens: Option<u32>,
-}
-
-/// The error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum ErrorBody {
-    Text(String),
-    Object { message: String },
-}
-
-impl ErrorBody {
-    fn message(self) -> String {
-        match self {
-            Self::Text(message) | Self::Object { message } => message,
-        }
-    }
-}
-
-/// Returns the failure that an HTTP error with this body reports.
-pub(super) fn failure(status: u16, body: &[u8]) -> EngineFailure {
-    #[derive(Deserialize)]
-    struct Body {
-        error: ErrorBody,
-    }
-    let message = match serde_json::from_slice::<Body>(body) {
-        Ok(body) => body.error.message(),
-        Err(_) => format!("HTTP {status} without a message"),
-    };
-    match status {
-        400 | 413 | 422 => EngineFailure::Invalid(message),
-        401 | 403 | 404 | 405 => EngineFailure::Denied { status, message },
-        429 | 503 => EngineFailure::Full(message),
-        _ => EngineFailure::Failed(message),
-    }
 }
 
 impl AnswerUsage {
@@ -218,16 +187,6 @@ mod tests {
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":{"cached_tokens":0}}"#), Some(Usage { cached_tokens: Some(0) }));
-    }
-
-    #[test]
-    fn http_status_determines_the_engine_failure() {
-        let refused = failure(400, br#"{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}"#);
-        assert!(matches!(refused, EngineFailure::Invalid(message) if message == "too long"));
-        let denied = failure(401, br#"{"error":"Unauthorized"}"#);
-        assert!(matches!(denied, EngineFailure::Denied { status: 401, message } if message == "Unauthorized"));
-        assert!(matches!(failure(503, b"busy"), EngineFailure::Full(_)));
-        assert!(matches!(failure(500, b""), EngineFailure::Failed(_)));
     }
 
     #[test]

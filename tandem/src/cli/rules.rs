@@ -1,8 +1,8 @@
 //! Rules that concern several settings. clap would check such rules for flags and variables only, because it considers values of the file
 //! defaults.
 
-use crate::settings::EngineKind;
-use clap::ArgMatches;
+use crate::settings::{EngineKind, KvConnector};
+use clap::{ArgMatches, ValueEnum};
 use tandem_frontend::CacheIsolation;
 
 /// Groups of settings, of which at most one may be set.
@@ -34,6 +34,9 @@ const NEEDS: &[(&[&str], &[&str])] = &[
 
 /// Settings of engines in Tandem's processes. An external engine has settings of its own.
 const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
+
+/// Settings that only vLLM servers need, besides those with default values.
+const SETTINGS_OF_VLLM: &[&str] = &["prefill-engine-url", "engine-events-replay", "engine-rank"];
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
@@ -70,20 +73,48 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
 
 /// Checks the settings of an external engine.
 fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
-    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten();
+    let engine = given.try_get_one::<EngineKind>("engine").ok().flatten().copied().unwrap_or_default();
     let urls = given.try_get_many::<String>("engine_url").ok().flatten().map_or(0, Iterator::count);
-    if engine != Some(&EngineKind::Vllm) {
-        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm".to_owned()) };
-    }
+    let Some(server) = engine.server() else {
+        return if urls == 0 { Ok(()) } else { Err("--engine-url needs --engine vllm or llama-cpp".to_owned()) };
+    };
+    let name = engine.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
-        return Err(format!("--{flag} has no effect with --engine vllm; leave it out, and configure the vLLM server"));
+        return Err(format!("--{flag} has no effect with --engine {name}; leave it out, and configure the {server} server"));
+    }
+    if engine == EngineKind::LlamaCpp {
+        check_llama_cpp(role, given, is_set)?;
     }
     match (role, urls) {
-        ("frontend", _) if !is_set(&&"model") => {
-            Err("--engine vllm needs --model here: the model of the vLLM servers, for its tokenizer and chat template".to_owned())
-        }
+        ("frontend", _) if !given.try_contains_id("model").unwrap_or(false) => Err(format!(
+            "--engine {name} needs --model here: the model of the {server} servers, for its tokenizer and chat template"
+        )),
         ("frontend", _) | ("up", 1..) | (_, 1) => Ok(()),
-        (_, 0) => Err("--engine vllm needs --engine-url with the URL of a vLLM server".to_owned()),
+        (_, 0) => Err(format!("--engine {name} needs --engine-url with the URL of a {server} server")),
         _ => Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned()),
     }
+}
+
+/// Checks that no setting needs what llama.cpp's server lacks: KV events, ranks, an exchange of KV, and caches of their own for accounts.
+fn check_llama_cpp(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    if role == "prefill-worker" {
+        return Err(
+            "llama.cpp's server cannot send KV to other workers; use decode workers, which prefill their own prompts".to_owned()
+        );
+    }
+    let exchanges = given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten() == Some(&KvConnector::Nixl);
+    let events = given.try_get_one::<String>("engine_events").ok().flatten().is_some_and(|events| events != "discover");
+    let given_flags = [("engine-kv-connector", exchanges), ("engine-events", events)];
+    let given_flags = given_flags.into_iter().filter_map(|(flag, given)| given.then_some(flag));
+    if let Some(flag) = given_flags.chain(SETTINGS_OF_VLLM.iter().filter(&is_set).copied()).next() {
+        return Err(format!("--{flag} is for --engine vllm only; leave it out with --engine llama-cpp"));
+    }
+    let caches = given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&false);
+    let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
+    if role == "up" && caches && is_set(&&"account-header") && isolation != Some(&CacheIsolation::Shared) {
+        return Err("llama.cpp's server cannot keep the caches of accounts apart: set --no-prefix-caching, or --cache-isolation shared if \
+                    accounts may find out each other's prompts"
+            .to_owned());
+    }
+    Ok(())
 }

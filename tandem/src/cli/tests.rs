@@ -1,7 +1,7 @@
 //! Tests of the layers of settings, of printing them, and of refusals.
 
 use super::*;
-use crate::settings::PolicyKind;
+use crate::settings::{EngineKind, PolicyKind};
 use clap::CommandFactory;
 use std::{ffi::OsString, io::Write};
 use tandem_node::discovery::{MemberSource, Role as Member};
@@ -206,6 +206,20 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
             "--kv-capacity-tokens has no effect with --engine vllm",
         ),
+        (&["up", "--engine", "llama-cpp"], "--engine llama-cpp needs --engine-url with the URL of a llama.cpp server"),
+        (&["prefill-worker", "--engine", "llama-cpp", "--engine-url", "http://e:1"], "llama.cpp's server cannot send KV"),
+        (
+            &["up", "--engine", "llama-cpp", "--engine-url", "http://e:1", "--prefill-engine-url", "http://f:1"],
+            "--prefill-engine-url is for --engine vllm only",
+        ),
+        (
+            &["decode-worker", "--engine", "llama-cpp", "--engine-url", "http://e:1", "--engine-kv-connector", "nixl"],
+            "--engine-kv-connector is for --engine vllm only",
+        ),
+        (
+            &["up", "--engine=llama-cpp", "--engine-url=http://e:1", "--account-header=x-a", "--trusted-proxies=10.0.0.1"],
+            "llama.cpp's server cannot keep the caches of accounts apart",
+        ),
         (&["up", "--engine-events", "e:1"], "write discover, none, tcp://host:port or ipc://path"),
     ] {
         let error = command(args).expect_err("the arguments are invalid");
@@ -250,6 +264,17 @@ fn several_servers_are_listed_with_commas_or_one_flag_each() {
         let printed = toml_of(&settings);
         assert!(printed.contains("engine-url = \"http://e:1,http://f:2\""), "{printed}");
         assert_eq!(up(&[], &printed).expect("printed settings are valid"), settings);
+    }
+}
+
+#[test]
+fn llama_cpp_serves_accounts_without_caches_of_their_own() {
+    let args = "--engine llama-cpp --engine-url http://e:1 --account-header x-a --trusted-proxies 10.0.0.1";
+    for more in ["--no-prefix-caching", "--cache-isolation shared"] {
+        let args: Vec<&str> = args.split(' ').chain(more.split(' ')).collect();
+        let settings = up(&args, "").expect("valid");
+        assert_eq!(settings.model.engine, EngineKind::LlamaCpp);
+        assert_eq!(up(&[], &toml_of(&settings)).expect("printed settings are valid"), settings);
     }
 }
 

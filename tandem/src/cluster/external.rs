@@ -6,13 +6,16 @@ use super::{
     parts::{WorkerPlan, channel_to},
     process::description,
 };
-use crate::{model::Source, settings::EngineLimits};
+use crate::{
+    model::Source,
+    settings::{EngineKind, EngineLimits},
+};
 use std::{
     fs, io, net,
     path::{Path, PathBuf},
     time::Duration,
 };
-use tandem_adapter::vllm::{self, ConnectError, ServerDescription, VllmSettings};
+use tandem_adapter::{ConnectError, Connected, ServerDescription, ServerSettings};
 use tandem_decode_worker::DecodeWorkerError;
 use tandem_node::{
     Backoff, Metrics, Shutdown,
@@ -43,7 +46,7 @@ pub(super) enum ExternalError {
 /// A worker with an external engine.
 pub(super) struct ExternalWorker {
     pub(super) plan: WorkerPlan,
-    pub(super) engine: VllmSettings,
+    pub(super) engine: ServerSettings,
     /// The socket on which the instances of the worker listen, one instance after the other.
     pub(super) socket: net::TcpListener,
     pub(super) key: ClusterKey,
@@ -61,7 +64,7 @@ pub(super) struct Registration {
 
 impl EngineConfig {
     /// Returns the settings with which a worker uses the server at `url`.
-    pub(super) fn vllm(&self, url: &str, key: &ClusterKey) -> Result<VllmSettings, StartError> {
+    pub(super) fn server(&self, url: &str, key: &ClusterKey) -> Result<ServerSettings, StartError> {
         let external = &self.worker.external;
         let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
         let ca = external.engine_ca.as_ref().map(read).transpose()?;
@@ -69,21 +72,26 @@ impl EngineConfig {
             block_size: self.block_size,
             running_max: self.worker.batch_max,
             waiting_max: self.model.max_concurrent_requests,
+            prefix_caching: !self.worker.no_prefix_caching,
         };
-        Ok(external.vllm(url, ca, key.hash_key(), &limits))
+        Ok(match self.model.engine {
+            EngineKind::LlamaCpp => ServerSettings::LlamaCpp(external.llama_cpp(url, ca, key.hash_key(), &limits)),
+            _ => ServerSettings::Vllm(external.vllm(url, ca, key.hash_key(), &limits)),
+        })
     }
 }
 
 /// Waits until the server answers. Returns the settings of a worker for each of the server's data-parallel ranks, each with the number of
 /// tokens that fit into the rank's KV memory, and the server's description.
-pub(super) async fn inspect(engine: VllmSettings) -> Result<(Vec<(VllmSettings, u64)>, ServerDescription), StartError> {
-    let described = vllm::inspect(&engine).await;
-    let server = described.map_err(|source| StartError::ExternalEngine { url: engine.url.clone(), source: source.into() })?;
+pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettings, u64)>, ServerDescription), StartError> {
+    let described = engine.inspect().await;
+    let server =
+        described.map_err(|source| StartError::ExternalEngine { url: engine.url().to_owned(), source: source.into() })?;
     // Requests to a server with a single rank name no rank, unless the settings do.
     let only = server.ranks.len() == 1;
     let of_rank = |&(rank, tokens): &(u32, u64)| {
-        let rank = if only { engine.rank } else { Some(rank) };
-        (VllmSettings { rank, ..engine.clone() }, tokens)
+        let engine = if only { engine.clone() } else { engine.clone().with_rank(rank) };
+        (engine, tokens)
     };
     Ok((server.ranks.iter().map(of_rank).collect(), server))
 }
@@ -101,18 +109,18 @@ pub(super) fn source(server: &ServerDescription) -> Option<Source> {
 impl ExternalWorker {
     /// Runs an instance of the worker for each connection to its server, until the process drains.
     pub(super) async fn run(self, metrics: Metrics, shutdown: Shutdown) -> Result<(), ExternalError> {
-        let (url, mut backoff) = (&self.engine.url, Backoff::new(PAUSES.0, PAUSES.1));
+        let (url, mut backoff) = (self.engine.url(), Backoff::new(PAUSES.0, PAUSES.1));
         let mut has_connected = false;
         loop {
             let connected = tokio::select! {
                 biased;
                 () = shutdown.draining() => return Ok(()),
-                connected = vllm::connect(self.engine.clone()) => connected,
+                connected = self.engine.clone().connect() => connected,
             };
             let connected = match connected {
                 Ok(connected) => connected,
                 // An error at the first connection ends the worker, so that the operator sees it: the settings are wrong, or the server is
-                // not a vLLM server.
+                // of another kind.
                 Err(error) if !has_connected => return Err(error.into()),
                 Err(error) => {
                     let error = error_chain(&error);
@@ -132,12 +140,7 @@ impl ExternalWorker {
         }
     }
 
-    async fn run_instance(
-        &self,
-        connected: vllm::Connected,
-        metrics: &Metrics,
-        shutdown: &Shutdown,
-    ) -> Result<(), DecodeWorkerError> {
+    async fn run_instance(&self, connected: Connected, metrics: &Metrics, shutdown: &Shutdown) -> Result<(), DecodeWorkerError> {
         let mut plan = self.plan.clone();
         if plan.settings.model.is_empty() {
             plan.settings.model.clone_from(&connected.model);
@@ -149,7 +152,7 @@ impl ExternalWorker {
         let running = plan.run(Listener::tcp(listener, self.key.clone()), adapter, metrics.clone(), instance.clone());
         let following = async {
             let ended = follower.await;
-            tracing::warn!(engine = %self.engine.url, reason = %ended, "the engine has ended; the worker waits for it");
+            tracing::warn!(engine = self.engine.url(), reason = %ended, "the engine has ended; the worker waits for it");
             std::future::pending::<()>().await
         };
         let ended = tokio::select! {

@@ -94,7 +94,7 @@ impl Cluster {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
         let prefills = match settings.model.engine {
-            EngineKind::Vllm => !settings.prefill_engine_url.is_empty(),
+            EngineKind::Vllm | EngineKind::LlamaCpp => !settings.prefill_engine_url.is_empty(),
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => settings.prefill_workers > 0,
         };
         if settings.router.prefill == PrefillPlace::Remote && !prefills {
@@ -123,7 +123,7 @@ impl Cluster {
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
         let (workers, served) = match settings.model.engine {
-            EngineKind::Vllm => external_workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Vllm | EngineKind::LlamaCpp => external_workers(&parts, &settings, &mut config, &back).await?,
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => own_workers(&parts, &settings, &config, &back).await?,
         };
         let router_listener = loopback().await?;
@@ -165,6 +165,7 @@ impl Served for Cluster {
             EngineKind::Cuda => "on the GPU",
             EngineKind::Sim => "simulated",
             EngineKind::Vllm => "on vLLM",
+            EngineKind::LlamaCpp => "on llama.cpp",
         };
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
@@ -231,7 +232,7 @@ async fn external_workers(
         config.worker.external.engine_kv_connector = KvConnector::Nixl;
     }
     let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
-    let inspections = all.map(|(role, url)| (role, config.vllm(url, &parts.key)));
+    let inspections = all.map(|(role, url)| (role, config.server(url, &parts.key)));
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
@@ -242,7 +243,7 @@ async fn external_workers(
     }
     let source = match &settings.model.model {
         Some(source) => source.clone(),
-        None => external::source(first).ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url.clone() })?,
+        None => external::source(first).ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url().to_owned() })?,
     };
     let id = name.unwrap_or_else(|| first.model.clone());
     let served = weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?;

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use std::{future::Future, net::SocketAddr, time::Duration};
-use tandem_adapter::vllm::VllmSettings;
+use tandem_adapter::ServerSettings;
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -133,7 +133,7 @@ impl Parts {
         &self,
         plan: WorkerPlan,
         socket: TcpListener,
-        engine: VllmSettings,
+        engine: ServerSettings,
         registration: Option<Registration>,
         shutdown: &Shutdown,
     ) -> Result<(), StartError> {

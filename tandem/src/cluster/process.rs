@@ -4,7 +4,7 @@ use super::{
     EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
     weights::load_served,
 };
-use crate::settings::{CommonArgs, DiscoveryArgs, EngineKind, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
+use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
 use tandem_engine::EngineHandle;
 use tandem_node::{
@@ -118,10 +118,10 @@ impl Process {
         let id = settings.worker_id.unwrap_or_else(|| format!("{}-{}-{}", role.name(), host_name(), address.port()));
         let registered = registration.as_ref().map(|(_, address)| address.clone());
         let advertise = registered.or_else(|| discovery.advertise.clone());
-        if settings.model.engine == EngineKind::Vllm {
+        if let Some(server) = settings.model.engine.server() {
             let url = settings.worker.external.engine_url.first().expect("the command line demands one");
             process.name = format!("{} worker {id}", role.name());
-            process.places.push(("engine", format!("vLLM at {url}")));
+            process.places.push(("engine", format!("{server} at {url}")));
             let registration = registration.map(|(etcd, address)| Registration {
                 etcd: EtcdSettings { key: process.parts.key.clone(), ..etcd },
                 address,
@@ -133,7 +133,7 @@ impl Process {
                 &config,
                 (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
             );
-            let engine = config.vllm(url, &process.parts.key)?;
+            let engine = config.server(url, &process.parts.key)?;
             process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
             return Ok(process);
         }

@@ -52,8 +52,8 @@ impl EngineConfig {
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
             EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
-            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm if self.worker.tp > 1 => Err(StartError::OneDevice),
-            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm => Ok(()),
+            _ if self.worker.tp > 1 => Err(StartError::OneDevice),
+            EngineKind::Sim | EngineKind::Cpu | EngineKind::Vllm | EngineKind::LlamaCpp => Ok(()),
         }
     }
 
@@ -68,7 +68,7 @@ impl EngineConfig {
                 EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
-                EngineKind::Vllm => unreachable!("the caller starts no engine"),
+                EngineKind::Vllm | EngineKind::LlamaCpp => unreachable!("the caller starts no engine"),
             };
             Ok(Loaded { served, device })
         })
@@ -153,7 +153,7 @@ impl Loaded {
 
 /// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
-    if model.engine == EngineKind::Vllm {
+    if model.engine.server().is_some() {
         return load_tokenizer(model.store, model.model.unwrap_or_default(), served_model_name).await;
     }
     on_blocking_thread(move || match stored(&model)? {

@@ -5,16 +5,19 @@ use crate::secrets::secret_file;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
-use tandem_adapter::vllm::{KvEvents, VllmSettings};
+use tandem_adapter::{
+    llama_cpp::LlamaCppSettings,
+    vllm::{KvEvents, VllmSettings},
+};
 use tandem_kv::HashKey;
 use tandem_node::Secret;
 
-/// The settings of a vLLM server that runs already and computes for a worker.
+/// The settings of a server that runs already and computes for a worker.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
-#[command(next_help_heading = "External engine (--engine vllm)")]
+#[command(next_help_heading = "External engine (--engine vllm, llama-cpp)")]
 #[serde(rename_all = "kebab-case")]
 pub struct ExternalArgs {
-    /// URL of the vLLM server, such as http://127.0.0.1:8001. `tandem up` takes several, separated by commas; it starts a decode worker, which
+    /// URL of the server, such as http://127.0.0.1:8001. `tandem up` takes several, separated by commas; it starts a decode worker, which
     /// also prefills, for each of them (for each data-parallel rank, if a server has several)
     #[arg(long, env = "TANDEM_ENGINE_URL", value_name = "URLS", value_delimiter = ',')]
     #[serde(serialize_with = "with_commas")]
@@ -94,6 +97,19 @@ impl ExternalArgs {
             kv_lease: Duration::from_secs(self.engine_kv_lease),
         }
     }
+
+    /// Returns how the llama.cpp server at `url` is used. `ca` is the content of the file `engine_ca`.
+    pub(crate) fn llama_cpp(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> LlamaCppSettings {
+        LlamaCppSettings {
+            url: url.to_owned(),
+            key: self.engine_key_file.as_ref().map(|key| key.expose().to_owned()),
+            ca,
+            block_size: limits.block_size,
+            hash_key,
+            waiting_max: limits.waiting_max as usize,
+            prefix_caching: limits.prefix_caching,
+        }
+    }
 }
 
 /// The block size and the limits that a worker applies to its server.
@@ -105,6 +121,8 @@ pub(crate) struct EngineLimits {
     pub(crate) running_max: u32,
     /// The most sequences that may wait for a place on the server.
     pub(crate) waiting_max: u32,
+    /// Whether prompts reuse the KV of earlier ones. A vLLM server decides that itself.
+    pub(crate) prefix_caching: bool,
 }
 
 fn events(text: &str) -> Result<String, &'static str> {

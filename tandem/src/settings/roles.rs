@@ -37,7 +37,7 @@ pub struct UpSettings {
     #[arg(
         long,
         env = "TANDEM_PREFILL_ENGINE_URL",
-        help_heading = "External engine (--engine vllm)",
+        help_heading = "External engine (--engine vllm, llama-cpp)",
         value_name = "URLS",
         value_delimiter = ','
     )]

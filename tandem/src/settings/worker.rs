@@ -79,7 +79,7 @@ impl WorkerArgs {
     pub fn capacity_blocks(&self, engine: EngineKind, block_size: u32) -> Option<u32> {
         let by_default = match engine {
             EngineKind::Cpu => Some(16_384),
-            EngineKind::Cuda | EngineKind::Vllm => None,
+            EngineKind::Cuda | EngineKind::Vllm | EngineKind::LlamaCpp => None,
             EngineKind::Sim => Some(65_536),
         };
         self.kv_capacity_tokens.or(by_default).map(|tokens| (tokens / block_size).max(1))
@@ -88,7 +88,7 @@ impl WorkerArgs {
     /// Returns the maximum number of tokens that are computed in one step of an engine.
     pub fn chunk_budget(&self, engine: EngineKind) -> u32 {
         self.prefill_chunk_budget.unwrap_or(match engine {
-            EngineKind::Cpu | EngineKind::Sim | EngineKind::Vllm => 512,
+            EngineKind::Cpu | EngineKind::Sim | EngineKind::Vllm | EngineKind::LlamaCpp => 512,
             EngineKind::Cuda => 8_192,
         })
     }

@@ -1,14 +1,15 @@
-//! Workers whose back end is an external engine. The adapter is tested against a fake vLLM server, over real sockets.
+//! Workers whose back end is an external engine. The adapter is tested against fake vLLM and llama.cpp servers, over real sockets.
 
 mod cluster;
 mod exchange;
 mod jobs;
+mod llama_cpp;
 
 use anyhow::{Context, Result};
 use std::time::Duration;
 use tandem_adapter::{
-    Adapter,
-    vllm::{EngineEnded, KvEvents, VllmSettings, connect},
+    Adapter, EngineEnded,
+    vllm::{KvEvents, VllmSettings, connect},
 };
 use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampling};
 use tandem_kv::{HashKey, Namespace, TokenId};

@@ -1,0 +1,115 @@
+//! Connects to a llama.cpp server.
+
+use super::{
+    client::{self, Client, Model, Props},
+    request::BodySettings,
+};
+use crate::{
+    http::HttpClient,
+    mirror::{Mirror, MirrorSettings},
+    server::{self, ConnectError, Connected, Engine, ServerDescription},
+    shared::Shared,
+    slots::{SlotLimits, Slots},
+};
+use futures::FutureExt;
+use std::sync::Arc;
+use tandem_engine::EngineInfo;
+use tandem_kv::{HashKey, TokenId};
+
+/// The settings of the connection to a llama.cpp server.
+#[derive(Clone, Debug)]
+pub struct LlamaCppSettings {
+    /// The server's address: `http://HOST:PORT`, or `https://`.
+    pub url: String,
+    /// The server's `--api-key`.
+    pub key: Option<String>,
+    /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
+    pub ca: Option<Vec<u8>>,
+    /// Tokens in a block of the cluster.
+    pub block_size: u32,
+    /// The key of the cluster's sequence hashes.
+    pub hash_key: HashKey,
+    /// The most requests that wait for the engine.
+    pub waiting_max: usize,
+    /// Whether prompts reuse the KV of earlier ones. The server does not separate the caches of clients, so it then serves requests without a
+    /// cache salt and without an account only.
+    pub prefix_caching: bool,
+}
+
+/// What a server says of itself, and its slots.
+struct Described {
+    model: Model,
+    props: Props,
+    slots: u32,
+    context_length: u32,
+    end_token: Option<TokenId>,
+}
+
+/// Waits until the server answers, and returns what it says of itself.
+///
+/// # Errors
+/// The settings are invalid, or the server cannot be used.
+pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, ConnectError> {
+    let Described { model, props, slots, context_length, .. } = describe(&http(settings)?, &settings.url).await?;
+    let ranks = vec![(0, u64::from(slots) * u64::from(context_length))];
+    Ok(ServerDescription { model: model.id, root: props.model_path, context_length, ranks })
+}
+
+/// Waits until the server answers, and connects to it.
+///
+/// # Errors
+/// The settings are invalid, or the server cannot be used.
+pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectError> {
+    let http = http(&settings)?;
+    let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, .. } = settings;
+    let Described { model, props, slots, context_length, end_token } = describe(&http, &url).await?;
+    let capacity_blocks = (context_length / block_size.max(1)).saturating_mul(slots);
+    let mirror = Mirror::new(MirrorSettings {
+        hash_key,
+        block_size,
+        engine_block_size: block_size,
+        device_blocks: capacity_blocks,
+        hits_are_reported: false,
+        engine_blocks_max: 0,
+    })?;
+    let vocab_size = model.meta.and_then(|meta| meta.n_vocab).unwrap_or(usize::MAX);
+    let info = EngineInfo { vocab_size, context_length, block_size, capacity_blocks, block_bytes: 0 };
+    let limits = SlotLimits { running: slots as usize, blocks: capacity_blocks.into(), waiting: waiting_max };
+    let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, prefix_caching));
+    tracing::info!(
+        engine = %url,
+        build = props.build_info.as_deref().unwrap_or("unknown"),
+        model = model.id,
+        slots,
+        context_length,
+        prefix_caching,
+        "connected to a llama.cpp engine"
+    );
+    let client = Client::new(http, BodySettings { context_length, prefix_caching, end_token });
+    // The server publishes no events.
+    let events = std::future::pending().boxed();
+    let engine = Engine { shared, family: None, instance: props.instance(), events };
+    Ok(Connected::new(Arc::new(client), engine, model.id))
+}
+
+fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {
+    Ok(HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?)
+}
+
+async fn describe(http: &HttpClient, url: &str) -> Result<Described, ConnectError> {
+    let describe = || async {
+        let (models, props) = (client::models(http).await?, client::props(http).await?);
+        let end_token = match props.eos_token.as_deref() {
+            None | Some("") => None,
+            Some(text) => client::special_token(http, text).await?,
+        };
+        Ok((models, props, end_token))
+    };
+    let (models, props, end_token) = server::wait_until(url, describe).await?;
+    let context_length = props.default_generation_settings.as_ref().map(|slot| slot.n_ctx);
+    let (Some(slots @ 1..), Some(context_length @ 1..)) = (props.total_slots, context_length) else {
+        return Err(ConnectError::NoSlots);
+    };
+    let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
+    Ok(Described { model, props, slots, context_length, end_token })
+}

@@ -1,0 +1,75 @@
+//! Tokens that a streamed answer leaves out.
+//!
+//! The server sends no event for a token that ends within a character. The event of the token that completes the character has the text of both, but
+//! only the id of the last. All ids are then those into which the server's tokenizer divides the text. They have the same bytes; a model may have
+//! divided the text otherwise.
+
+use crate::api::EngineFailure;
+use serde::Deserialize;
+use tandem_kv::TokenId;
+
+/// The answer of `/tokenize` with `with_pieces`.
+#[derive(Deserialize)]
+pub(super) struct Tokenized {
+    tokens: Vec<Token>,
+}
+
+#[derive(Deserialize)]
+struct Token {
+    id: TokenId,
+    piece: Piece,
+}
+
+/// The text of a token, or its bytes if they are no text.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Piece {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+impl Piece {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Text(text) => text.as_bytes(),
+            Self::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+impl Tokenized {
+    /// Returns the tokens whose bytes are exactly the text. Some tokenizers put a space before it, which is left out.
+    ///
+    /// # Errors
+    /// No tokens at the end of the answer have these bytes.
+    pub fn of(self, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
+        let suffixes = (0..self.tokens.len()).map(|from| &self.tokens[from..]);
+        let has_the_text = |tokens: &&[Token]| tokens.iter().flat_map(|token| token.piece.bytes()).eq(text.as_bytes());
+        match { suffixes }.find(has_the_text) {
+            Some(tokens) => Ok(tokens.iter().map(|token| token.id).collect()),
+            None => Err(EngineFailure::Protocol("the tokens of an incomplete character are not known".to_owned())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(json: &str, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
+        serde_json::from_str::<Tokenized>(json).expect("an answer").of(text)
+    }
+
+    #[test]
+    fn tokens_of_a_text_have_exactly_its_bytes() {
+        // Recorded from build 10434.
+        let recorded = r#"{"tokens":[{"id":10813,"piece":[240,159]},{"id":232,"piece":[142]},{"id":227,"piece":[137]}]}"#;
+        assert_eq!(tokens(recorded, "🎉").expect("they are its bytes"), [10_813, 232, 227]);
+        let spaced =
+            r#"{"tokens":[{"id":9,"piece":" "},{"id":7,"piece":[226,130]},{"id":8,"piece":[172]},{"id":3,"piece":"!"}]}"#;
+        assert_eq!(tokens(spaced, "€!").expect("the space is left out"), [7, 8, 3]);
+        for other in ["🎊", "", "a🎉"] {
+            assert!(tokens(recorded, other).is_err(), "{other}");
+        }
+    }
+}
