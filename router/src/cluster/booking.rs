@@ -46,8 +46,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt is returned with the prompt's
-    /// blocks, any other instance with no blocks.
+    /// Returns the instances on which the booking counts now. An instance that is prefilling the prompt comes with the prompt's blocks, any
+    /// other instance with no blocks.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
