@@ -7,11 +7,7 @@
 use anyhow::{Context, Result};
 use futures::{StreamExt, future::try_join_all};
 use serde_json::json;
-use std::{
-    fs,
-    net::SocketAddr,
-    time::{Duration, Instant},
-};
+use std::{fs, net::SocketAddr, time::Duration};
 use tandem_adapter::vllm::{KvEvents, VllmSettings, connect};
 use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown};
@@ -28,6 +24,7 @@ use tandem_worker::WorkerSettings;
 use tokio::{
     net::TcpListener,
     runtime::{Builder, Runtime},
+    time::Instant,
 };
 
 /// The name of the threads whose CPU time is measured.
@@ -70,7 +67,8 @@ async fn worker(url: String) -> Result<SocketAddr> {
     let connected = connect(settings).await?;
     let worker = WorkerSettings { worker_id: "decode".to_owned(), model: connected.model.clone(), ..WorkerSettings::default() };
     let (adapter, follower) = connected.into_parts();
-    tokio::spawn(follower);
+    let shutdown = Shutdown::default();
+    shutdown.spawn(async move { drop(follower.await) });
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     let address = listener.local_addr()?;
     let settings = tandem_decode_worker::DecodeWorkerSettings {
@@ -80,7 +78,8 @@ async fn worker(url: String) -> Result<SocketAddr> {
         receive_timeout: Duration::from_secs(60),
         transfer_mode: TransferMode::Tcp,
     };
-    tokio::spawn(tandem_decode_worker::run(listener, adapter, settings, Metrics::default(), Shutdown::default()));
+    let run = tandem_decode_worker::run(listener, adapter, settings, Metrics::default(), shutdown.clone());
+    shutdown.track(async move { drop(run.await) });
     Ok(address)
 }
 
