@@ -28,7 +28,7 @@ const LONG_STEP_TOKENS: f64 = 64.0;
 /// number. A very long step among many steps of a few tokens adds about four times as much.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
-/// A slope that is smaller than this many of its standard errors is not significant.
+/// The number of its standard errors that a slope must exceed to be significant.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
