@@ -303,7 +303,7 @@ def main():
             for engine in engines:
                 events, replay = engine.event_sources()
                 print(f"{engine.name}: {engine.url}  events {events}  replay {replay}  log {engine.log}", flush=True)
-            print(f"Ctrl-C ends them; at the latest they end after {LIFETIME_SECONDS // 60} minutes", flush=True)
+            print(f"press Ctrl-C to stop the engines; they stop by themselves after {LIFETIME_SECONDS // 60} minutes", flush=True)
             while all(engine.process.poll() is None for engine in engines):
                 time.sleep(0.5)
             raise EngineFailed("an engine ended:\n" + "\n".join(engine.log_end() for engine in engines if engine.process.poll() is not None))

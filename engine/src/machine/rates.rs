@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_of_one_length_give_the_rate_at_that_length() {
+    fn steps_with_one_number_of_tokens_give_the_rate_for_that_number() {
         let rates = after(&[(512, 0); 3]);
         assert!(is_near(rates.prefill_tokens_per_second(), 512.0 / seconds(512, 0), 0.001), "{rates:?}");
         assert_eq!(rates.prefill_fixed_ms(), 0.0);
