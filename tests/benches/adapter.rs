@@ -68,7 +68,9 @@ async fn worker(url: String) -> Result<SocketAddr> {
     let worker = WorkerSettings { worker_id: "decode".to_owned(), model: connected.model.clone(), ..WorkerSettings::default() };
     let (adapter, follower) = connected.into_parts();
     let shutdown = Shutdown::default();
-    shutdown.spawn(async move { drop(follower.await) });
+    shutdown.spawn(async move {
+        let _ended = follower.await;
+    });
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     let address = listener.local_addr()?;
     let settings = tandem_decode_worker::DecodeWorkerSettings {
