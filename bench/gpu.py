@@ -291,7 +291,7 @@ def main():
     card = torch.cuda.get_device_properties(0)
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     print(f"{time.strftime('%Y-%m-%d')}, {card.name}, driver {driver.stdout.strip()}, torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print("| Model | Weights | Logits wrong by | Greedy tokens, replayed steps and moved blocks |\n|---|---|---|---|")
+    print("| Model | Weights | Largest error of the logits | Greedy tokens, replayed steps and moved blocks |\n|---|---|---|---|")
     # The reference is computed in single precision, not in TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
     passed, tool = True, sanitizer()

@@ -50,7 +50,7 @@ done
 kill -INT "$load"
 wait "$load" && lost=0 || lost=$?
 cat "$log"
-# The killed processes must run again by now, and Prometheus must scrape them.
+# In ten seconds the killed processes run again, and Prometheus has scraped them.
 sleep 10
 for expected in frontend=2 router=2 prefill=2 decode=1; do
     target=${expected%=*}

@@ -175,15 +175,16 @@ impl Task {
                 exporting.await?
             }
         };
-        let cached = exported.cached_tokens.map(|tokens| tiers.split(tokens));
+        // vLLM reports 0 cached tokens for a request that it aborts before the first token, whatever it had found.
+        let is_aborted = exported.handle.is_err() && self.cancelled.is_cancelled();
+        let cached = exported.cached_tokens.filter(|_| !is_aborted).map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
         let took = running.submitted.elapsed();
-        // The engine reports the number of cached tokens even if it holds no KV of the prompt, as after an aborted request.
         self.send(Event::Scheduled { cached }).await?;
-        let handle = match exported.handle {
-            Err(_) if self.cancelled.is_cancelled() => return Err(Ended::Dropped),
-            handle => handle?,
-        };
+        if is_aborted {
+            return Err(Ended::Dropped);
+        }
+        let handle = exported.handle?;
         running.work.begun(call.tokens.len().saturating_sub(known), took);
         self.shared.routed(&call);
         self.send(Event::Exported(handle)).await
@@ -191,9 +192,10 @@ impl Task {
 
     async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
         let Running { _slot, work, handle, submitted } = running;
-        let handle = match generate.kv {
-            KvSource::Handle => Some(handle.await.map_err(|_| Ended::Dropped)?),
-            KvSource::Local | KvSource::Remote => None,
+        // With a handle, the time to the first token is that of the pull. The other worker's prefill, which comes before, is no part of it.
+        let (handle, submitted) = match generate.kv {
+            KvSource::Handle => (Some(handle.await.map_err(|_| Ended::Dropped)?), Instant::now()),
+            KvSource::Local | KvSource::Remote => (None, submitted),
         };
         let request_id = self.shared.request_id(&generate.request_id);
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
@@ -341,7 +343,11 @@ impl Answer<'_> {
                 }
             }
             finish = ended.or(finish);
-            let Some(usage) = usage else { continue };
+            let Some(mut usage) = usage else { continue };
+            if aborted && !has_begun {
+                // vLLM reports 0, whatever it had found.
+                usage.cached_tokens = None;
+            }
             let reason = match (finish, last_token) {
                 _ if silent => Some(FinishReason::Length),
                 (Some(Finish::Stop), Some(token)) => Some(FinishReason::Stop(token)),

@@ -12,11 +12,11 @@ use tokio::sync::oneshot;
 /// The limits on the number of requests that the engine runs at a time, on their blocks, and on the number of requests that wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotLimits {
-    /// The most requests in the engine.
+    /// The maximum number of requests in the engine.
     pub running: usize,
     /// The most KV blocks that the prompts of these requests may need together. A request that needs more runs alone.
     pub blocks: u64,
-    /// The most requests that wait.
+    /// The maximum number of requests that may wait for a place in the engine.
     pub waiting: usize,
 }
 

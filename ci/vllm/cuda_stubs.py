@@ -86,7 +86,7 @@ def main(site_packages, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for library in libraries:
         build(folder, library, symbols[library])
-    print(f"{len(libraries)} stand-ins for CUDA's libraries in {folder}")
+    print(f"{len(libraries)} stubs of CUDA's libraries are in {folder}")
 
 
 if __name__ == "__main__":

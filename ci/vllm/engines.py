@@ -21,7 +21,8 @@ from pathlib import Path
 
 MODEL = "smollm2"
 BLOCK_SIZE = 32
-BLOCKS = 400
+# Fewer than eight documents of scenarios/routing.py need: it matters which engine has which.
+BLOCKS = 160
 MAX_MODEL_LEN = 4096
 # The time that a prefill engine keeps blocks which no decode engine has pulled. vLLM's default of 30 s is too short for two busy cores.
 LEASE_SECONDS = 60
@@ -61,17 +62,18 @@ class Engine:
         self.port, self.side_channel = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = self.run / f"{name}.log"
-        self.process = None
+        self.process, self.reports_cached = None, True
 
     def command(self):
         # With tcp://*:0, vLLM chooses a free port at VLLM_HOST_IP, here 127.0.0.1. Any other TCP address that vLLM binds has `*` as its
         # host, which means every network interface.
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}
-        command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), "nice", str(self.folder / "venv/bin/vllm"), "serve"]
+        command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), str(self.folder / "venv/bin/vllm"), "serve"]
         command += [str(self.folder / "model"), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
         command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS), "--enable-prefix-caching"]
-        command += ["--enable-prompt-tokens-details", "--enable-scale-out", "--kv-events-config", json.dumps(events)]
+        command += ["--enable-scale-out", "--kv-events-config", json.dumps(events)]
+        command += ["--enable-prompt-tokens-details"] if self.reports_cached else []
         if self.layout.transfer:
             extra = {"kv_lease_duration": LEASE_SECONDS}
             transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
@@ -101,8 +103,9 @@ class Engine:
             "UCX_NET_DEVICES": "lo",
         }
 
-    def start(self):
+    def start(self, reports_cached=True):
         """Starts the engine in a session of its own, so that one signal reaches all its processes. Its ports stay those of earlier starts."""
+        self.reports_cached = reports_cached
         assert self.process is None, f"{self.name} runs already"
 
         def limits():
@@ -172,6 +175,10 @@ class Engine:
             total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
         return total
 
+    def send(self, number):
+        """Sends a signal to all processes of the engine."""
+        os.killpg(self.process.pid, number)
+
     def kill(self):
         """Ends all processes of the engine at once, as `kill -9` does."""
         self.end(signal.SIGKILL)
@@ -224,11 +231,7 @@ class Engine:
 
     def metric(self, name, **labels):
         """Returns the sum of the metric's values with these labels."""
-        total = 0.0
-        for line in self.get("/metrics").splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+        return metric(self.get("/metrics"), name, **labels)
 
 
 class Engines:
@@ -267,6 +270,15 @@ class Engines:
         return iter(self.by_name.values())
 
 
+def metric(text, name, **labels):
+    """Returns the sum of a metric's values with these labels in the text of a /metrics page."""
+    total = 0.0
+    for line in text.splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
 def memory_available():
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -291,7 +303,7 @@ def main():
             for engine in engines:
                 events, replay = engine.event_sources()
                 print(f"{engine.name}: {engine.url}  events {events}  replay {replay}  log {engine.log}", flush=True)
-            print(f"Ctrl-C ends them; at the latest they end after {LIFETIME_SECONDS // 60} minutes", flush=True)
+            print(f"press Ctrl-C to stop the engines; they stop by themselves after {LIFETIME_SECONDS // 60} minutes", flush=True)
             while all(engine.process.poll() is None for engine in engines):
                 time.sleep(0.5)
             raise EngineFailed("an engine ended:\n" + "\n".join(engine.log_end() for engine in engines if engine.process.poll() is not None))

@@ -131,7 +131,7 @@ def main(file, folder):
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    print(f"the model for vLLM in {folder}")
+    print(f"wrote the model for vLLM to {folder}")
 
 
 if __name__ == "__main__":

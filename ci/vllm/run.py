@@ -3,7 +3,8 @@
     python run.py FOLDER RUN TANDEM [NAME...]
 
 A scenario is a file in `scenarios/`: its docstring says what must hold, LAYOUT (see engines.py) has the engines that it needs, and
-`scenario(stage)` raises an error when something does not hold.
+`scenario(stage)` raises an error when something does not hold. A scenario
+with CHANGES_ENGINES comes last, because the others need engines as they were started.
 """
 
 import importlib
@@ -31,7 +32,8 @@ def load(names):
     unknown = [name for name in names if name not in known]
     if unknown:
         sys.exit(f"ci/vllm.sh: there is no scenario {unknown[0]}; the scenarios are {', '.join(known)}")
-    return {name: importlib.import_module(f"scenarios.{name}") for name in names or known}
+    modules = {name: importlib.import_module(f"scenarios.{name}") for name in names or known}
+    return dict(sorted(modules.items(), key=lambda item: hasattr(item[1], "CHANGES_ENGINES")))
 
 
 def play(name, module, engines, tandem, run):

@@ -5,6 +5,7 @@ use crate::{
     error::ApiError,
     listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
+    model::ServedModel,
     shares::Counts,
 };
 use axum::http::StatusCode;
@@ -49,8 +50,8 @@ struct Sequences {
 pub(crate) struct Admitted {
     pub(crate) endpoint: Endpoint,
     pub(crate) since: Instant,
-    /// Whether the request names a model that is served.
-    pub(crate) model_known: bool,
+    /// The served model that the request names; `None`: none is known.
+    pub(crate) model: Option<Arc<ServedModel>>,
     /// The span that records the end of the request.
     pub(crate) span: Span,
     finished: bool,
@@ -81,7 +82,7 @@ impl Admission {
         Ok(Admitted {
             endpoint,
             since: Instant::now(),
-            model_known: false,
+            model: None,
             span: Span::default(),
             finished: false,
             reserved: None,
@@ -100,6 +101,11 @@ impl Admission {
 }
 
 impl Admitted {
+    /// Returns the id of the served model that the request names; empty if none is known.
+    fn model_id(&self) -> &str {
+        self.model.as_ref().map_or("", |model| &model.id)
+    }
+
     /// Reserves all `sequences` of the request (prompts × `n`), or none and fails. Must be called once, when the request has been parsed.
     /// Requests are not queued here, because a queue would only hide the overload.
     ///
@@ -136,7 +142,7 @@ impl Admitted {
         if status.is_server_error() {
             self.span.fail("server_error");
         }
-        self.metrics.finished(self.endpoint, self.model_known, status, self.since.elapsed());
+        self.metrics.finished(self.endpoint, self.model_id(), status, self.since.elapsed());
     }
 }
 
@@ -152,7 +158,7 @@ impl Drop for Admitted {
         }
         if !self.finished {
             self.span.fail("cancelled");
-            self.metrics.cancelled(self.endpoint, self.model_known);
+            self.metrics.cancelled(self.endpoint, self.model_id());
         }
     }
 }
@@ -164,7 +170,7 @@ mod tests {
 
     fn admission(all: usize, per_client: Option<usize>) -> (Admission, Metrics, Shutdown) {
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
-        let frontend = Arc::new(FrontendMetrics::new(&metrics, "m"));
+        let frontend = Arc::new(FrontendMetrics::new(&metrics));
         (Admission::new(Limits { all, per_client }, shutdown.clone(), frontend), metrics, shutdown)
     }
 

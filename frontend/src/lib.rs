@@ -31,6 +31,7 @@ pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
 use http::{App, Trust};
 use listen::ConnectionLimits;
+use model::Models;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
 use tandem_proto::channel::Listener;
@@ -44,6 +45,9 @@ pub enum FrontendError {
     /// The list of routers cannot be used.
     #[error(transparent)]
     Routers(#[from] DiscoveryError),
+    /// The setting `models` is empty, or two of them have one id.
+    #[error("each served model needs an id of its own, and there must be one")]
+    Models,
     /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
     BlockSize,
@@ -65,6 +69,9 @@ pub async fn run(
 ) -> Result<(), FrontendError> {
     if settings.block_size == 0 {
         return Err(FrontendError::BlockSize);
+    }
+    if !Models::can_be_served(&settings.models) {
+        return Err(FrontendError::Models);
     }
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;

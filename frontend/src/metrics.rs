@@ -26,7 +26,6 @@ pub(crate) enum Endpoint {
 
 pub(crate) struct FrontendMetrics {
     registry: Metrics,
-    model: String,
     pub(crate) inflight_requests: Gauge,
     pub(crate) inflight_sequences: Gauge,
     pub(crate) reading_requests: Gauge,
@@ -68,7 +67,7 @@ impl Endpoint {
 }
 
 impl FrontendMetrics {
-    pub(crate) fn new(registry: &Metrics, model: &str) -> Self {
+    pub(crate) fn new(registry: &Metrics) -> Self {
         let gauge = |name, help| registry.gauge(name, help, &[]);
         let counter = |name, help| registry.counter(name, help, &[]);
         let histogram = |name, help| registry.histogram(name, help, &[]);
@@ -107,23 +106,24 @@ impl FrontendMetrics {
             request_cached_ratio: histogram("tandem_frontend_request_cached_ratio", "Cached fraction of each finished prompt."),
             reporting: Mutex::default(),
             registry: registry.clone(),
-            model: model.to_owned(),
         }
     }
 
     /// Counts a request that was refused before admission.
     pub(crate) fn refused(&self, endpoint: Endpoint, status: StatusCode) {
-        self.requests(endpoint, false, status.as_str()).increment(1);
+        self.requests(endpoint, "", status.as_str()).increment(1);
     }
 
     /// Counts an admitted request whose reply was sent, and records its duration.
-    pub(crate) fn finished(&self, endpoint: Endpoint, model_known: bool, status: StatusCode, duration: Duration) {
-        self.requests(endpoint, model_known, status.as_str()).increment(1);
+    /// `model` is the id of a served model, or empty.
+    pub(crate) fn finished(&self, endpoint: Endpoint, model: &str, status: StatusCode, duration: Duration) {
+        self.requests(endpoint, model, status.as_str()).increment(1);
         self.request_duration.record(duration.as_secs_f64());
     }
 
-    pub(crate) fn cancelled(&self, endpoint: Endpoint, model_known: bool) {
-        self.requests(endpoint, model_known, &CLIENT_CLOSED.to_string()).increment(1);
+    /// Counts a request whose client disconnected. `model` is as in [`Self::finished`].
+    pub(crate) fn cancelled(&self, endpoint: Endpoint, model: &str) {
+        self.requests(endpoint, model, &CLIENT_CLOSED.to_string()).increment(1);
         self.cancelled.increment(1);
     }
 
@@ -187,9 +187,8 @@ impl FrontendMetrics {
         }
     }
 
-    fn requests(&self, endpoint: Endpoint, model_known: bool, code: &str) -> Counter {
+    fn requests(&self, endpoint: Endpoint, model: &str, code: &str) -> Counter {
         const NAME: &str = "tandem_frontend_requests_total";
-        let model = if model_known { self.model.as_str() } else { "" };
         let labels = [("endpoint", endpoint.label()), ("model", model), ("code", code)];
         self.registry.counter(NAME, "Requests by the status of their reply.", &labels)
     }
@@ -222,7 +221,7 @@ mod tests {
     #[test]
     fn cached_tokens_are_counted_by_source_and_known_tier() {
         let registry = Metrics::default();
-        let metrics = FrontendMetrics::new(&registry, "m");
+        let metrics = FrontendMetrics::new(&registry);
         metrics.prompt_finished(&finished(48, CachedSource::Worker, &[("device", 32), ("attic", 16)]), "p0");
         metrics.prompt_finished(&finished(0, CachedSource::Worker, &[("device", 0)]), "p0");
         metrics.prompt_finished(&finished(64, CachedSource::RouterEstimate, &[]), "p1");
@@ -245,7 +244,7 @@ mod tests {
     #[test]
     fn failure_counters_exist_before_the_first_failure() {
         let registry = Metrics::default();
-        let metrics = FrontendMetrics::new(&registry, "m");
+        let metrics = FrontendMetrics::new(&registry);
         metrics.attempt_failed(FailureReason::PrefillLost);
         let text = registry.render();
         for line in [
@@ -262,7 +261,7 @@ mod tests {
     #[test]
     fn worker_is_counted_each_time_it_stops_reporting_cached_tokens() {
         let registry = Metrics::default();
-        let metrics = FrontendMetrics::new(&registry, "m");
+        let metrics = FrontendMetrics::new(&registry);
         use CachedSource::{RouterEstimate, Worker};
         for source in [Worker, RouterEstimate, RouterEstimate, Worker, RouterEstimate] {
             metrics.prompt_finished(&finished(16, source, &[]), "p0");

@@ -31,7 +31,7 @@ pub(crate) struct Record {
     finished: Finished,
 }
 
-/// The fields that are known when a prompt ends.
+/// The fields of a record that are known only when the answer to its prompt has ended.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finished {
     pub(crate) endpoint: &'static str,

@@ -16,8 +16,8 @@ pub struct FrontendSettings {
     pub routers: MemberSource,
     /// The name that the operator gave the cluster. A router of another cluster is not used.
     pub cluster: String,
-    /// The served model.
-    pub model: ServedModel,
+    /// The served models: at least one, with different ids. All have the same limits.
+    pub models: Vec<ServedModel>,
     /// The number of tokens in a block. All processes of a cluster have the same.
     pub block_size: u32,
     /// The maximum number of running sequences (prompts × `n`). Requests beyond it are refused with 503.
@@ -103,7 +103,7 @@ impl FrontendSettings {
         Self {
             routers: MemberSource::List(vec![router.into()]),
             cluster: "tandem".to_owned(),
-            model,
+            models: vec![model],
             block_size: 16,
             concurrent_sequences: 1024,
             sequences_per_client: None,

@@ -142,7 +142,7 @@ mod tests {
     /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
     /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
-    fn only_namespaces_without_a_salt_and_an_account_are_shared() {
+    fn namespace_is_shared_only_if_it_has_neither_salt_nor_account() {
         let shared = Namespace::new("model", "main", "", "");
         assert!(shared.is_shared() && Namespace::new("", "", "", "").is_shared());
         let bytes = shared.as_bytes();

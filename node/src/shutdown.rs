@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn part_ends_alone_or_with_its_process() {
+    async fn child_shutdown_ends_separately_and_when_its_process_ends() {
         let process = Shutdown::default();
         let (first, second) = (process.child(), process.child());
         first.spawn(std::future::pending());

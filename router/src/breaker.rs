@@ -15,10 +15,10 @@ use tokio::time::Instant;
 /// open the circuit.
 const FAULTS_MAX: u32 = 3;
 
-/// The first pause, to which jitter adds at most as much again. It is short, because the worker may only have been busy.
+/// The first pause. Jitter lengthens it to at most twice this time. It is short, because the worker may only have been busy.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 
-/// The longest pause, to which jitter adds at most as much again. A worker that has not recovered fails one attempt after each pause.
+/// The longest pause. Jitter lengthens it to at most twice this time. A worker that has not recovered fails one attempt after each pause.
 const PAUSE_MAX: Duration = Duration::from_secs(15);
 
 /// The circuit breaker of one worker.

@@ -4,6 +4,7 @@
 use metrics::{Counter, Gauge, Histogram};
 use tandem_kv::Change;
 use tandem_node::Metrics;
+use tandem_proto::v1::WorkerInfo;
 
 /// Metrics of the router itself; [`RouterMetrics::new`] has their help texts.
 pub(crate) struct RouterMetrics {
@@ -24,7 +25,7 @@ pub(crate) struct RouterMetrics {
 
 /// Metrics of one worker; [`RouterMetrics::worker`] has their help texts. The series are exported until this value is dropped.
 pub(crate) struct WorkerSeries {
-    _exported: Metrics,
+    exported: Metrics,
     /// Placements in which the worker prefills for another worker.
     pub(crate) placed_prefill: Counter,
     /// Placements in which the worker decodes and another worker prefills.
@@ -35,8 +36,6 @@ pub(crate) struct WorkerSeries {
     pub(crate) overlap_over: Counter,
     pub(crate) overlap_under: Counter,
     pub(crate) index_blocks: Gauge,
-    /// 1 if the worker's index is approximate (derived from the requests that were routed to the worker), else 0.
-    pub(crate) index_approximate: Gauge,
     /// 1 while the worker's events come over NATS, else 0.
     pub(crate) over_nats: Gauge,
     /// 1 while the worker's events come on its `Watch` stream, else 0.
@@ -124,11 +123,6 @@ impl RouterMetrics {
                 "Blocks of the worker in the index.",
                 &[("worker", worker_id), ("tier", "device")],
             ),
-            index_approximate: registry.gauge(
-                "tandem_router_index_approximate",
-                "1 if the index of the worker is assumed from what was routed to it, because its engine publishes no KV events.",
-                &[("worker", worker_id)],
-            ),
             over_nats: source("nats"),
             direct: source("direct"),
             gaps: counter(
@@ -148,12 +142,23 @@ impl RouterMetrics {
             stored: event("stored"),
             removed: event("removed"),
             cleared: event("cleared"),
-            _exported: registry.clone(),
+            exported: registry.clone(),
         }
     }
 }
 
 impl WorkerSeries {
+    /// Exports the constants of the worker that joins.
+    pub(crate) fn describe(&self, info: &WorkerInfo) {
+        let worker = ("worker", info.worker_id.as_str());
+        let constant = |name, help, labels: &[_], value| self.exported.gauge(name, help, labels).set(value);
+        let help = "1 for each worker, with the model that it serves.";
+        constant("tandem_router_worker_info", help, &[worker, ("model", &info.model)], 1.0);
+        let help =
+            "1 if the index of the worker is assumed from what was routed to it, because its engine publishes no KV events.";
+        constant("tandem_router_index_approximate", help, &[worker], f64::from(u8::from(info.approximate_index)));
+    }
+
     /// Counts an event that was applied to the index.
     pub(crate) fn count_event(&self, change: &Change) {
         match change {

@@ -24,7 +24,8 @@ const RECENT_MAX: usize = 65_536;
 const MESSAGE_BOOKINGS_MAX: usize = 1_024;
 /// The most hashes in one message, about half a megabyte. A message exceeds the limit by at most its last booking.
 const MESSAGE_HASHES_MAX: usize = 65_536;
-/// The most hashes that are sent for one booking: 65,536 tokens in blocks of 16. Peers predict only these blocks of longer prompts.
+/// The most hashes that are sent for one booking: those of 65,536 tokens in blocks of 16. For a longer prompt, peers predict only the first
+/// blocks.
 pub(crate) const HASHES_MAX: usize = 4_096;
 
 /// Numbers the changes of this router's bookings, and keeps the latest changes.

@@ -116,7 +116,7 @@ impl Router for RouterService {
 
 impl RouterService {
     fn check_identity(&self, peer: &str, identity: Option<Identity>) -> Result<(), Status> {
-        let fits = identity.map_or(Ok(()), |identity| identity.fits(&self.cluster.lock().identity()));
+        let fits = identity.map_or(Ok(()), |identity| identity.fits(&self.cluster.lock().identity_of(&identity.model)));
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
@@ -124,8 +124,8 @@ impl RouterService {
     fn check_ready(&self) -> Result<(), Status> {
         let has_peers = !matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
         let state = self.cluster.lock();
-        match state.unavailable_reason() {
-            Some(reason) if has_peers && state.unavailable.is_starting() => Err(Status::unavailable(reason)),
+        match state.starting_reason() {
+            Some(reason) if has_peers => Err(Status::unavailable(reason)),
             _ => Ok(()),
         }
     }
@@ -332,9 +332,10 @@ fn failure(error: PlacementError) -> Failure {
             | NoEligibleWorker::NoCommonFamily
             | NoEligibleWorker::AllFailed,
         )
+        | PlacementError::NoWorkerOfModel
         | PlacementError::TooManyBookings
         | PlacementError::TooManyAttempts => FailureReason::AtCapacity,
-        PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::OtherModel => {
+        PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::NoModelNamed => {
             FailureReason::InvalidRequest
         }
     };

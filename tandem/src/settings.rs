@@ -23,7 +23,7 @@ pub use discovery::{DiscoveryArgs, DiscoveryArgsError};
 pub use events::NatsArgs;
 pub(crate) use external::EngineLimits;
 pub use external::{ExternalArgs, KvConnector};
-pub use frontend::FrontendArgs;
+pub use frontend::{ExtraModel, FrontendArgs};
 pub use key::{KeyArgs, KeyFileError};
 pub use limits::LimitArgs;
 pub use model::{EngineKind, ModelArgs};

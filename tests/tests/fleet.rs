@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::time::Duration;
 use tandem::{
-    Cluster,
+    Cluster, Served,
     settings::{EngineKind, PrefillPlace, UpSettings},
 };
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
@@ -160,10 +160,25 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_of_different_models_are_refused() -> Result<()> {
+async fn servers_of_several_models_are_one_cluster() -> Result<()> {
     let mut fleet = Fleet::start(1).await?;
-    fleet.engines.push(FakeVllm::start(FakeSettings { model: "other".to_owned(), ..fleet.settings.clone() }).await?);
-    let error = Cluster::start(fleet.settings()).await.err().context("it must not start")?;
-    assert!(error.to_string().contains("fake and other"), "{error}");
+    let other = FakeSettings { model: "other".to_owned(), ..fleet.settings.clone() };
+    fleet.engines.push(FakeVllm::start(other).await?);
+    let cluster = Cluster::start(fleet.settings()).await?;
+    assert!(cluster.introduction().starts_with("fake, other are ready (on vLLM)"), "{}", cluster.introduction());
+    let models = view(&cluster).await?.models.into_iter().map(|model| model.identity.map(|identity| identity.model));
+    assert_eq!(models.collect::<Vec<_>>(), [Some("fake".to_owned()), Some("other".to_owned())]);
+    for (at, model) in [(0, "fake"), (1, "other"), (1, "other")] {
+        let before = fleet.engines[at].counted().0;
+        let body = json!({ "model": model, "prompt": "hello", "max_tokens": 4, "temperature": 0 });
+        let answer = post(&cluster, "/v1/completions", &body).await?;
+        assert_eq!((&answer["model"], &answer["choices"][0]["text"]), (&json!(model), &json!(continuation("hello", 4))));
+        assert_eq!(fleet.engines[at].counted().0, before + 5, "the request ran on the engine of its model");
+    }
+    cluster.stop().await;
+    let mut settings = fleet.settings();
+    settings.frontend.extra_models = vec!["third=/models/third".parse().map_err(anyhow::Error::msg)?];
+    let refused = Cluster::start(settings).await.err().context("no engine serves it")?;
+    assert!(refused.to_string().contains("third"), "{refused}");
     Ok(())
 }

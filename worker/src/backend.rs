@@ -106,7 +106,7 @@ impl dyn Job + '_ {
 pub struct CacheWatch {
     /// The blocks in the cache at that moment.
     pub snapshot: Snapshot,
-    /// The load at that moment.
+    /// The load at the moment of the snapshot.
     pub load: Load,
     /// Later events and loads. The snapshot already includes events with ids up to [`Snapshot::at_event_id`].
     pub batches: broadcast::Receiver<Arc<KvBatch>>,

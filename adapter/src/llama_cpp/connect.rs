@@ -29,10 +29,10 @@ pub struct LlamaCppSettings {
     pub block_size: u32,
     /// The key of the cluster's sequence hashes.
     pub hash_key: HashKey,
-    /// The most requests that wait for the engine.
+    /// The maximum number of requests that may wait for the engine.
     pub waiting_max: usize,
-    /// Whether prompts reuse the KV of earlier ones. The server does not separate the caches of clients, so it then serves requests without a
-    /// cache salt and without an account only.
+    /// Whether prompts reuse the KV of earlier ones. The server does not separate the caches of clients, so the worker then serves only
+    /// requests without a cache salt and without an account.
     pub prefix_caching: bool,
 }
 

@@ -1,8 +1,8 @@
 //! Tokens that a streamed answer leaves out.
 //!
-//! The server sends no event for a token that ends within a character. The event of the token that completes the character has the text of both, but
-//! only the id of the last. All ids are then those into which the server's tokenizer divides the text. They have the same bytes; a model may have
-//! divided the text otherwise.
+//! The server sends no event for a token that ends within a character. The event of the token that completes the character has the text of
+//! all these tokens, but only the id of the last. The adapter then uses the ids into which the server's tokenizer divides the text. They
+//! have the same bytes, although the model may have divided the text otherwise.
 
 use crate::api::EngineFailure;
 use serde::Deserialize;

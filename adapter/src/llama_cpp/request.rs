@@ -10,8 +10,8 @@ const SAMPLERS: [&str; 5] = ["penalties", "temperature", "min_p", "top_k", "top_
 /// The fields of a streamed answer's last event. The others repeat the prompt as text, and all settings.
 const RESPONSE_FIELDS: [&str; 4] = ["stop", "stop_type", "tokens_predicted", "timings"];
 
-/// llama.cpp's default window of presence and frequency penalties, in tokens. The prompt's tokens in the window count as generated, so with a
-/// larger window a long prompt would decide the answer.
+/// llama.cpp's default window of presence and frequency penalties, in tokens. The prompt's tokens in the window count as generated, so with
+/// a larger window a long prompt would decide the answer.
 const PENALTY_WINDOW: u32 = 64;
 
 /// The body of a streamed request.

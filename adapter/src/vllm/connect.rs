@@ -45,7 +45,7 @@ pub struct VllmSettings {
     pub hash_key: HashKey,
     /// The most requests that the engine runs at a time (vLLM's `--max-num-seqs`).
     pub running_max: usize,
-    /// The most requests that wait for a place in the engine.
+    /// The maximum number of requests that may wait for a place in the engine.
     pub waiting_max: usize,
     /// Whether the engine has `--kv-transfer-config` with `NixlConnector`, so that it exchanges KV with other workers' engines.
     pub nixl: bool,

@@ -221,7 +221,7 @@ impl Queries<'_> {
         }
     }
 
-    /// Adds the values of these positions, weighted with the scores, for the head's dimensions from `column` on.
+    /// Adds the values at `positions`, weighted with the scores, to `sums`, which have the head's dimensions from `column` on.
     #[inline(always)]
     fn add_values<S: Simd, const R: usize, const V: usize>(
         &self,

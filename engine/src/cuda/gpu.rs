@@ -137,7 +137,7 @@ impl Staging {
 }
 
 impl Gpu {
-    /// Opens a GPU, loads these kernels, and creates a first stream.
+    /// Opens a GPU, loads the kernels in `cubin`, and creates a first stream.
     pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape) -> Result<Self, CudaError> {
         Self::of(Arc::new(Context::open(driver, cubin, shape)?))
     }
@@ -240,7 +240,7 @@ impl Device for Gpu {
     type Graph = Graph;
 
     fn new_stream(&self) -> Result<Self, CudaError> {
-        // Earlier work of this stream, such as copies of weights, must be done before the new stream reads its results.
+        // Work in flight on this stream, such as copies of weights, must end before the new stream reads the memory that it writes.
         self.context.enter()?;
         self.idle()?;
         Self::of(Arc::clone(&self.context))

@@ -35,7 +35,7 @@ pub(super) struct Sizes {
     pub scratch: usize,
     /// Number of rows of logits that are computed at a time.
     pub head_rows_max: usize,
-    /// The largest number of partitions in a step.
+    /// The largest number of partitions into which the attention of one step is divided.
     pub partitions_max: usize,
     pub capacity_blocks: u32,
 }

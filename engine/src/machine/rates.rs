@@ -28,7 +28,7 @@ const LONG_STEP_TOKENS: f64 = 64.0;
 /// number. A very long step among many steps of a few tokens adds about four times as much.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
-/// A slope that is smaller than this many of its standard errors is not significant.
+/// The number of its standard errors that a slope must exceed to be significant.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_of_one_length_give_the_rate_at_that_length() {
+    fn steps_with_one_number_of_tokens_give_the_rate_for_that_number() {
         let rates = after(&[(512, 0); 3]);
         assert!(is_near(rates.prefill_tokens_per_second(), 512.0 / seconds(512, 0), 0.001), "{rates:?}");
         assert_eq!(rates.prefill_fixed_ms(), 0.0);

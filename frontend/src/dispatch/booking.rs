@@ -123,7 +123,7 @@ impl Booking {
     }
 
     fn existing_prompt(&self, prompt: &Prompt) -> tandem_proto::v1::RoutePrompt {
-        prompt.route_prompt(&self.routers.identity, Some(self.existing.clone()))
+        prompt.route_prompt(Some(self.existing.clone()))
     }
 }
 

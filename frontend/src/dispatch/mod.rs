@@ -2,6 +2,7 @@
 //! workers until the first token. A generation whose worker is lost later is resumed on another worker after the tokens generated so far.
 
 mod attempt;
+mod availability;
 mod booking;
 mod error;
 pub(crate) mod placement;
@@ -10,6 +11,7 @@ mod router_stream;
 mod routers;
 
 pub(crate) use attempt::{AttemptError, Facts};
+pub(crate) use availability::{Unavailable, check};
 pub(crate) use error::DispatchError;
 pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
@@ -68,7 +70,7 @@ impl Dispatcher {
     /// No router answers.
     pub(crate) async fn explain(&self, prompt: &Prompt) -> Result<ExplainReply, DispatchError> {
         let request = ExplainRequest {
-            model: prompt.model.clone(),
+            model: prompt.identity.model.clone(),
             sequence_hashes: prompt.wire_hashes(),
             prompt_tokens: prompt.tokens.len() as u32,
             prompt_logits: prompt.prompt_logprobs.is_some(),

@@ -1,5 +1,6 @@
 //! A prompt of a request, with all data about it that routers and workers need.
 
+use std::sync::Arc;
 use tandem_kv::{Namespace, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
 use tandem_proto::v1::{ExistingPlacement, Identity, RoutePrompt, Sampling};
@@ -12,7 +13,8 @@ pub(crate) struct Prompt {
     pub(crate) span: Span,
     /// The account to which the request is billed; empty if none is known.
     pub(crate) account: String,
-    pub(crate) model: String,
+    /// The model, with all that routers and workers must agree on.
+    pub(crate) identity: Arc<Identity>,
     pub(crate) tokens: Vec<TokenId>,
     /// The hashes of the prompt's full blocks, whose KV a worker may reuse.
     pub(crate) sequence_hashes: Vec<SequenceHash>,
@@ -32,17 +34,17 @@ impl Prompt {
     }
 
     /// Returns the message that requests a placement. With `existing`, the message requests that this placement be booked.
-    pub(super) fn route_prompt(&self, identity: &Identity, existing: Option<ExistingPlacement>) -> RoutePrompt {
+    pub(super) fn route_prompt(&self, existing: Option<ExistingPlacement>) -> RoutePrompt {
         RoutePrompt {
             request_id: self.request_id.to_string(),
             traceparent: self.traceparent.clone(),
-            model: self.model.clone(),
+            model: self.identity.model.clone(),
             sequence_hashes: self.wire_hashes(),
             prompt_tokens: self.tokens.len() as u32,
             max_tokens: self.max_tokens,
             samples: self.samples,
             prompt_logits: self.prompt_logprobs.is_some(),
-            identity: Some(identity.clone()),
+            identity: Some((*self.identity).clone()),
             existing,
         }
     }

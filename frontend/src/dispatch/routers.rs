@@ -4,6 +4,7 @@
 //! health check, which runs once a second for all routers, finds it healthy.
 
 use super::{
+    availability::check,
     error::DispatchError,
     placement::Placement,
     prompt::Prompt,
@@ -39,8 +40,8 @@ const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 pub(crate) struct Routers {
     network: Network,
-    /// The frontend's identity, with which the routers' identity must agree.
-    pub(crate) identity: Identity,
+    /// The identities of the served models. A router is healthy if it could place a request for one of them.
+    identities: Vec<Arc<Identity>>,
     metrics: Arc<FrontendMetrics>,
     known: Mutex<Known>,
     healthy: watch::Sender<usize>,
@@ -77,8 +78,13 @@ pub(crate) enum MemberList {
 
 impl Routers {
     /// The routers in `members` count as healthy until a call fails. No connection is opened before its first use.
-    pub(crate) fn new(members: &BTreeSet<String>, network: Network, identity: Identity, metrics: Arc<FrontendMetrics>) -> Self {
-        let routers = Self { network, identity, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
+    pub(crate) fn new(
+        members: &BTreeSet<String>,
+        network: Network,
+        identities: Vec<Arc<Identity>>,
+        metrics: Arc<FrontendMetrics>,
+    ) -> Self {
+        let routers = Self { network, identities, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
         routers.set_members(members, MemberList::Static);
         routers
     }
@@ -106,10 +112,7 @@ impl Routers {
     pub(crate) fn views(&self) -> impl Stream<Item = (Arc<str>, Result<WorkersReply, DispatchError>)> {
         let view = |Router { address, mut client }: Router| async move {
             let view = reply(client.workers(WorkersRequest {})).await;
-            let can_place = view.as_ref().is_ok_and(|view| {
-                view.unavailable_reason.is_none()
-                    && view.identity.as_ref().is_none_or(|cluster| self.identity.fits(cluster).is_ok())
-            });
+            let can_place = view.as_ref().is_ok_and(|view| self.identities.iter().any(|identity| check(identity, view).is_ok()));
             self.set_health(&address, if can_place { Health::Healthy } else { Health::Unhealthy });
             (address, view)
         };
@@ -141,7 +144,7 @@ impl Routers {
         let only_one = routers.len() == 1;
         for router in routers {
             let placing = async {
-                let mut stream = RouterStream::open(&router, prompt.route_prompt(&self.identity, None)).await?;
+                let mut stream = RouterStream::open(&router, prompt.route_prompt(None)).await?;
                 let placement = stream.placement().await?;
                 Ok((stream, placement))
             };
@@ -288,8 +291,8 @@ mod tests {
     }
 
     fn routers(addresses: &[&str]) -> Routers {
-        let metrics = Arc::new(FrontendMetrics::new(&Metrics::default(), "m"));
-        Routers::new(&set(addresses), Network::default(), Identity::default(), metrics)
+        let metrics = Arc::new(FrontendMetrics::new(&Metrics::default()));
+        Routers::new(&set(addresses), Network::default(), vec![Arc::default()], metrics)
     }
 
     #[tokio::test(start_paused = true)]

@@ -12,6 +12,7 @@ use crate::{
     dispatch::DispatchError,
     error::ApiError,
     metrics::Endpoint,
+    model::{Served, ServedModel},
     request::{Options, StreamUsage},
     stream::{AnswerEvent, FinishReason, TokenLogprobs, answers},
     usage::Usage,
@@ -38,6 +39,7 @@ type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchErro
 /// A request that is being answered.
 pub(super) struct Run {
     app: Arc<App>,
+    model: Arc<ServedModel>,
     events: Events,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
@@ -74,9 +76,9 @@ pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiE
 
 impl Run {
     fn new(incoming: &Incoming, job: Job) -> Self {
-        let Job { prompts, options } = job;
+        let Job { served: Served { model, .. }, prompts, options } = job;
         let (app, endpoint, since) = (Arc::clone(&incoming.app), incoming.admitted.endpoint, incoming.admitted.since);
-        describe(incoming, &options);
+        describe(incoming, &model.id, &options);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
         let recording = |recent| Recording { recent, endpoint: endpoint.label(), streamed: options.stream.is_some() };
         let recording = app.recent.clone().map(recording);
@@ -85,7 +87,7 @@ impl Run {
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
-            let events = answers(Arc::clone(&app.dispatcher), Arc::clone(&app.model), prompt, options.stop.clone());
+            let events = answers(Arc::clone(&app.dispatcher), Arc::clone(&model), prompt, options.stop.clone());
             streams.push(events.map(move |event| (index, event)).boxed());
         }
         Self {
@@ -100,6 +102,7 @@ impl Run {
             created: unix_time().as_secs(),
             details: incoming.header_options.details,
             app,
+            model,
         }
     }
 
@@ -161,11 +164,11 @@ impl Run {
         choices: Vec<Choice<'a>>,
         usage: Option<Option<Usage>>,
     ) -> Envelope<'a> {
-        Envelope { id: &self.id, object, created: self.created, model: &self.app.model.id, choices, usage, tandem: None }
+        Envelope { id: &self.id, object, created: self.created, model: &self.model.id, choices, usage, tandem: None }
     }
 
     pub(super) fn logprobs<'a>(&'a self, tokens: &'a [TokenLogprobs]) -> Option<Logprobs<'a>> {
-        self.logprobs.then_some(Logprobs { model: &self.app.model, tokens })
+        self.logprobs.then_some(Logprobs { model: &self.model, tokens })
     }
 
     async fn whole(mut self) -> Result<Response, ApiError> {
@@ -200,17 +203,17 @@ impl Run {
 }
 
 /// Records the request's parameters in its span, without the prompt's text.
-fn describe(incoming: &Incoming, options: &Options) {
+fn describe(incoming: &Incoming, model: &str, options: &Options) {
     let (span, endpoint) = (&incoming.admitted.span, incoming.admitted.endpoint);
     if !span.is_sampled() {
         return;
     }
-    let (operation, model) = (endpoint.operation(), &incoming.app.model.id);
+    let operation = endpoint.operation();
     span.rename(|| format!("{operation} {model}"));
     span.set("gen_ai.operation.name", operation);
     span.set("gen_ai.provider.name", "tandem");
-    span.set("gen_ai.request.model", model.clone());
-    span.set("gen_ai.response.model", model.clone());
+    span.set("gen_ai.request.model", model.to_owned());
+    span.set("gen_ai.response.model", model.to_owned());
     span.set("gen_ai.response.id", endpoint.answer_id(&incoming.id));
     span.set("gen_ai.request.choice.count", options.samples);
     span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));

@@ -9,7 +9,7 @@ use crate::{
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
     metrics::FrontendMetrics,
-    model::ServedModel,
+    model::{Models, ServedModel},
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
@@ -35,7 +35,7 @@ pub(super) struct HeaderOptions {
 }
 
 pub(crate) struct App {
-    pub(super) model: Arc<ServedModel>,
+    pub(super) models: Models,
     pub(super) dispatcher: Arc<Dispatcher>,
     pub(crate) metrics: Arc<FrontendMetrics>,
     pub(crate) admission: Admission,
@@ -66,15 +66,15 @@ impl App {
         registry: &Metrics,
         shutdown: Shutdown,
     ) -> Self {
-        let metrics = Arc::new(FrontendMetrics::new(registry, &settings.model.id));
+        let metrics = Arc::new(FrontendMetrics::new(registry));
         let identity = Identity {
             cluster: settings.cluster,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            model: settings.model.id.clone(),
-            revision: settings.model.revision.clone(),
             block_size: settings.block_size,
             key_fingerprint: network.key().fingerprint().to_owned(),
+            ..Identity::default()
         };
+        let models = Models::new(settings.models, &identity);
         let hash_key = network.key().hash_key();
         let limits = Limits {
             attempts: settings.attempts,
@@ -82,15 +82,16 @@ impl App {
             first_token_timeout: settings.first_token_timeout,
             resumes: settings.resumes,
         };
-        let routers = Routers::new(routers, network.clone(), identity, Arc::clone(&metrics));
+        let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
+        let routers = Routers::new(routers, network.clone(), identities, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
-        let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(settings.model.context_length));
+        let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(models.context_length_max()));
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
         // after a 503.
         let body_max_bytes = body_max_bytes.min(settings.bodies_max_bytes.div_ceil(2));
         let sequences = admission::Limits { all: settings.concurrent_sequences, per_client: settings.sequences_per_client };
         Self {
-            model: Arc::new(settings.model),
+            models,
             dispatcher: Arc::new(dispatcher),
             admission: Admission::new(sequences, shutdown, Arc::clone(&metrics)),
             audit: settings.audit_result.map(|path| LastAudit::new(path, registry.clone())),
@@ -123,8 +124,8 @@ impl App {
     }
 
     /// Returns a request's cache namespace: model, `cache_salt`, and the account if accounts are isolated.
-    pub(super) fn namespace(&self, account: &str, cache_salt: &str) -> Namespace {
-        let namespace = Namespace::new(&self.model.id, &self.model.revision, "", cache_salt);
+    pub(super) fn namespace(&self, model: &ServedModel, account: &str, cache_salt: &str) -> Namespace {
+        let namespace = Namespace::new(&model.id, &model.revision, "", cache_salt);
         match self.cache_isolation {
             CacheIsolation::Shared => namespace,
             CacheIsolation::Account => namespace.of_account(account),

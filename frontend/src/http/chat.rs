@@ -20,8 +20,8 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 
 async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: ChatRequest = incoming.parse(body).await?;
-    incoming.check_model(request.model.as_deref())?;
-    let model = Arc::clone(&incoming.app.model);
+    let served = incoming.served(request.model.as_deref())?;
+    let model = Arc::clone(&served.model);
     let chat = request.check(&model)?;
     check_texts(&model, std::iter::once(chat.text_bytes()), "messages")?;
     incoming.reserve(1, &chat.options)?;
@@ -35,6 +35,6 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         (None, min_tokens) => (min_tokens, "min_tokens"),
     };
     check_context(&model, tokens.len(), new_tokens, "messages", limit_param)?;
-    let prompt = incoming.prompt(0, tokens, &chat.options, None);
-    Ok(Job { prompts: vec![(prompt, None)], options: chat.options })
+    let prompt = incoming.prompt(&served, 0, tokens, &chat.options, None);
+    Ok(Job { served, prompts: vec![(prompt, None)], options: chat.options })
 }

@@ -27,8 +27,8 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 
 async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: CompletionRequest = incoming.parse(body).await?;
-    incoming.check_model(request.model.as_deref())?;
-    let model = Arc::clone(&incoming.app.model);
+    let served = incoming.served(request.model.as_deref())?;
+    let model = Arc::clone(&served.model);
     let Completion { options, max_tokens, echo, prompts } = request.check(&model)?;
     check_texts(&model, prompts.iter().map(Input::text_bytes), "prompt")?;
     incoming.reserve(prompts.len(), &options)?;
@@ -44,8 +44,8 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
         check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
-        ready.push((incoming.prompt(index, tokens, &options, prompt_logprobs), text));
+        ready.push((incoming.prompt(&served, index, tokens, &options, prompt_logprobs), text));
     }
     incoming.body.clear();
-    Ok(Job { prompts: ready, options })
+    Ok(Job { served, prompts: ready, options })
 }

@@ -23,7 +23,7 @@ pub(super) async fn explain(app: &App, job: Job) -> Result<Response, ApiError> {
         let reply = app.dispatcher.explain(&prompt).await?;
         prompts.push(explained(&prompt, &reply));
     }
-    Ok(Json(json!({ "object": "tandem.explanation", "model": app.model.id, "prompts": prompts })).into_response())
+    Ok(Json(json!({ "object": "tandem.explanation", "model": job.served.model.id, "prompts": prompts })).into_response())
 }
 
 fn explained(prompt: &Prompt, reply: &ExplainReply) -> Value {

@@ -9,6 +9,7 @@ use crate::{
     admission::{Admitted, Client},
     dispatch::Prompt,
     error::{ApiError, Problem},
+    model::Served,
     prompt::reusable_hashes,
     request::{self, Options},
 };
@@ -38,6 +39,7 @@ pub(super) struct Incoming {
 
 /// A request that is ready to run.
 pub(super) struct Job {
+    pub(super) served: Served,
     /// The prompts, each with its text if the text is to be echoed.
     pub(super) prompts: Vec<(Prompt, Option<String>)>,
     pub(super) options: Options,
@@ -49,7 +51,7 @@ impl Incoming {
     /// # Errors
     /// The body is not a valid request.
     pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&self, body: Bytes) -> Result<T, ApiError> {
-        let elements_max = elements_max(self.app.model.context_length);
+        let elements_max = elements_max(self.app.models.context_length_max());
         if body.len() <= PARSE_INLINE_BYTES {
             return request::parse(&body, elements_max);
         }
@@ -79,31 +81,34 @@ impl Incoming {
         self.admitted.reserve(self.client.clone(), prompts.saturating_mul(options.samples as usize))
     }
 
-    /// Checks that the request names the served model.
+    /// Returns the served model that the request names.
     ///
     /// # Errors
     /// The request names another model, or none.
-    pub(super) fn check_model(&mut self, model: Option<&str>) -> Result<(), ApiError> {
-        match model {
-            None => Err(ApiError::invalid("model", Problem::Missing)),
-            Some(model) if model == self.app.model.id => {
-                self.admitted.model_known = true;
-                Ok(())
-            }
-            Some(model) => Err(ApiError::ModelNotFound { model: model.to_owned() }),
-        }
+    pub(super) fn served(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
+        let model = model.ok_or_else(|| ApiError::invalid("model", Problem::Missing))?;
+        let served = self.app.models.get(model).ok_or_else(|| ApiError::ModelNotFound { model: model.to_owned() })?;
+        self.admitted.model = Some(Arc::clone(&served.model));
+        Ok(served.clone())
     }
 
-    /// Returns the prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.
-    pub(super) fn prompt(&self, index: usize, tokens: Vec<TokenId>, options: &Options, prompt_logprobs: Option<u32>) -> Prompt {
-        let namespace = self.app.namespace(&self.header_options.account, &options.cache_salt);
-        let rest_of_context = self.app.model.context_length.saturating_sub(tokens.len() as u32);
+    /// Returns the model's prompt with these tokens. `index` is the prompt's position in the request; the prompt's id is made from it.
+    pub(super) fn prompt(
+        &self,
+        Served { model, identity }: &Served,
+        index: usize,
+        tokens: Vec<TokenId>,
+        options: &Options,
+        prompt_logprobs: Option<u32>,
+    ) -> Prompt {
+        let namespace = self.app.namespace(model, &self.header_options.account, &options.cache_salt);
+        let rest_of_context = model.context_length.saturating_sub(tokens.len() as u32);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),
             traceparent: self.traceparent.clone(),
             span: self.admitted.span.clone(),
             account: self.header_options.account.clone(),
-            model: self.app.model.id.clone(),
+            identity: Arc::clone(identity),
             sequence_hashes: reusable_hashes(&self.app.hash_key, &namespace, self.app.block_size, &tokens),
             tokens,
             namespace,

@@ -1,14 +1,14 @@
-//! Checks whether a request could be served now, and states what the operator can do if not.
+//! Checks whether a request could be served now, for each model, and states what the operator can do if not.
 
 use super::app::App;
-use crate::dispatch::{DispatchError, MemberList};
-use futures::{Stream, StreamExt};
+use crate::{
+    dispatch::{DispatchError, MemberList, Unavailable, check},
+    model::Served,
+};
+use futures::StreamExt;
 use std::{convert::Infallible, time::Duration};
 use tandem_node::discovery::Members;
-use tandem_proto::{
-    Difference,
-    v1::{Identity, WorkersReply},
-};
+use tandem_proto::{Difference, v1::WorkersReply};
 use tonic::Code;
 
 /// The interval at which all routers' health is checked. A recovered router is used again after this time at the latest.
@@ -22,7 +22,7 @@ pub(super) enum NotReady {
     #[error("no router is reachable; start one, or correct --router or --etcd")]
     Router,
     #[error("this frontend belongs to another cluster than the router: {0}")]
-    ClusterMismatch(#[from] Difference),
+    ClusterMismatch(Difference),
     #[error("the router rejects this frontend's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
     /// The router's message about why it cannot place a request.
@@ -30,72 +30,91 @@ pub(super) enum NotReady {
     Cluster(String),
 }
 
-impl App {
-    /// Checks the routers until one of them belongs to this frontend's cluster and could place a request.
+impl From<Unavailable> for NotReady {
+    fn from(why: Unavailable) -> Self {
+        match why {
+            Unavailable::ClusterMismatch(difference) => Self::ClusterMismatch(difference),
+            Unavailable::Cluster(reason) => Self::Cluster(reason),
+        }
+    }
+}
+
+/// Whether a request could be served, for each served model in the order of the settings.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Readiness(pub(super) Vec<Result<(), NotReady>>);
+
+impl Readiness {
+    /// Whether a request for at least one model could be served.
     ///
     /// # Errors
-    /// This process drains, or no router can place a request.
-    pub(super) async fn readiness(&self) -> Result<(), NotReady> {
+    /// The most specific reason.
+    pub(super) fn of_any(&self) -> Result<(), NotReady> {
+        self.0.iter().cloned().reduce(better).expect("there is a model")
+    }
+
+    /// Combines this with what another router answers.
+    fn or(self, other: Self) -> Self {
+        Self(self.0.into_iter().zip(other.0).map(|(one, other)| better(one, other)).collect())
+    }
+}
+
+impl App {
+    /// Checks routers until requests for all models could be placed, or no router is left.
+    pub(super) async fn readiness(&self) -> Readiness {
         let mut found = self.without_routers();
-        if found != Err(NotReady::Draining) {
-            let mut answers = std::pin::pin!(self.answers());
-            while let (Err(_), Some(answer)) = (&found, answers.next().await) {
-                found = better(found, answer);
+        if !self.admission.shutdown.is_draining() {
+            let mut views = std::pin::pin!(self.dispatcher.routers.views());
+            while found.0.iter().any(Result::is_err) {
+                let Some((_, view)) = views.next().await else { break };
+                found = found.or(self.judge(view.as_ref()));
             }
         }
         found
     }
 
-    /// Requests all routers' views of the cluster, and yields for each router whether it could place a request.
-    fn answers(&self) -> impl Stream<Item = Result<(), NotReady>> {
-        self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()))
-    }
-
-    /// Checks whether a router could place a request, according to its view of the cluster.
-    ///
-    /// # Errors
-    /// The router is unreachable, belongs to another cluster, or has no worker for a request.
-    pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Result<(), NotReady> {
+    /// Checks by a router's view for which models the router could place a request.
+    pub(super) fn judge(&self, view: Result<&WorkersReply, &DispatchError>) -> Readiness {
         let view = view.map_err(|error| match error {
             DispatchError::Router(status) if status.code() == Code::Unauthenticated => NotReady::OtherKey,
             _ => NotReady::Router,
-        })?;
-        self.dispatcher.routers.identity.fits(view.identity.as_ref().unwrap_or(&Identity::default()))?;
-        view.unavailable_reason.as_ref().map_or(Ok(()), |why| Err(NotReady::Cluster(why.clone())))
+        });
+        let judge = |served: &Served| -> Result<(), NotReady> { Ok(check(&served.identity, view.clone()?)?) };
+        Readiness(self.models.iter().map(judge).collect())
     }
 
     /// Combines the results of [`App::judge`] for all routers.
-    ///
-    /// # Errors
-    /// This process drains, or no router can place a request.
-    pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Result<(), NotReady>>) -> Result<(), NotReady> {
-        match self.without_routers() {
-            Err(NotReady::Draining) => Err(NotReady::Draining),
-            first => answers.into_iter().fold(first, better),
-        }
+    pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Readiness>) -> Readiness {
+        let first = self.without_routers();
+        if self.admission.shutdown.is_draining() { first } else { answers.into_iter().fold(first, Readiness::or) }
     }
 
     /// Returns the result of the check before any router has answered: this process drains, or no router is reachable.
-    fn without_routers(&self) -> Result<(), NotReady> {
-        Err(if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router })
+    fn without_routers(&self) -> Readiness {
+        let why = if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router };
+        Readiness(vec![Err(why); self.models.len()])
     }
 
-    /// Watches the list of routers and checks their health. Logs every change of this process's readiness, and updates its gauge. Never
+    /// Watches the list of routers and checks their health. Logs every change of a model's readiness, and updates the process's gauge. Never
     /// returns. Cancel-safe.
     pub(crate) async fn watch_routers(&self, mut members: Members) -> Infallible {
         let mut logged = None;
         loop {
             // All routers are checked, even while this process drains: a running request may have to be booked with a recovered router.
-            let now = self.judge_all(self.answers().collect::<Vec<_>>().await);
-            self.metrics.ready.set(f64::from(u8::from(now.is_ok())));
-            if logged.as_ref() != Some(&now) {
-                match &now {
-                    Ok(()) => tracing::info!("ready: requests can be served"),
-                    Err(why @ (NotReady::ClusterMismatch(_) | NotReady::OtherKey)) => tracing::warn!("not ready: {why}"),
-                    Err(why) => tracing::info!("not ready: {why}"),
+            let views = self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()));
+            let now = self.judge_all(views.collect::<Vec<_>>().await);
+            self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));
+            for (at, (served, now)) in self.models.iter().zip(&now.0).enumerate() {
+                if logged.as_ref().is_some_and(|Readiness(before)| before[at] == *now) {
+                    continue;
                 }
-                logged = Some(now);
+                let model = &served.model.id;
+                match now {
+                    Ok(()) => tracing::info!(model, "ready: requests can be served"),
+                    Err(why @ (NotReady::ClusterMismatch(_) | NotReady::OtherKey)) => tracing::warn!(model, "not ready: {why}"),
+                    Err(why) => tracing::info!(model, "not ready: {why}"),
+                }
             }
+            logged = Some(now);
             tokio::select! {
                 biased;
                 () = tokio::time::sleep(CHECK_INTERVAL) => {}
@@ -108,7 +127,7 @@ impl App {
     }
 }
 
-/// Returns the better of two routers' results. Of two errors, returns the more specific one.
+/// Returns the better of two results. Of two errors, returns the more specific one.
 fn better(one: Result<(), NotReady>, other: Result<(), NotReady>) -> Result<(), NotReady> {
     let rank = |answer: &Result<(), NotReady>| match answer {
         Ok(()) => 4,

@@ -86,7 +86,7 @@ mod tests {
 
     fn limits(all_max: usize, per_peer_max: usize) -> Arc<ConnectionLimits> {
         let proxies = vec!["10.9.0.0/16".parse().expect("the network is valid")];
-        Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default(), "m"))))
+        Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default()))))
     }
 
     fn from(limits: &Arc<ConnectionLimits>, address: &str) -> Option<ConnectionPermit> {

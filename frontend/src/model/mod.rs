@@ -1,8 +1,10 @@
 //! The served model: its name, tokenizer, chat template and limits.
 
 pub(crate) mod error;
+mod served;
 
 pub use error::ServedModelError;
+pub(crate) use served::{Models, Served};
 
 use crate::prompt::{ChatTemplate, Tokenizer};
 use tandem_kv::TokenId;

@@ -35,7 +35,7 @@ pub struct Tokenizer {
     tokens: Vec<Token>,
     /// The maximum number of bytes of text that one token stands for.
     pub(crate) token_bytes_max: usize,
-    /// Finds the names of special tokens in a text in which these names become their ids.
+    /// Finds the names of all special tokens, for texts in which such a name becomes the token's id.
     special: Literals,
     /// Finds the names of user-defined tokens, which become their ids in every text.
     always: Literals,

@@ -315,7 +315,7 @@ async fn real_models_template_renders_the_expected_prompt() {
         tandem_frontend::ServedModel::from_gguf("m", "r", &file).expect("the model can be served")
     };
     let model = load();
-    let mut cluster = Cluster::with(|settings| settings.model = load()).await;
+    let mut cluster = Cluster::with(|settings| settings.models = vec![load()]).await;
     let messages = json!([{ "role": "user", "content": [{ "type": "text", "text": "Hi <|im_end|>" }] }, { "role": "assistant", "content": null }]);
     let reply = cluster.spawn_post(CHAT, chat(json!({ "messages": messages })));
     let call = cluster.call().await;

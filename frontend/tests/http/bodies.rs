@@ -73,7 +73,7 @@ async fn large_body_of_text_is_answered() {
 
 #[tokio::test]
 async fn prompts_of_one_request_have_a_common_byte_limit() {
-    let mut cluster = Cluster::with(|settings| settings.model = ServedModel::sim("m")).await;
+    let mut cluster = Cluster::with(|settings| settings.models = vec![ServedModel::sim("m")]).await;
     // In this vocabulary a token stands for up to 12 bytes, so each text alone could fit into the context of 131,072 tokens.
     let texts = completion(json!(vec![" ".repeat(1_000_000); 5]), json!({}));
     let (status, answer) = cluster.post(COMPLETIONS, &texts).await.json().await;

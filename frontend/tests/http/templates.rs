@@ -45,7 +45,7 @@ fn model(template: &str) -> Result<ServedModel, ServedModelError> {
 /// Returns the status and body of the error for a chat with these messages, if the model has this template.
 async fn refusal(template: &str, messages: Vec<Value>) -> (StatusCode, Value) {
     let model = model(template).expect("the template ends for short conversations");
-    let mut cluster = Cluster::with(|settings| settings.model = model).await;
+    let mut cluster = Cluster::with(|settings| settings.models = vec![model]).await;
     let (status, answer) = cluster.post(CHAT, &chat(json!({ "messages": messages }))).await.json().await;
     assert!(cluster.no_call(), "a refused request does not reach a worker");
     (status, answer["error"].clone())

@@ -20,6 +20,8 @@ pub(super) struct Booking {
     pub(super) decode: InstanceId,
     /// The prefill instance, never the same as `decode`; `None`: the decode instance prefills the prompt.
     pub(super) prefill: Option<InstanceId>,
+    /// The requested model; empty if a peer has placed the request.
+    pub(super) model: Arc<str>,
     /// Whether the prompt is still to be prefilled.
     pub(super) prefilling: bool,
     /// Time at which this router learned that the prompt has been prefilled; `None` until then, and for a peer's booking.
@@ -44,8 +46,8 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. The instance that is prefilling the prompt is returned with the prompt's
-    /// blocks, any other instance with no blocks.
+    /// Returns the instances on which the booking counts now. An instance that is prefilling the prompt comes with the prompt's blocks, any
+    /// other instance with no blocks.
     pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
         let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
         let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
@@ -74,7 +76,7 @@ impl Booking {
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
         let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        Self { key, decode, prefill, prefilling, answering_since: None, hashes, overlap_tokens: None }
+        Self { key, decode, prefill, model: "".into(), prefilling, answering_since: None, hashes, overlap_tokens: None }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     replication::{self, Journal},
     worker_bookings::{BookingId, BookingKey},
 };
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 use tandem_kv::RequestId;
 use tandem_proto::v1::bookings_reply::Message;
 use tokio::{sync::watch, time::Instant};
@@ -50,10 +50,10 @@ impl Bookings {
         Some(booking)
     }
 
-    /// Removes the booking from its workers. Returns the time at which its prompt was prefilled, or `None` if it was not.
-    pub(super) fn release(&mut self, id: BookingId, members: &mut Members) -> Option<Instant> {
+    /// Removes the booking from its workers. Returns the model and the time at which the prompt was prefilled, or `None` if it was not.
+    pub(super) fn release(&mut self, id: BookingId, members: &mut Members) -> Option<(Arc<str>, Instant)> {
         let booking = self.by_id.remove(&id)?;
-        let answering_since = booking.answering_since;
+        let answering_since = booking.answering_since.map(|since| (booking.model.clone(), since));
         members.release(booking);
         self.journal.record(id);
         answering_since

@@ -4,10 +4,10 @@ use super::{members::Members, placement::Decision, texts};
 use crate::route::Cost;
 use tandem_proto::v1;
 
-/// Returns the reply that explains a decision among these members.
+/// Returns the reply that explains a decision. `members` are all members.
 pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainReply {
     let Decision { query, candidates, costs, choice, .. } = decision;
-    let workers = members.values().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
+    let workers = decision.members.iter().zip(candidates).zip(costs).map(|((member, candidate), costs)| v1::ExplainedWorker {
         worker: Some(member.reference()),
         role: member.info.role,
         overlap_blocks: candidate.overlap_blocks,
@@ -24,12 +24,13 @@ pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainRe
     });
     let (placement, explanation) = match choice {
         Ok(choice) => {
-            let names: Vec<&str> = members.values().map(|member| member.info.worker_id.as_str()).collect();
-            (Some(decision.placement(members, *choice)), texts::explanation(*choice, costs, candidates, |at| names[at]))
+            let name = |at: usize| decision.members[at].info.worker_id.as_str();
+            (Some(decision.placement(*choice)), texts::explanation(*choice, costs, candidates, name))
         }
         Err(error) => (None, error.to_string()),
     };
-    v1::ExplainReply { workers: workers.collect(), block_size: query.block_size, placement, explanation }
+    let model = decision.model.to_string();
+    v1::ExplainReply { workers: workers.collect(), block_size: query.block_size, placement, explanation, model }
 }
 
 fn cost(cost: Cost) -> v1::Cost {

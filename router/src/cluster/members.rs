@@ -1,12 +1,13 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
-//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members agree on model, revision
-//! and block size. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name the member's
-//! instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first report is assumed to
-//! include the booked load.
+//! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model
+//! agree on its revision and block size. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name
+//! the member's instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first report is
+//! assumed to include the booked load.
 
 use super::{
     booking::{Booking, LoadByRole},
+    request::PlacementError,
     texts,
 };
 use crate::{
@@ -14,8 +15,8 @@ use crate::{
     index::{PrefixIndex, WorkerSlot},
     metrics::WorkerSeries,
     rates::Measurement,
-    route::{Candidate, Role},
-    settings::Costs,
+    route::{Candidate, NoEligibleWorker, Role, paired_families},
+    settings::{Costs, PrefillPlace},
     subscription::{EventSource, ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
@@ -53,6 +54,8 @@ pub(super) struct Member {
     pub(super) info: WorkerInfo,
     /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
+    /// Equal to `info.model`.
+    pub(super) model: Arc<str>,
     pub(super) role: Role,
     /// The worker's transfer family, as in [`Candidate`].
     family: Option<Arc<str>>,
@@ -94,7 +97,8 @@ impl Members {
         }
     }
 
-    /// Returns the role of the worker that `info` describes, if the worker may join now.
+    /// Returns the role of the worker that `info` describes, if the worker may join now. `cluster` is the identity on which all processes of
+    /// its model must agree.
     pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: &Identity) -> Result<Role, JoinError> {
         let role = match info.role() {
             worker_info::Role::Prefill => Role::Prefill,
@@ -146,6 +150,7 @@ impl Members {
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
             family: info.family().map(Arc::from),
+            model: info.model.as_str().into(),
             info,
             instance_id,
             role,
@@ -270,10 +275,45 @@ impl Members {
         self.index.blocks(member.slot)
     }
 
+    /// Returns the members that serve the model, in the order in which they joined.
+    pub(super) fn of_model<'a>(&'a self, model: &'a str) -> impl Iterator<Item = &'a Member> {
+        self.values().filter(move |member| *member.model == *model)
+    }
+
+    /// Returns the models that members serve, in the order of their ids.
+    pub(super) fn models(&self) -> BTreeSet<&Arc<str>> {
+        self.values().map(|member| &member.model).collect()
+    }
+
+    /// Returns the model that a request names, or the only model if the request names none.
+    ///
+    /// # Errors
+    /// No member serves the model, or the request names none of several models.
+    pub(super) fn requested_model(&self, requested: &str) -> Result<Arc<str>, PlacementError> {
+        let Some(first) = self.values().next() else { return Err(NoEligibleWorker::NoDecodeWorker.into()) };
+        match requested {
+            "" if self.values().all(|member| member.model == first.model) => Ok(first.model.clone()),
+            "" => Err(PlacementError::NoModelNamed),
+            model => self.of_model(model).next().map(|member| member.model.clone()).ok_or(PlacementError::NoWorkerOfModel),
+        }
+    }
+
+    /// Returns why no request for the model can be placed at present; `None` if requests can be placed.
+    pub(super) fn unavailable_reason(&self, model: &str, prefill: PrefillPlace) -> Option<NoEligibleWorker> {
+        let has = |role| self.of_model(model).any(|member| member.role == role);
+        let has_pair = || !paired_families(self.of_model(model).map(|member| (member.role, member.info.family()))).is_empty();
+        match prefill {
+            _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker),
+            PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker),
+            PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily),
+            PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
+        }
+    }
+
     /// Returns the reason if the member is unpaired: it is a prefill worker, and no decode worker has its transfer family. An unpaired
     /// member receives no placements.
     pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
-        let decode_workers = || self.values().filter(|other| other.role == Role::Decode);
+        let decode_workers = || self.of_model(&member.model).filter(|other| other.role == Role::Decode);
         let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
         if member.role == Role::Decode || is_paired() {
             return None;
@@ -281,24 +321,25 @@ impl Members {
         Some(texts::unpaired(member.family.as_deref(), decode_workers().map(|other| other.family.as_deref())))
     }
 
-    /// Returns each member as a candidate for a placement, in the order of the members. A member is marked as excluded if it is in
-    /// `excluded`, or if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
+    /// Returns each of these members as a candidate for a placement, in their order. A member is marked as excluded if it is in `excluded`, or
+    /// if its circuit breaker is open at the time `breakers_at`. If `breakers_at` is `None`, circuit breakers are ignored.
     pub(super) fn candidates(
         &self,
+        members: &[&Member],
         hashes: &[SequenceHash],
         excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
         let (overlaps, now) = (self.index.overlap(hashes), Instant::now());
-        let candidate = |member: &Member| {
+        let candidate = |member: &&Member| {
             let overlap_blocks = overlaps.get(member.slot.0 as usize).copied().unwrap_or(0);
             let mut candidate = member.candidate(hashes, overlap_blocks, now, costs);
             candidate.excluded =
                 excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
             candidate
         };
-        self.values().map(candidate).collect()
+        members.iter().map(candidate).collect()
     }
 
     /// Adds the booking to those of its workers that are members.

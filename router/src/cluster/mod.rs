@@ -22,8 +22,8 @@ use crate::{
     breaker::is_fault,
     metrics::RouterMetrics,
     replication::PeerUpdate,
-    route::{NoEligibleWorker, Role, paired_families},
-    settings::{PrefillPlace, RouterSettings},
+    route::{NoEligibleWorker, Role},
+    settings::RouterSettings,
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
 };
@@ -144,14 +144,14 @@ fn slice_len(events: &[KvEvent]) -> usize {
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
-        self.members.check_joinable(info, &self.identity())
+        self.members.check_joinable(info, &self.identity_of(&info.model))
     }
 
     /// Adds a worker whose cache content is the snapshot.
     pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
-        series.index_approximate.set(f64::from(u8::from(info.approximate_index)));
+        series.describe(&info);
         let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);
@@ -188,13 +188,21 @@ impl State {
 
 /// Methods that report on the router and the cluster.
 impl State {
-    /// Returns the identity on which all processes must agree: the operator's settings, with empty fields taken from the members.
+    /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
+    /// members if they are empty.
     pub(crate) fn identity(&self) -> Identity {
         let configured = self.settings.identity.clone();
-        match self.members.values().next() {
-            Some(first) => configured.or(&(&first.info).into()),
-            None => configured,
-        }
+        let Some(first) = self.members.values().next() else { return configured };
+        let WorkerInfo { cluster, version, .. } = first.info.clone();
+        configured.or(&Identity { cluster, version, ..Identity::default() })
+    }
+
+    /// Returns the identity on which all processes that serve or request the model must agree: [`Self::identity`], with empty fields taken
+    /// from the model's members. An empty id stands for the only model.
+    pub(crate) fn identity_of(&self, model: &str) -> Identity {
+        let Ok(model) = self.members.requested_model(model) else { return self.identity() };
+        let first = self.members.of_model(&model).next().expect("a member serves it");
+        self.identity().or(&(&first.info).into())
     }
 
     /// Returns a function that counts one call refused because it lacks the cluster key.
@@ -203,20 +211,30 @@ impl State {
         Arc::new(move || refused.increment(1))
     }
 
-    /// Returns why no request can be placed at present; `None` if requests can be placed.
+    /// Returns that the router is starting, if it waits for workers that were listed at its start.
+    pub(crate) fn starting_reason(&self) -> Option<String> {
+        let (synced, known) = self.synced_of_known();
+        self.unavailable.is_starting().then(|| texts::starting(synced, known))
+    }
+
+    /// Returns why no request can be placed at present; `None` if requests for at least one model can be placed.
     pub(crate) fn unavailable_reason(&self) -> Option<String> {
-        let has = |role| self.members.values().any(|member| member.role == role);
-        let has_pair = || !paired_families(self.members.values().map(|member| (member.role, member.info.family()))).is_empty();
-        if self.unavailable.is_starting() {
-            let (synced, known) = self.synced_of_known();
-            return Some(texts::starting(synced, known));
-        }
-        match self.settings.prefill {
-            _ if !has(Role::Decode) => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
-            PrefillPlace::Remote if !has(Role::Prefill) => Some(NoEligibleWorker::NoPrefillWorker.to_string()),
-            PrefillPlace::Remote if !has_pair() => Some(NoEligibleWorker::NoCommonFamily.to_string()),
-            PrefillPlace::Auto | PrefillPlace::Remote | PrefillPlace::Local => None,
-        }
+        let models = self.models();
+        self.starting_reason().or_else(|| match &models[..] {
+            [] => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
+            [only] => only.unavailable_reason.clone(),
+            several => texts::all_unavailable(several),
+        })
+    }
+
+    /// Returns the models that members serve.
+    fn models(&self) -> Vec<v1::ModelView> {
+        let view = |model: &Arc<str>| v1::ModelView {
+            identity: Some(self.identity_of(model)),
+            workers: self.members.of_model(model).count() as u32,
+            unavailable_reason: self.members.unavailable_reason(model, self.settings.prefill).map(|reason| reason.to_string()),
+        };
+        self.members.models().into_iter().map(view).collect()
     }
 
     /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
@@ -244,6 +262,7 @@ impl State {
             peers: self.peers.len() as u32,
             synced_workers: synced as u32,
             known_workers: known as u32,
+            models: self.models(),
         }
     }
 }
@@ -273,7 +292,7 @@ impl State {
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
         let choice = decision.choice?;
-        let placement = decision.placement(&self.members, choice);
+        let placement = decision.placement(choice);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
         let known_blocks = u64::from(overlap_blocks) + u64::from(computes.predicted_blocks);
@@ -285,12 +304,12 @@ impl State {
             None => LoadByRole { decode: full, ..LoadByRole::default() },
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
-        let members: Vec<&Member> = self.members.values().collect();
-        let instance = |at: usize| members[at].instance_id.clone();
+        let instance = |at: usize| decision.members[at].instance_id.clone();
         let booking = Booking {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
             prefill: choice.prefill.map(instance),
+            model: decision.model.clone(),
             prefilling: true,
             answering_since: None,
             hashes: decision.hashes.into(),
@@ -313,6 +332,7 @@ impl State {
             key: self.bookings.new_key(request.request_id.clone()),
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
             decode: decode.into(),
+            model: request.model.as_str().into(),
             prefilling,
             answering_since: None,
             hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
@@ -361,8 +381,8 @@ impl State {
     /// Removes the booking and its load.
     pub(crate) fn release(&mut self, id: BookingId) {
         self.for_each_worker(id, |member| member.breaker.on_released(id));
-        if let Some(answering_since) = self.bookings.release(id, &mut self.members) {
-            self.placer.on_answer(answering_since.elapsed());
+        if let Some((model, answering_since)) = self.bookings.release(id, &mut self.members) {
+            self.placer.on_answer(&model, answering_since.elapsed());
         }
         self.metrics.bookings.set(self.bookings.by_id.len() as f64);
     }

@@ -1,14 +1,18 @@
 //! Decides placements from the router's state. The pure module [`crate::route`] makes the decision itself.
 
 use super::{
-    members::Members,
+    members::{Member, Members},
     request::{Excluded, PlacementError, PlacementRequest},
 };
 use crate::{
     route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
@@ -17,14 +21,23 @@ use tokio::time::Instant;
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
+    by_model: BTreeMap<Arc<str>, ModelHistory>,
+}
+
+/// What was placed for one model. Models share no worker, so no history concerns another model.
+#[derive(Clone, Copy, Default)]
+struct ModelHistory {
     /// The number of placements decided so far.
     placements: u64,
     /// The mean time in milliseconds from the end of a prompt's prefill to the end of its answer; `None` until an answer has ended.
     answer_ms: Option<f64>,
 }
 
-/// A decision and the input on which it is based. Lists are in the order of the members.
+/// A decision and the input on which it is based. Lists are in the order of `members`.
 pub(super) struct Decision<'a> {
+    pub(super) model: Arc<str>,
+    /// The members that serve the model.
+    pub(super) members: Vec<&'a Member>,
     pub(super) query: PlacementQuery,
     /// The hashes of those of the prompt's blocks that a worker may reuse.
     pub(super) hashes: &'a [SequenceHash],
@@ -38,14 +51,14 @@ const ANSWER_WEIGHT: f64 = 0.02;
 
 impl Placer {
     pub(super) fn new(settings: Arc<RouterSettings>) -> Self {
-        Self { policy: route::policy(settings.policy), settings, placements: 0, answer_ms: None }
+        Self { policy: route::policy(settings.policy), settings, by_model: BTreeMap::new() }
     }
 
     /// Decides on which workers to place the request. `attempt` is 1 for the request's first placement. Workers that have failed the
     /// request, and workers whose circuit breakers are open, are used only if no other worker is eligible.
     pub(super) fn decide<'a>(
         &mut self,
-        members: &Members,
+        members: &'a Members,
         request: &'a PlacementRequest,
         excluded: &Excluded,
         attempt: u32,
@@ -54,54 +67,63 @@ impl Placer {
         if decision.choice == Err(NoEligibleWorker::AllFailed) {
             decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
         }
-        self.placements += 1;
+        if !self.by_model.contains_key(&decision.model) {
+            // Models that no member serves any more are forgotten here, so that their number stays bounded.
+            let served = members.models();
+            self.by_model.retain(|model, _| served.contains(model));
+        }
+        self.by_model.entry(decision.model.clone()).or_default().placements += 1;
         Ok(decision)
     }
 
     /// Returns the decision for the first placement of a request, if it were made now. If several workers have equal costs, the next real
     /// placement may choose another of them.
-    pub(super) fn preview<'a>(&self, members: &Members, request: &'a PlacementRequest) -> Result<Decision<'a>, PlacementError> {
+    pub(super) fn preview<'a>(
+        &self,
+        members: &'a Members,
+        request: &'a PlacementRequest,
+    ) -> Result<Decision<'a>, PlacementError> {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
-    /// Records the duration of an answer that has ended.
-    pub(super) fn on_answer(&mut self, took: Duration) {
+    /// Records the duration of an answer of the model that has ended.
+    pub(super) fn on_answer(&mut self, model: &str, took: Duration) {
+        let Some(ModelHistory { answer_ms, .. }) = self.by_model.get_mut(model) else { return };
         let took = took.as_secs_f64() * 1e3;
-        self.answer_ms = Some(self.answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
+        *answer_ms = Some(answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
     }
 
     fn weigh<'a>(
         &self,
-        members: &Members,
+        members: &'a Members,
         request: &'a PlacementRequest,
         attempt: u32,
         excluded: &BTreeSet<InstanceId>,
         breakers_at: Option<Instant>,
     ) -> Result<Decision<'a>, PlacementError> {
-        let Self { settings, policy, placements, answer_ms } = self;
-        let (query, hashes) = query(settings, members, request, attempt)?;
+        let Self { settings, policy, by_model } = self;
+        let model = members.requested_model(&request.model)?;
+        let ModelHistory { placements, answer_ms } = by_model.get(&model).copied().unwrap_or_default();
+        let all = members;
+        let members: Vec<&Member> = all.values().filter(|member| member.model == model).collect();
+        let (query, hashes) = query(settings, members[0].info.block_size, request, attempt);
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
-        let seed = PlacementSeed { seed: settings.seed, number: *placements };
-        let candidates = members.candidates(hashes, excluded, breakers_at, &costs);
+        let seed = PlacementSeed { seed: settings.seed, number: placements };
+        let candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
         let choice = route::place(&costs, &query, &candidates, seed);
-        Ok(Decision { query, hashes, candidates, costs, choice })
+        Ok(Decision { model, members, query, hashes, candidates, costs, choice })
     }
 }
 
 /// Returns the query for a request, and the hashes of the blocks that a worker may reuse.
 fn query<'a>(
     settings: &RouterSettings,
-    members: &Members,
+    block_size: u32,
     request: &'a PlacementRequest,
     attempt: u32,
-) -> Result<(PlacementQuery, &'a [SequenceHash]), PlacementError> {
-    let Some(first) = members.values().next() else { return Err(NoEligibleWorker::NoDecodeWorker.into()) };
-    if !request.model.is_empty() && request.model != first.info.model {
-        return Err(PlacementError::OtherModel);
-    }
+) -> (PlacementQuery, &'a [SequenceHash]) {
     let &PlacementRequest { prompt_tokens, prompt_logits, .. } = request;
-    let block_size = first.info.block_size;
     // A worker always computes at least one token. Logits are not cached, so a prompt whose logits are requested reuses no block.
     let reusable = if prompt_logits { 0 } else { prompt_tokens.saturating_sub(1) / block_size };
     let hashes = &request.hashes[..request.hashes.len().min(reusable as usize)];
@@ -109,16 +131,15 @@ fn query<'a>(
         PrefillPlace::Auto if attempt > 1 && attempt == settings.attempts_max => PrefillPlace::Local,
         place => place,
     };
-    Ok((PlacementQuery { prompt_tokens, block_size, prefill, prompt_logits }, hashes))
+    (PlacementQuery { prompt_tokens, block_size, prefill, prompt_logits }, hashes)
 }
 
 impl Decision<'_> {
     /// Returns the message to the frontend that names the chosen members.
-    pub(super) fn placement(&self, members: &Members, choice: Choice) -> v1::Placement {
-        let members: Vec<_> = members.values().collect();
+    pub(super) fn placement(&self, choice: Choice) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];
-            v1::Candidate { worker: Some(members[at].reference()), overlap_blocks, predicted_blocks }
+            v1::Candidate { worker: Some(self.members[at].reference()), overlap_blocks, predicted_blocks }
         };
         v1::Placement {
             decode: Some(describe(choice.decode)),

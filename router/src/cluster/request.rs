@@ -7,7 +7,7 @@ use tandem_kv::{InstanceId, RequestId, SequenceHash};
 /// A request to place.
 pub(crate) struct PlacementRequest {
     pub(crate) request_id: RequestId,
-    /// The requested model's id; not checked if empty.
+    /// The requested model's id; empty: the only model that members serve.
     pub(crate) model: String,
     /// Sequence hashes of the prompt's full blocks.
     pub(crate) hashes: Arc<[SequenceHash]>,
@@ -33,8 +33,10 @@ pub(crate) struct Excluded {
 pub(crate) enum PlacementError {
     #[error(transparent)]
     NoEligibleWorker(#[from] NoEligibleWorker),
-    #[error("the workers serve another model than the requested one")]
-    OtherModel,
+    #[error("no worker serves the requested model; start one or wait until it is up")]
+    NoWorkerOfModel,
+    #[error("the workers serve several models; the request must name one of them")]
+    NoModelNamed,
     #[error("the router has reached its limit of bookings; try again later")]
     TooManyBookings,
     #[error("the request has failed on all placements that one request may have; try again later")]

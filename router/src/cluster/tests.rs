@@ -2,11 +2,12 @@
 
 mod bookings;
 mod membership;
+mod models;
 mod peers;
 mod placement;
 
 use super::*;
-use crate::{Costs, route::Candidate};
+use crate::{Costs, PrefillPlace, route::Candidate};
 use std::collections::BTreeSet;
 use tandem_kv::{Load, SequenceHash, StoredChain};
 use tandem_proto::v1::worker_info;
@@ -28,7 +29,8 @@ impl State {
 
     /// Returns each member as a candidate for a placement. No member is excluded.
     pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
-        self.members.candidates(hashes, &BTreeSet::new(), None, &self.settings.costs)
+        let members: Vec<&Member> = self.members.values().collect();
+        self.members.candidates(&members, hashes, &BTreeSet::new(), None, &self.settings.costs)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::route::{self, Candidate, Choice, Cost, CostsByUse, Pair, PlacementSeed};
 use std::collections::BTreeSet;
+use tandem_proto::v1::ModelView;
 
 /// Why a draining router is unavailable.
 pub(crate) const DRAINING: &str = "the router is draining";
@@ -9,6 +10,13 @@ pub(crate) const DRAINING: &str = "the router is draining";
 /// Returns why a router that has just started is unavailable: it is synchronised with only `synced` of the `known` workers.
 pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
+}
+
+/// Returns why no request can be placed if there are several models; `None` if requests for at least one of them can be placed.
+pub(super) fn all_unavailable(models: &[ModelView]) -> Option<String> {
+    let reason = |view: &ModelView| Some(format!("{}: {}", view.identity.as_ref()?.model, view.unavailable_reason.as_ref()?));
+    let reasons: Option<Vec<String>> = models.iter().map(reason).collect();
+    Some(reasons?.join("; "))
 }
 
 /// Returns why the choice was made: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.

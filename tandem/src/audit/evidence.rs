@@ -23,7 +23,7 @@ pub struct Evidence {
     pub lost_frontend: bool,
 }
 
-/// One request and what its client received.
+/// One request of a client, with the usage that the client received.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClientLine {

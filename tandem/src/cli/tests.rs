@@ -310,3 +310,23 @@ fn registered_address_is_reachable_for_other_processes() {
         registered(&["--etcd", "e:1", "--etcd-ca", "/none"], "10.0.0.1:7").expect_err("a missing certificate file is refused");
     assert!(files.contains("/none cannot be read") && files.contains("--etcd-ca"), "{files}");
 }
+
+#[test]
+fn further_models_have_ids_and_printed_ones_can_be_read_back() {
+    let frontend = |args: &[&str]| match command(&[&["frontend"], args].concat()) {
+        Ok(Command::Frontend(frontend)) => Ok(frontend),
+        other => Err(format!("{other:?}")),
+    };
+    let args = ["--extra-model", "small=pypi:package==1.0", "--extra-model", "b=/models/b,c=hf:org/name"];
+    let settings = frontend(&args).expect("valid");
+    let extra = &settings.role.frontend.extra_models;
+    let shown: Vec<String> = extra.iter().map(ToString::to_string).collect();
+    assert_eq!(shown, ["small=pypi:package==1.0", "b=/models/b", "c=hf:org/name"]);
+    let config = file(&settings.to_toml());
+    let again = frontend(&["--config", config.path().to_str().expect("the path is text")]).expect("printed settings are valid");
+    assert_eq!(&again.role.frontend.extra_models, extra);
+    for wrong in ["small", "=/models/b", "b=hf:name"] {
+        assert!(frontend(&["--extra-model", wrong]).is_err(), "{wrong}");
+    }
+    assert!(router(&["--extra-model", "b=/models/b"]).is_err_and(|error| error.contains("`tandem frontend`")));
+}

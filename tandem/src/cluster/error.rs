@@ -34,16 +34,18 @@ pub enum StartError {
         "--prefill remote needs a prefill worker; set --prefill-workers to 1 or more, or --prefill-engine-url with --engine vllm"
     )]
     NoPrefillWorker,
+    #[error(
+        "`tandem up` starts engines of one model; for --extra-model, start workers of each model, a router and `tandem frontend`"
+    )]
+    OneModel,
     #[error("{} cannot be read; set --engine-ca to a file with a CA certificate", .path.display())]
     EngineCa { path: PathBuf, source: io::Error },
     #[error("the engine at {url} cannot be used")]
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error("no engine serves the model {0} of --extra-model; write the id that its server has in /v1/models")]
+    NoEngineOfModel(String),
     #[error(
-        "the engines serve different models ({0} and {1}); run a cluster for each model, or set --served-model-name if both are the same model"
-    )]
-    SeveralModels(String, String),
-    #[error(
-        "the engine at {url} does not say where its model comes from; set --model to the model, for its tokenizer and chat template"
+        "the engine at {url} does not say where its model comes from; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
     )]
     UnknownModel { url: String },
     #[error(transparent)]

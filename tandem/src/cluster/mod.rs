@@ -12,10 +12,12 @@ pub use process::Process;
 
 use crate::{
     http,
+    model::Source,
     settings::{CLUSTER, EngineKind, KeyArgs, KvConnector, PrefillPlace, UpSettings},
 };
 use parts::Parts;
-use std::{net::SocketAddr, time::Duration};
+use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
+use tandem_adapter::ServerDescription;
 use tandem_engine::EngineHandle;
 use tandem_frontend::ServedModel;
 use tandem_node::{Shutdown, discovery::MemberSource};
@@ -48,7 +50,7 @@ pub trait Served {
 
 /// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
 pub struct Cluster {
-    /// The id that clients send as `model`.
+    /// The id that clients send as `model`; of several models the first.
     pub model_id: String,
     /// The address of the OpenAI API.
     pub frontend: SocketAddr,
@@ -73,6 +75,8 @@ pub struct Worker {
     pub address: SocketAddr,
     /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
     pub advertise: Option<String>,
+    /// The id of the model that it serves.
+    pub model: String,
     /// The engine in this process; `None`: the worker's engine is another process.
     pub engine: Option<EngineHandle>,
     /// The tokens that fit into the engine's KV memory.
@@ -100,6 +104,9 @@ impl Cluster {
         if settings.router.prefill == PrefillPlace::Remote && !prefills {
             return Err(StartError::NoPrefillWorker);
         }
+        if settings.model.engine.server().is_none() && !settings.frontend.extra_models.is_empty() {
+            return Err(StartError::OneModel);
+        }
         let frontend = listen(settings.common.listen, "--listen").await?;
         let mut cluster = Self::run(settings, config, frontend).await?;
         cluster.wait_until_ready().await?;
@@ -124,19 +131,29 @@ impl Cluster {
         parts.open_ledger(&settings.worker)?;
         let (workers, served) = match settings.model.engine {
             EngineKind::Vllm | EngineKind::LlamaCpp => external_workers(&parts, &settings, &mut config, &back).await?,
-            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => own_workers(&parts, &settings, &config, &back).await?,
+            EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
+                let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
+                (workers, vec![served])
+            }
         };
+        // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
+        let fitted = |served: ServedModel| {
+            let of_model = workers.iter().filter(|worker| worker.model == served.id);
+            let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
+            served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
+        };
+        let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
+        let extra = served.split_off(1);
+        let served = served.pop().expect("there is a model");
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
         let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
+        let only_model = extra.is_empty().then_some(&*model_id);
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
-        parts.router(router_listener, (listed, peers), Some(&model_id), &settings.router, &back);
-        // The frontend refuses a prompt that does not fit on every worker, so the smallest worker limits the context.
-        let capacity_tokens = workers.iter().map(|worker| worker.kv_tokens).min().unwrap_or_default();
-        let served = served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX));
+        parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, sequences_max), &front);
+        parts.frontend((frontend, None), routers, settings.frontend, (served, extra, sequences_max), &front);
         Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
     }
 
@@ -160,6 +177,9 @@ impl Cluster {
 impl Served for Cluster {
     fn introduction(&self) -> String {
         let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
+        let models: BTreeSet<&str> = self.workers.iter().map(|worker| &*worker.model).collect();
+        let models = models.into_iter().collect::<Vec<_>>().join(", ");
+        let verb = if models == *model { "is" } else { "are" };
         let engine = match self.engine {
             EngineKind::Cpu => "on the CPU",
             EngineKind::Cuda => "on the GPU",
@@ -175,7 +195,7 @@ impl Served for Cluster {
             r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
         );
         format!(
-            "{model} is ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
         )
     }
 
@@ -215,19 +235,21 @@ async fn own_workers(
         let engine = EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key));
         let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
         parts.worker(plan, listener, engine.clone(), shutdown);
-        workers.push(Worker { id, role, address, advertise: None, kv_tokens: kv_tokens(&engine), engine: Some(engine) });
+        let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));
+        workers.push(Worker { id, role, address, advertise: None, model, kv_tokens, engine: Some(engine) });
     }
     Ok((workers, loaded.served))
 }
 
-/// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizer of their model.
+/// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first
+/// server comes first.
 async fn external_workers(
     parts: &Parts,
     settings: &UpSettings,
     config: &mut EngineConfig,
     shutdown: &Shutdown,
-) -> Result<(Vec<Worker>, ServedModel), StartError> {
-    let urls = [(Role::Prefill, &settings.prefill_engine_url), (Role::Decode, &settings.worker.external.engine_url)];
+) -> Result<(Vec<Worker>, Vec<ServedModel>), StartError> {
+    let urls = [(Role::Decode, &settings.worker.external.engine_url), (Role::Prefill, &settings.prefill_engine_url)];
     if !settings.prefill_engine_url.is_empty() {
         config.worker.external.engine_kv_connector = KvConnector::Nixl;
     }
@@ -236,31 +258,47 @@ async fn external_workers(
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
-    let name = settings.common.served_model_name.clone();
-    let (_, (engines, first)) = servers.first().expect("the command line demands one");
-    if let Some((_, (_, other))) = servers.iter().find(|(_, (_, server))| name.is_none() && server.model != first.model) {
-        return Err(StartError::SeveralModels(first.model.clone(), other.model.clone()));
+    let model_of = |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
+    let mut models: Vec<ServedModel> = Vec::new();
+    for (_, (engines, server)) in &servers {
+        let id = model_of(server);
+        let served = match models.iter().position(|served| served.id == id) {
+            Some(at) => models.remove(at),
+            None => {
+                let source = tokenizer_of(settings, &id, models.is_empty()).or_else(|| external::source(server));
+                let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url().to_owned() })?;
+                weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?
+            }
+        };
+        models.push(served.with_context_length(server.context_length));
     }
-    let source = match &settings.model.model {
-        Some(source) => source.clone(),
-        None => external::source(first).ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url().to_owned() })?,
-    };
-    let id = name.unwrap_or_else(|| first.model.clone());
-    let served = weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?;
-    let context_length = servers.iter().map(|(_, (_, server))| server.context_length).min().unwrap_or(u32::MAX);
-    let served = served.with_context_length(context_length);
+    if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.iter().all(|model| model.id != extra.id)) {
+        return Err(StartError::NoEngineOfModel(extra.id.clone()));
+    }
+    let first = servers.first().map(|(_, (_, server))| model_of(server));
+    models.sort_by_key(|served| Some(&served.id) != first.as_ref());
     let mut workers: Vec<Worker> = Vec::new();
-    for (role, (engines, _)) in servers {
+    for (role, (engines, server)) in servers {
+        let model = model_of(&server);
+        let revision = models.iter().find(|served| served.id == model).map_or("", |served| &served.revision);
         for (engine, kv_tokens) in engines {
             let listener = loopback().await?;
             let index = workers.iter().filter(|worker| worker.role == role).count();
             let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
-            let plan = parts.plan((&id, role), None, config, (&served.id, &served.revision));
+            let plan = parts.plan((&id, role), None, config, (&model, revision));
             parts.external_worker(plan, listener, engine, None, shutdown)?;
-            workers.push(Worker { id, role, address, advertise: None, engine: None, kv_tokens });
+            workers.push(Worker { id, role, address, advertise: None, model: model.clone(), engine: None, kv_tokens });
         }
     }
-    Ok((workers, served))
+    // Prefill workers are listed first.
+    workers.sort_by_key(|worker| worker.role != Role::Prefill);
+    Ok((workers, models))
+}
+
+/// Returns where the settings say that the tokenizer of a model of external engines is.
+fn tokenizer_of(settings: &UpSettings, model: &str, is_first: bool) -> Option<Source> {
+    let extra = settings.frontend.extra_models.iter().find(|extra| extra.id == model).map(|extra| extra.source.clone());
+    extra.or_else(|| settings.model.model.clone().filter(|_| is_first))
 }
 
 async fn loopback() -> Result<TcpListener, StartError> {

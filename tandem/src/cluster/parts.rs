@@ -205,11 +205,11 @@ impl Parts {
         (listener, admin): (TcpListener, Option<TcpListener>),
         routers: MemberSource,
         args: FrontendArgs,
-        (model, sequences_max): (ServedModel, u32),
+        (model, extra_models, sequences_max): (ServedModel, Vec<ServedModel>, u32),
         shutdown: &Shutdown,
     ) {
         let FrontendArgs { limits, tenants, .. } = args;
-        let settings = FrontendSettings {
+        let mut settings = FrontendSettings {
             block_size: self.block_size,
             concurrent_sequences: sequences_max as usize,
             sequences_per_client: limits.sequences_per_client(sequences_max),
@@ -232,6 +232,7 @@ impl Parts {
             expose_details: tenants.expose_details,
             ..FrontendSettings::new("", model)
         };
+        settings.models.extend(extra_models);
         let listener = self.listener(listener);
         self.spawn("frontend", shutdown, tandem_frontend::run(listener, settings, self.metrics.clone(), shutdown.clone()));
     }

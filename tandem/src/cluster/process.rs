@@ -1,8 +1,10 @@
 //! Runs one role in a process of its own: the same part as in `up`, started by the same functions, and an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, external::Registration, kv_tokens, listen, local_address, reachable,
-    weights::load_served,
+    EngineConfig, Parts, Served, StartError,
+    external::Registration,
+    kv_tokens, listen, local_address, reachable,
+    weights::{load_extra, load_served},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
@@ -58,7 +60,9 @@ impl Process {
             None => None,
         };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
-        process.name = format!("frontend for {}", served.id);
+        let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
+        let ids: Vec<&str> = std::iter::once(&served).chain(&extra).map(|served| served.id.as_str()).collect();
+        process.name = format!("frontend for {}", ids.join(", "));
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
         let listed = match &routers {
@@ -70,7 +74,7 @@ impl Process {
             process.places.push(("admin", format!("http://{}", reachable(local_address(admin)?))));
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
-        let served = (served, settings.model.max_concurrent_requests);
+        let served = (served, extra, settings.model.max_concurrent_requests);
         process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.service);
         Ok(process)
     }

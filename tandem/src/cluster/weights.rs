@@ -4,7 +4,7 @@
 use super::StartError;
 use crate::{
     model::{Source, Store, StoreArgs, StoredModel},
-    settings::{CommonArgs, EngineKind, ModelArgs, WorkerArgs},
+    settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, WorkerArgs},
 };
 use std::{error::Error, path::Path, sync::Arc, time::Duration};
 use tandem_engine::{
@@ -161,6 +161,16 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
         Some((stored, revision)) => Ok(open(&stored, &revision, served_model_name, model.engine)?.1),
     })
     .await
+}
+
+/// Reads what a frontend needs of its further models, each of which is served under its own id.
+pub(super) async fn load_extra(model: &ModelArgs, extra: &[ExtraModel]) -> Result<Vec<ServedModel>, StartError> {
+    let mut served = Vec::with_capacity(extra.len());
+    for ExtraModel { id, source } in extra {
+        let model = ModelArgs { model: Some(source.clone()), ..model.clone() };
+        served.push(load_served(model, Some(id.clone())).await?);
+    }
+    Ok(served)
 }
 
 /// Reads the tokenizer and the chat template of a model that external engines compute, downloading them first if necessary. The model has

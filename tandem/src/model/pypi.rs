@@ -20,8 +20,9 @@ const POLL: Duration = Duration::from_millis(200);
 pub struct Pip(Vec<Vec<OsString>>);
 
 impl Pip {
-    /// `python3 -I -m pip`, `pip3`, `pip`. Without `-I`, Python looks for its modules in the current folder first, and runs a `pip.py`
-    /// there. pip's own option `--isolated` is not set: the index, proxy and certificates that the operator has configured must be used.
+    /// Returns this machine's pip: the first of `python3 -I -m pip`, `pip3` and `pip` that works. Without `-I`, Python looks for its modules in
+    /// the current folder first, and runs a `pip.py` there. pip's own option `--isolated` is not set: the index, proxy and certificates that
+    /// the operator has configured must be used.
     pub fn of_this_machine() -> Self {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }

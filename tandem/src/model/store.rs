@@ -291,8 +291,8 @@ fn check(path: &Path) -> Result<(), ModelError> {
     if read.is_ok() && &magic == b"GGUF" { Ok(()) } else { Err(ModelError::NotGguf(path.to_owned())) }
 }
 
-/// Returns all `.gguf` files and all directories with these contents of a model below `dir`, ordered by path. Unfinished downloads are
-/// left out.
+/// Returns the paths below `dir`, in order, of all `.gguf` files and of all model directories. A directory counts if it has all files that
+/// `contents` requires. Unfinished downloads are omitted.
 fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelError> {
     let is_model = match contents {
         Contents::All => HfDirectory::is_at,

@@ -1,15 +1,28 @@
 //! Settings of frontends.
 
-use super::{LimitArgs, TenantArgs};
+use super::{LimitArgs, TenantArgs, common::with_commas};
+use crate::model::Source;
 use clap::Args;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::{fmt, path::PathBuf, str::FromStr};
 
 /// The settings of `tandem up` and of frontends.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[command(next_help_heading = "Frontend")]
 #[serde(rename_all = "kebab-case")]
 pub struct FrontendArgs {
+    /// A further model that the frontend serves: clients send ID as `model`, and MODEL is as in --model. Repeat the flag, or separate models by
+    /// commas. Each model needs workers of its own, with --served-model-name ID
+    #[arg(
+        long = "extra-model",
+        env = "TANDEM_EXTRA_MODEL",
+        value_name = "ID=MODEL",
+        value_delimiter = ',',
+        help_heading = "Model"
+    )]
+    #[serde(rename = "extra-model", serialize_with = "with_commas")]
+    pub extra_models: Vec<ExtraModel>,
+
     /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
     /// fails more often than the default is probably itself the reason that workers fail
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]
@@ -33,4 +46,30 @@ pub struct FrontendArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub tenants: TenantArgs,
+}
+
+/// A model that a frontend serves besides that of `--model`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExtraModel {
+    /// The id that clients send as `model`.
+    pub id: String,
+    /// Where its tokenizer and chat template come from.
+    pub source: Source,
+}
+
+impl FromStr for ExtraModel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = text.split_once('=').filter(|(id, _)| !id.is_empty());
+        let (id, source) = parts.ok_or("write ID=MODEL, such as small=hf:ORG/NAME")?;
+        let source = source.parse().map_err(|error: crate::model::InvalidSource| error.to_string())?;
+        Ok(Self { id: id.to_owned(), source })
+    }
+}
+
+impl fmt::Display for ExtraModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.id, self.source)
+    }
 }

@@ -139,7 +139,7 @@ pub struct WorkerProcess {
     pub worker: WorkerArgs,
 }
 
-/// The settings of routers and workers as processes.
+/// The settings that every process of a router or a worker has.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ProcessArgs {

@@ -11,7 +11,7 @@ pub(super) enum Column {
     /// Worker id
     #[default]
     Worker,
-    /// Prefill or decode
+    /// Prefill or decode, and of which model if there are several
     Role,
     /// Whether the router places requests on the worker
     Health,
@@ -119,7 +119,11 @@ impl Table {
         let earlier: HashMap<_, _> = before.workers.iter().filter_map(|worker| Some((instance(worker)?, worker))).collect();
         let rows = now.workers.iter().map(|worker| {
             let before = instance(worker).and_then(|instance| earlier.get(&instance).copied());
-            row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64())
+            let mut row = row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64());
+            if let (Some(info), true) = (&worker.info, now.models.len() > 1) {
+                row[Column::Role as usize] = Cell::Text(format!("{} of {}", info.role().name(), info.model));
+            }
+            row
         });
         let absent = now.unavailable.iter().map(|absent| {
             let mut row = vec![Cell::Nothing; Column::all().len()];
@@ -130,8 +134,9 @@ impl Table {
             row
         });
         let identity = now.identity.clone().unwrap_or_default();
-        let mut title =
-            format!("{} serves {}", identity.cluster, if identity.model.is_empty() { "nothing yet" } else { &identity.model });
+        let models: Vec<&str> = now.models.iter().filter_map(|model| Some(&*model.identity.as_ref()?.model)).collect();
+        let models = if models.is_empty() { "nothing yet".to_owned() } else { models.join(", ") };
+        let mut title = format!("{} serves {models}", identity.cluster);
         write!(title, ": {} of {} workers, {} requests", now.workers.len(), now.known_workers, now.bookings)
             .expect("writing to a string does not fail");
         if now.peers > 0 {
@@ -217,7 +222,13 @@ fn health(worker: &WorkerView) -> &'static str {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use tandem_proto::v1::{CacheTotals, Identity, Load, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role};
+    use tandem_proto::v1::{
+        CacheTotals, Identity, Load, ModelView, PlacementTotals, UnavailableWorker, WorkerInfo, worker_info::Role,
+    };
+
+    fn model(model: &str) -> ModelView {
+        ModelView { identity: Some(Identity { model: model.to_owned(), ..Default::default() }), ..Default::default() }
+    }
 
     /// Returns a router's view after `later` seconds: a prefill worker with many cache hits, a decode worker with an open circuit breaker,
     /// and an incompatible worker.
@@ -254,7 +265,8 @@ pub(super) mod tests {
                 worker(Role::Decode, "d0", 9, true, CacheTotals::default(), generating),
             ],
             bookings: 6,
-            identity: Some(Identity { cluster: "blue".to_owned(), model: "m".to_owned(), ..Default::default() }),
+            identity: Some(Identity { cluster: "blue".to_owned(), ..Default::default() }),
+            models: vec![model("m")],
             unavailable: vec![UnavailableWorker {
                 address: "h:7100".to_owned(),
                 reason: "another model".to_owned(),
@@ -294,6 +306,16 @@ pub(super) mod tests {
         assert_eq!(found[0], "p0: it has another family");
         assert!(found[1].starts_with("d0: the router assumes its cache"), "{found:?}");
         assert_eq!(table.rows[0][Column::Health as usize], Cell::Text("unpaired".to_owned()));
+    }
+
+    #[test]
+    fn workers_of_several_models_name_theirs() {
+        let mut now = cluster(2);
+        now.models.push(model("n"));
+        now.workers[0].info.as_mut().expect("it is set").model = "n".to_owned();
+        let table = Table::new(&now, &cluster(0), Duration::from_secs(2));
+        assert!(table.title.starts_with("blue serves m, n: "), "{}", table.title);
+        assert_eq!(table.rows[0][Column::Role as usize], Cell::Text("prefill of n".to_owned()));
     }
 
     #[test]

@@ -71,7 +71,7 @@ fn incompatible_worker_receives_no_requests() {
         ("c", &["--cluster", "other"][..], "the process's cluster is other, but the cluster's is tandem"),
         ("m", &["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
         ("b", &["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
-        ("d", &[], "has the same id d; give each a --worker-id"),
+        ("d", &[], "has the same id d; give each worker its own --worker-id"),
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
@@ -117,14 +117,11 @@ fn incompatible_frontend_refuses_requests() {
     for (args, expected) in [
         (["--cluster", "other"], "the process's cluster is other, but the cluster's is tandem"),
         (["--block-size", "32"], "the process's block size is 32, but the cluster's is 16"),
-        (["--served-model-name", "llama"], "the process's model is llama, but the cluster's is sim"),
     ] {
         let frontend = plan.frontend(&args);
         let unready = frontend.get("/ready");
         assert!(unready.starts_with("HTTP/1.1 503") && unready.contains(expected), "{args:?}: {unready}");
-        let request =
-            chat_body("hello", 8, false).replace("\"sim\"", &format!("\"{}\"", if args[1] == "llama" { "llama" } else { "sim" }));
-        let refused = frontend.answer("/v1/chat/completions", &request);
+        let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false));
         assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("cluster_mismatch"), "{args:?}: {refused}");
         until(
             "the log names the reason",
@@ -132,6 +129,23 @@ fn incompatible_frontend_refuses_requests() {
             |log| log.lines().any(|line| line.contains("WARN") && line.contains(expected)),
         );
     }
+}
+
+#[test]
+fn frontend_of_a_model_without_workers_is_not_ready() {
+    let plan = Plan::new();
+    let (prefill, decode) = (address(), address());
+    plan.list(&[prefill, decode]);
+    let _parts = (plan.router(&[]), plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
+    plan.joined(&["d", "p"]);
+    let frontend = plan.frontend(&["--served-model-name", "llama"]);
+    let unready = frontend.get("/ready");
+    assert!(
+        unready.starts_with("HTTP/1.1 503") && unready.contains("no worker serves llama; the workers serve sim"),
+        "{unready}"
+    );
+    let refused = frontend.answer("/v1/chat/completions", &chat_body("hello", 8, false).replace("\"sim\"", "\"llama\""));
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("no_worker"), "{refused}");
 }
 
 #[test]

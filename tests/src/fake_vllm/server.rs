@@ -325,7 +325,13 @@ impl Generation {
         let step = self.run.engine.settings.step;
         tokio::select! {
             biased;
-            _ = self.is_aborted.wait_for(|aborted| *aborted) => return (None, Some("abort")),
+            _ = self.is_aborted.wait_for(|aborted| *aborted) => {
+                // Like vLLM, the fake loses the count of a request without tokens.
+                if let Some(cached) = self.usage.pointer_mut("/prompt_tokens_details/cached_tokens").filter(|_| self.generated == 0) {
+                    *cached = 0.into();
+                }
+                return (None, Some("abort"));
+            }
             () = tokio::time::sleep(step) => {}
         }
         let seed = (self.params["temperature"] != 0.0).then(|| self.params["seed"].as_u64().unwrap_or(0));

@@ -59,17 +59,35 @@ async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
     Ok(())
 }
 
+/// vLLM reports 0 then, although it has found the prompt.
 #[tokio::test]
-async fn cancelled_prefill_ends_with_its_count_and_without_a_handle() -> Result<()> {
+async fn cancelled_prefill_ends_without_a_count_and_a_handle() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(50), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
+    export(&adapter, &prompt).await?;
     let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
     let mut job = adapter.prefill(prefill).await?;
     until("the engine has it", || fake.running() == 1).await?;
     job.cancel();
     let report = read(&mut *job).await?;
-    assert_eq!(report, Report { cached: Some(Some(CachedTokens::on_device(0))), ..Report::default() });
+    assert_eq!(report, Report { cached: Some(None), ..Report::default() });
+    Ok(())
+}
+
+#[tokio::test]
+async fn transfer_time_begins_when_the_handle_has_come() -> Result<()> {
+    const PREFILL: Duration = Duration::from_secs(1);
+    let (prefill, decode) = pair().await?;
+    let prompt = prompt(1, 100);
+    let mut job = decode.adapter.generate(Generate { kv: KvSource::Handle, ..generate(&prompt, 6) }).await?;
+    assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
+    tokio::time::sleep(PREFILL).await;
+    job.pull(export(&prefill.adapter, &prompt).await?.1).await;
+    match next(&mut *job).await? {
+        Some(Event::Started(started)) => assert!(started.kv_transfer < PREFILL, "{started:?}"),
+        other => anyhow::bail!("{other:?}"),
+    }
     Ok(())
 }
 

@@ -143,7 +143,8 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> R
     Ok(())
 }
 
-/// Only the first sample reports the number of cached tokens. It must be reported whichever sample ends first.
+/// Only the first sample reports the number of cached tokens. It must be reported whichever sample ends first. Before its first token there is
+/// no number, because vLLM reports 0 then, whatever it has found.
 #[tokio::test]
 async fn cancelled_samples_end_with_their_count() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
@@ -160,7 +161,9 @@ async fn cancelled_samples_end_with_their_count() -> Result<()> {
         until("the engine has it", || fake.running() > 0).await?;
         job.cancel();
         let report = read(&mut *job).await?;
-        assert_eq!((report.cached, report.finished), (on_device(0), Vec::new()), "round {round}");
+        let has_begun = round % 2 == 0 || !report.tokens_of(0).is_empty();
+        let expected = if has_begun { on_device(0) } else { Some(None) };
+        assert_eq!((report.cached, report.finished), (expected, Vec::new()), "round {round}");
         until("the engine is idle", || fake.running() == 0).await?;
     }
     Ok(())

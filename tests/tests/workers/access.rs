@@ -182,7 +182,7 @@ async fn number_of_concurrent_communicator_joins_is_bounded() {
         peer.control_stream_opened().await;
     }
     assert_eq!(*access.joins_started.borrow(), JOINS_MAX, "the other peers' blocks were sent over TCP, and no join is queued");
-    // The joins have ended, so another join can begin.
+    // The worker is not joining a communicator any more, so it can join another one.
     let last = AcceptingReceiver::start().await;
     prefill_with_ticket(&cluster, 100, ticket_requesting_access(&last.address, 100)).await.expect("the blocks are accepted");
     wait_for_joins(&access, JOINS_MAX + 1).await;

@@ -13,9 +13,11 @@ type Views = BTreeMap<Arc<str>, Result<WorkersReply, DispatchError>>;
 impl App {
     /// Returns the current state of the cluster, from the views of its routers.
     pub(super) async fn cluster(&self) -> Value {
-        let identity = &self.dispatcher.routers.identity;
+        let served = self.models.first();
+        // All models have the rest of their identities in common.
+        let identity = Identity { model: String::new(), revision: String::new(), ..(*served.identity).clone() };
         let views: Views = self.dispatcher.routers.views().collect().await;
-        let replies = replies(&views, identity);
+        let replies = replies(&views, &identity);
         let ready = self.judge_all(views.values().map(|view| self.judge(view.as_ref())));
         let routers: Vec<Value> = views.iter().map(|(address, view)| self.router(address, view)).collect();
         let audit = OptionFuture::from(self.audit.as_ref().map(LastAudit::read)).await;
@@ -24,9 +26,10 @@ impl App {
             "since_unix_s": self.since,
             "version": env!("CARGO_PKG_VERSION"),
             "cluster": identity.cluster,
-            "model": self.model.id,
+            "model": served.model.id,
+            "models": self.models.iter().map(|served| served.model.id.as_str()).collect::<Vec<_>>(),
             "block_size": self.block_size,
-            "unavailable_reason": ready.err().map(|why| why.to_string()),
+            "unavailable_reason": ready.of_any().err().map(|why| why.to_string()),
             "routers": routers,
             "workers": workers(&replies),
             "unavailable": unavailable(&replies),
@@ -38,7 +41,7 @@ impl App {
     }
 
     fn router(&self, address: &str, view: &Result<WorkersReply, DispatchError>) -> Value {
-        let problem = self.judge(view.as_ref()).err().map(|why| why.to_string());
+        let problem = self.judge(view.as_ref()).of_any().err().map(|why| why.to_string());
         let Ok(view) = view else { return json!({ "address": address, "problem": problem }) };
         json!({
             "address": address,
@@ -95,6 +98,7 @@ fn worker(views: &[&WorkerView], routers: usize) -> Value {
         "worker": info.worker_id,
         "instance_id": info.instance_id,
         "role": info.role().name(),
+        "model": info.model,
         "address": latest.address,
         "version": info.version,
         "capacity_blocks": info.capacity_blocks,

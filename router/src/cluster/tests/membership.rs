@@ -4,13 +4,12 @@ use super::*;
 use std::time::Duration;
 
 #[test]
-fn worker_that_differs_from_the_first_member_cannot_join() {
+fn worker_that_differs_from_the_first_member_of_its_model_cannot_join() {
     let good = info(worker_info::Role::Decode, "d0");
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
     let first = scenario.join(good.clone()).expect("the first member may have any identity");
     let new = || WorkerInfo { instance_id: "new".to_owned(), ..good.clone() };
     for (bad, field) in [
-        (WorkerInfo { model: "n".to_owned(), ..new() }, "model"),
         (WorkerInfo { revision: "s".to_owned(), ..new() }, "revision"),
         (WorkerInfo { block_size: 32, ..new() }, "block size"),
         (WorkerInfo { version: "99.0.0".to_owned(), ..new() }, "version"),

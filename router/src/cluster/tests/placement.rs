@@ -121,17 +121,17 @@ fn failed_workers_are_excluded_and_the_last_attempt_uses_a_decode_worker_only() 
 }
 
 #[test]
-fn wrong_model_long_prompt_and_full_router_are_refused() {
+fn unserved_model_long_prompt_and_full_router_are_refused() {
     let mut scenario = Scenario::with(RouterSettings { bookings_max: 1, ..settings(PrefillPlace::Auto) }, 1, 1);
     let refused = |scenario: &mut Scenario, request: &PlacementRequest| {
         scenario.state.place(request, &Excluded::default(), 1).map(|(id, _)| id)
     };
     let other = PlacementRequest { model: "other".to_owned(), ..scenario.request(10, hashes(1, 0, 0)) };
-    assert_eq!(refused(&mut scenario, &other), Err(PlacementError::OtherModel));
+    assert_eq!(refused(&mut scenario, &other), Err(PlacementError::NoWorkerOfModel));
     let long = scenario.request(1_000_001, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &long), Err(PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong)));
     let unnamed = PlacementRequest { model: String::new(), ..scenario.request(10, hashes(1, 0, 0)) };
-    let booking = refused(&mut scenario, &unnamed).expect("a request without a model name is not refused");
+    let booking = refused(&mut scenario, &unnamed).expect("no model stands for the only one");
     let one_more = scenario.request(10, hashes(1, 0, 0));
     assert_eq!(refused(&mut scenario, &one_more), Err(PlacementError::TooManyBookings));
     scenario.state.release(booking);

@@ -71,7 +71,7 @@ fn cost_policy_has_the_shortest_waits_with_long_answers() {
 }
 
 #[test]
-fn cost_policy_has_the_shortest_waits_with_small_caches_or_recorded_answers() {
+fn cost_policy_has_the_shortest_waits_with_small_caches_or_recorded_answer_lengths() {
     let Some(prompts) = conversations(1.5, 4) else { return skipped() };
     assert_no_rule_is_better("answers x 4, 200 k tokens of KV", World { capacity_blocks: 400, ..world() }, &prompts);
     let Some(prompts) = conversations(1.5, 1) else { return skipped() };

@@ -21,10 +21,10 @@ function badge(text, kind) {
   return el('span', { class: `badge ${kind}` }, text);
 }
 
-function frontend({ unavailable_reason: reason, model, version, cluster }) {
+function frontend({ unavailable_reason: reason, models, version, cluster }) {
   return el('li', { class: 'card' },
     el('div', { class: 'card-head' }, el('b', {}, 'frontend'), reason ? badge('not ready', 'bad') : badge('ready', 'good')),
-    el('p', {}, reason ?? `${model}, cluster ${cluster}, version ${version}`));
+    el('p', {}, reason ?? `${models.join(', ')}, cluster ${cluster}, version ${version}`));
 }
 
 function router({ address, problem, bookings, peer_bookings, peers, synced_workers, known_workers }) {

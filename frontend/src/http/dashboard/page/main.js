@@ -45,7 +45,7 @@ async function update() {
   cluster.workers.forEach(({ worker }) => colour(worker));
   take(requests);
   note(cluster.now_unix_ms, cluster.workers);
-  setText(byId('model'), cluster.model);
+  setText(byId('model'), cluster.models.join(', '));
   document.title = `${cluster.unavailable_reason ? 'Not ready' : 'Tandem'} – ${cluster.model}`;
   setText(byId('state'), cluster.unavailable_reason ? `Not ready: ${cluster.unavailable_reason}` : 'Ready');
   byId('state').className = cluster.unavailable_reason ? 'bad' : 'good';
