@@ -63,4 +63,8 @@ impl Backend for Adapter {
     fn assumes_cache(&self) -> bool {
         self.shared.approximate
     }
+
+    fn cached_blocks_max(&self) -> u32 {
+        self.shared.cached_blocks_max
+    }
 }

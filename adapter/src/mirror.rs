@@ -133,6 +133,13 @@ impl Mirror {
         })
     }
 
+    /// Returns the largest number of blocks that can be in the mirror.
+    pub fn cached_blocks_max(&self) -> u32 {
+        let MirrorSettings { block_size, engine_block_size, device_blocks, engine_blocks_max, .. } = self.settings;
+        let identified = engine_blocks_max.saturating_mul((engine_block_size / block_size) as usize);
+        device_blocks.max(identified.try_into().unwrap_or(u32::MAX))
+    }
+
     /// Applies events in the order in which the engine reported them.
     pub fn apply(&mut self, events: &[EngineEvent]) {
         for event in events {

@@ -26,6 +26,8 @@ pub(crate) struct Shared {
     pub books: Arc<Books>,
     /// Whether the mirror is filled from the requests that were routed to this worker, because the engine reports no usable events.
     pub approximate: bool,
+    /// The largest number of blocks in the mirror.
+    pub cached_blocks_max: u32,
     mirror: Mutex<Mirror>,
     /// The sender of all batches of KV events; `None` once the engine has ended.
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
@@ -64,6 +66,7 @@ impl Shared {
             slots,
             books: Arc::default(),
             approximate,
+            cached_blocks_max: mirror.cached_blocks_max(),
             mirror: Mutex::new(mirror),
             batches: Mutex::new(Some(batches)),
             last: Mutex::default(),

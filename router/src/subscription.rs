@@ -104,10 +104,15 @@ pub(crate) struct KvSubscription {
     load: Load,
 }
 
+/// Returns the largest number of blocks that the worker may report as cached.
+pub(crate) fn cached_blocks_max(info: &WorkerInfo) -> u32 {
+    info.cached_blocks_max.max(info.capacity_blocks)
+}
+
 impl KvSubscription {
     /// Returns a subscription to this worker instance that waits for its snapshot.
     pub(crate) fn new(info: &WorkerInfo, source: EventSource) -> Self {
-        let assembly = SnapshotAssembly::new(info.capacity_blocks as usize);
+        let assembly = SnapshotAssembly::new(cached_blocks_max(info) as usize);
         let instance_id = info.instance_id.clone();
         Self { instance_id, source, assembly, applied: None, awaited: None, load: Load::default() }
     }

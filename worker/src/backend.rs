@@ -45,6 +45,11 @@ pub trait Backend: Send + Sync + 'static {
     fn assumes_cache(&self) -> bool {
         false
     }
+
+    /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
+    fn cached_blocks_max(&self) -> u32 {
+        self.info().capacity_blocks
+    }
 }
 
 /// How a back end sends or receives the KV of prompts.

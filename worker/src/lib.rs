@@ -107,6 +107,7 @@ impl Worker {
             key_fingerprint: network.key().fingerprint().to_owned(),
             transfer_family: backend.kv_exchange().family().to_owned(),
             approximate_index: backend.assumes_cache(),
+            cached_blocks_max: backend.cached_blocks_max(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));

@@ -231,6 +231,12 @@ fn blocks_beyond_the_mirrors_capacity_are_not_mirrored() {
     let mut mirror = mirror_with(|settings| settings.engine_blocks_max = 2);
     mirror.apply(&[EngineEvent::Stored(first_blocks(&[1, 2, 3, 4], tokens(1, 4)))]);
     assert_eq!((mirror.cached_blocks(), mirror.unroutable().excess, mirror.unroutable().parent), (2 * K, 1, 1));
+    let device_blocks = mirror.settings.device_blocks as usize;
+    assert_eq!(mirror.cached_blocks_max() as usize, device_blocks.max(2 * K));
+    assert_eq!(
+        mirror_with(|settings| settings.engine_blocks_max = device_blocks).cached_blocks_max() as usize,
+        K * device_blocks
+    );
 }
 
 #[test]

@@ -17,7 +17,7 @@ use crate::{
     rates::Measurement,
     route::{Candidate, NoEligibleWorker, Role, paired_families},
     settings::{Costs, PrefillPlace},
-    subscription::{EventSource, ReportedStats, SubscriptionError},
+    subscription::{EventSource, ReportedStats, SubscriptionError, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
 use std::{
@@ -196,7 +196,7 @@ impl Members {
     /// the member's index entries are not reliable any more.
     pub(super) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), SubscriptionError> {
         let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
-        let capacity_blocks = member.info.capacity_blocks;
+        let capacity_blocks = cached_blocks_max(&member.info);
         let applied = events.iter().try_for_each(|event| {
             let blocks = match &event.change {
                 Change::Stored(chain) => self.index.blocks(member.slot) + chain.sequence_hashes.len() as u64,

@@ -151,6 +151,22 @@ async fn events_beyond_the_workers_capacity_end_the_membership() {
 }
 
 #[tokio::test]
+async fn worker_may_report_blocks_in_host_memory_in_addition_to_its_capacity() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    decode.describe_as(|info| (info.capacity_blocks, info.cached_blocks_max) = (10, 20));
+    let router = TestRouter::start(&[&decode], local()).await;
+    let hashes: Vec<u64> = (1..=21).collect();
+    let watch = decode.watched().await;
+    watch.snapshot(0, &hashes[..15]);
+    router.until_indexed("d", 15).await;
+    watch.events(1, vec![stored(Some(15), &hashes[15..20])]);
+    router.until_indexed("d", 20).await;
+    watch.events(2, vec![stored(Some(20), &hashes[20..])]);
+    watch.abandoned().await;
+    router.until_left("d").await;
+}
+
+#[tokio::test]
 async fn worker_is_removed_when_its_stream_ends_or_is_silent_and_may_rejoin() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let settings = RouterSettings { silence_max: Duration::from_secs(1), ..local() };
