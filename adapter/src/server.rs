@@ -6,7 +6,6 @@ use crate::{
     http::{ClientError, HttpError},
     mirror::WrongBlockSize,
     shared::Shared,
-    vllm::InvalidEndpoint,
 };
 use futures::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
@@ -50,8 +49,8 @@ pub enum ConnectError {
     #[error(transparent)]
     BlockSize(#[from] WrongBlockSize),
     /// An event address is invalid.
-    #[error(transparent)]
-    Endpoint(#[from] InvalidEndpoint),
+    #[error("{0}")]
+    Endpoint(String),
 }
 
 /// Why the engine of an adapter counts as ended. A server that is started again is another instance.

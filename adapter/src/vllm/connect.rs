@@ -1,7 +1,7 @@
 //! Connects to a vLLM server, and applies its events and checks its health as long as it runs.
 
 use super::{
-    Subscription, SubscriptionSettings, Update,
+    InvalidEndpoint, Subscription, SubscriptionSettings, Update,
     client::{Client, ClientSettings, EventSource, Model},
     metrics::{self, EngineConstants},
 };
@@ -70,6 +70,12 @@ pub enum KvEvents {
     },
     /// The engine publishes no events. The cached blocks are assumed from the requests that were routed to the server.
     None,
+}
+
+impl From<InvalidEndpoint> for ConnectError {
+    fn from(error: InvalidEndpoint) -> Self {
+        Self::Endpoint(error.to_string())
+    }
 }
 
 /// Waits until the server answers, and returns what it says of itself.

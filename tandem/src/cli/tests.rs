@@ -201,7 +201,6 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["up", "--engine-url", "http://e:1"], "--engine-url needs --engine vllm"),
         (&["up", "--prefill-engine-url", "http://e:1"], "--prefill-engine-url needs --engine-url"),
         (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
-        (&["frontend", "--engine", "vllm"], "--engine vllm needs --model"),
         (
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
             "--kv-capacity-tokens has no effect with --engine vllm",
@@ -226,6 +225,16 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         assert!(error.contains(expected), "{args:?}: {error}");
         assert!(!error.contains("does not apply") || error.trim_end().lines().count() == 1, "{args:?}: {error}");
     }
+}
+
+#[test]
+fn frontend_of_external_engines_needs_their_model() {
+    // The tests may run with TANDEM_MODEL set.
+    if std::env::var_os("TANDEM_MODEL").is_none() {
+        let error = command(&["frontend", "--engine", "vllm"]).expect_err("the frontend has no tokenizer");
+        assert!(error.contains("--engine vllm needs --model"), "{error}");
+    }
+    command(&["frontend", "--engine", "vllm", "--model", "hf:a/b"]).expect("the arguments are valid");
 }
 
 #[test]

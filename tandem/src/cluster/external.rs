@@ -3,8 +3,7 @@
 
 use super::{
     EngineConfig, StartError,
-    parts::{WorkerPlan, channel_to},
-    process::description,
+    parts::{Parts, WorkerPlan, channel_to, description},
 };
 use crate::{
     model::Source,
@@ -60,6 +59,24 @@ pub(super) struct Registration {
     pub(super) address: String,
     /// The shutdown that ends the registrations of all instances when it drains.
     pub(super) shutdown: Shutdown,
+}
+
+impl Parts {
+    /// Starts a worker with an engine in another process.
+    pub(super) fn external_worker(
+        &self,
+        plan: WorkerPlan,
+        socket: TcpListener,
+        engine: ServerSettings,
+        registration: Option<Registration>,
+        shutdown: &Shutdown,
+    ) -> Result<(), StartError> {
+        let socket = socket.into_std().map_err(StartError::LocalAddress)?;
+        let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
+        let worker = ExternalWorker { plan, engine, socket, key: self.key.clone(), registration };
+        self.spawn(&id, shutdown, worker.run(metrics, stop));
+        Ok(())
+    }
 }
 
 impl EngineConfig {

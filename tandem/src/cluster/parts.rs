@@ -1,13 +1,8 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
-use super::{
-    EngineConfig, StartError,
-    external::{ExternalWorker, Registration},
-    reachable,
-};
+use super::{EngineConfig, StartError, reachable};
 use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
 use std::{future::Future, net::SocketAddr, time::Duration};
-use tandem_adapter::ServerSettings;
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
 use tandem_frontend::{FrontendSettings, ServedModel};
@@ -22,12 +17,12 @@ use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
     channel::{self, Channel, Listener, Network},
-    v1::{Identity, worker_info::Role},
+    v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
 use tandem_router::RouterSettings;
 use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
-use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
 
 /// The longest wait of a prefill worker for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
@@ -126,22 +121,6 @@ impl Parts {
     pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
         let (id, metrics, stop, listener) = (plan.id(), self.metrics.clone(), shutdown.child(), self.listener(listener));
         self.spawn(&id, shutdown, plan.run(listener, engine, metrics, stop));
-    }
-
-    /// Starts a worker with an engine in another process.
-    pub(super) fn external_worker(
-        &self,
-        plan: WorkerPlan,
-        socket: TcpListener,
-        engine: ServerSettings,
-        registration: Option<Registration>,
-        shutdown: &Shutdown,
-    ) -> Result<(), StartError> {
-        let socket = socket.into_std().map_err(StartError::LocalAddress)?;
-        let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
-        let worker = ExternalWorker { plan, engine, socket, key: self.key.clone(), registration };
-        self.spawn(&id, shutdown, worker.run(metrics, stop));
-        Ok(())
     }
 
     /// Returns all that a worker needs besides its engine and its socket. `advertise` is the host:port at which other workers reach it, if it
@@ -260,7 +239,7 @@ pub(super) struct WorkerPlan {
 }
 
 impl WorkerPlan {
-    fn id(&self) -> String {
+    pub(super) fn id(&self) -> String {
         self.settings.worker_id.clone()
     }
 
@@ -284,6 +263,17 @@ impl WorkerPlan {
                 tandem_decode_worker::run(listener, engine, settings, metrics, shutdown).await
             }
         }
+    }
+}
+
+/// Reads the description of this process's worker, and retries until it succeeds.
+pub(super) async fn description(own: Channel) -> WorkerInfo {
+    let mut control = ControlClient::new(own);
+    loop {
+        if let Ok(info) = control.describe(DescribeRequest {}).await {
+            return info.into_inner();
+        }
+        sleep(DESCRIBE_PAUSE).await;
     }
 }
 

@@ -21,18 +21,13 @@ use tandem_proto::{
         worker_info::Role,
     },
 };
-use tokio::{
-    net::TcpListener,
-    time::{sleep, timeout},
-};
+use tokio::{net::TcpListener, time::timeout};
 
 /// A process that does not answer its own readiness probe within this time is not ready.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
 
 /// Limit on the time to deregister from etcd, so that an unreachable etcd does not delay a shutdown.
 const LEAVE_WAIT: Duration = Duration::from_secs(1);
-/// The pause between attempts to read the worker's own description, which is available once its engine runs.
-const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 
 /// A running role. Dropping it stops it at once.
 pub struct Process {
@@ -149,7 +144,7 @@ impl Process {
         process.parts.worker(plan, listener, engine, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = process.parts.channel(address);
-            process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
+            process.register(etcd, async move { MemberRecord::of_worker(&parts::description(own).await, advertised) });
         }
         Ok(process)
     }
@@ -261,17 +256,6 @@ impl Drop for Process {
         self.registration.stop();
         self.service.stop();
         self.admin.stop();
-    }
-}
-
-/// Reads the description of this process's worker, and retries until it succeeds.
-pub(super) async fn description(own: Channel) -> WorkerInfo {
-    let mut control = ControlClient::new(own);
-    loop {
-        if let Ok(info) = control.describe(DescribeRequest {}).await {
-            return info.into_inner();
-        }
-        sleep(DESCRIBE_PAUSE).await;
     }
 }
 

@@ -283,7 +283,7 @@ fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<Stored
 
 /// Checks that a file is GGUF. A directory is checked when it is opened.
 fn check(path: &Path) -> Result<(), ModelError> {
-    if HfTokenizer::is_at(path) {
+    if HfDirectory::is_at(path) || HfTokenizer::is_at(path) {
         return Ok(());
     }
     let mut magic = [0; 4];

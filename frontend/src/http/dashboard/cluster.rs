@@ -212,7 +212,7 @@ mod tests {
             (&Value::Null, &Value::Null),
             "a missing report is not shown as 0"
         );
-        assert_eq!(found[0]["problem"], "known to 1 of 2 routers");
+        assert_eq!(found[0]["problem"], "only 1 of 2 routers know this worker");
     }
 
     #[test]
