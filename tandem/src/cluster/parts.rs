@@ -29,6 +29,9 @@ const TICKET_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait for a first token. Clients and their proxies give up within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
+/// The pause between attempts to read the worker's own description, which is available once its engine runs.
+const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
+
 /// Time limit for sending the buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 

@@ -3,7 +3,9 @@
 use super::{
     EngineConfig, Parts, Served, StartError,
     external::Registration,
-    kv_tokens, listen, local_address, reachable,
+    kv_tokens, listen, local_address,
+    parts::description,
+    reachable,
     weights::{load_extra, load_served},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
@@ -144,7 +146,7 @@ impl Process {
         process.parts.worker(plan, listener, engine, &process.service);
         if let Some((etcd, advertised)) = registration {
             let own = process.parts.channel(address);
-            process.register(etcd, async move { MemberRecord::of_worker(&parts::description(own).await, advertised) });
+            process.register(etcd, async move { MemberRecord::of_worker(&description(own).await, advertised) });
         }
         Ok(process)
     }
