@@ -128,7 +128,9 @@ impl Client {
         let before = cpu_time()?;
         let runs = (0..STREAMS).map(|stream| async move {
             let mut replies = self.generate(round * STREAMS + stream, max_tokens).await?;
-            while replies.next().await.transpose()?.is_some() {}
+            while let Some(reply) = replies.next().await.transpose()? {
+                anyhow::ensure!(!matches!(reply.message, Some(Message::Failure(_))), "the worker failed: {reply:?}");
+            }
             anyhow::Ok(())
         });
         try_join_all(runs).await?;
@@ -144,7 +146,7 @@ impl Client {
             instance_id: self.instance_id.clone(),
             prompt: prompt(seed),
             cache_namespace: Namespace::new("fake", "", "", "").as_bytes().to_vec(),
-            sampling: Some(Sampling { max_tokens: Some(max_tokens), top_p: 1.0, ..Sampling::default() }),
+            sampling: Some(Sampling { max_tokens: Some(max_tokens), top_p: 1.0, repetition_penalty: 1.0, ..Sampling::default() }),
             samples: 1,
             ..GenerateRequest::default()
         };
@@ -155,6 +157,9 @@ impl Client {
         let started = Instant::now();
         let mut replies = self.generate(seed, 1).await?;
         while let Some(reply) = replies.next().await.transpose()? {
+            if let Some(Message::Failure(failure)) = &reply.message {
+                anyhow::bail!("the worker failed: {failure:?}");
+            }
             if matches!(reply.message, Some(Message::Tokens(_))) {
                 let took = started.elapsed();
                 while replies.next().await.transpose()?.is_some() {}
