@@ -12,6 +12,7 @@ use axum::{
     http::{HeaderMap, StatusCode},
     response::{IntoResponse, Response},
     routing::{get, post},
+    serve::ListenerExt,
 };
 use futures::{StreamExt, stream};
 use parking_lot::Mutex;
@@ -127,6 +128,8 @@ impl FakeVllm {
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
+            // vLLM's server sets this, too. Otherwise an event waits until the client has acknowledged the one before.
+            let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
             let _ = axum::serve(listener, routes).await;
         });
         Ok(Self { address, engine, _serving: serving })
