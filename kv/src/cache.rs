@@ -20,7 +20,7 @@ use crate::event::EventLog;
 use crate::{BlockId, HashKey, KvEvent, Namespace, SequenceHash, Snapshot, StoredChain, TokenId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// A cache's dimensions and options.
+/// The settings of a [`PrefixCache`]: its dimensions and options.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheSettings {
     /// The number of blocks in the engine's memory.
@@ -29,7 +29,7 @@ pub struct CacheSettings {
     pub block_size: u32,
     /// If false, no block is kept in the cache or found there, and there are no events.
     pub prefix_caching: bool,
-    /// The key of block hashes; the same in the whole cluster.
+    /// The key of block hashes, which is the same in the whole cluster.
     pub hash_key: HashKey,
 }
 
@@ -43,7 +43,7 @@ pub struct Full;
 pub struct Acquired {
     /// The allocated blocks in prompt order: first those found in the cache, then fresh ones.
     pub blocks: Vec<BlockId>,
-    /// How many of the blocks were found in the cache.
+    /// The number of these blocks that were found in the cache.
     pub cached_blocks: u32,
 }
 
@@ -69,19 +69,17 @@ pub struct Counts {
     pub in_use: u32,
 }
 
-/// The block pool and the prefix cache. It does not implement `Debug`, whose output would contain token ids.
+/// The block pool and the prefix cache. `Debug` is not implemented, because its output would contain the clients' token ids.
 pub struct PrefixCache {
     settings: CacheSettings,
     blocks: Vec<Block>,
     free: Vec<BlockId>,
-    /// All cached blocks, by hash.
     index: HashMap<SequenceHash, BlockId>,
     /// Cached blocks without pins, by [`Content::unused_since`]. The first is the next to be evicted.
     unused: BTreeMap<u64, BlockId>,
-    /// Incremented whenever a block loses its last pin.
+    /// Counts how often a block lost its last pin. The value at that moment orders unused blocks by age.
     clock: u64,
     log: EventLog,
-    /// The index of the first block that the next call of [`PrefixCache::check_next`] checks.
     next_checked: usize,
     /// The bits of a hash that are used: all of them, except in tests that need collisions.
     hash_mask: u64,
@@ -91,9 +89,9 @@ pub struct PrefixCache {
 struct Block {
     /// The number of pins: the callers' own, and one for each pinned cached child.
     pins: u32,
-    /// Set while the block is cached; `None` if it is free, or private to its owners.
+    /// `None` if the block is free, or in use without being shared.
     content: Option<Content>,
-    /// The block was in use when the cache was cleared, and stays private until it is free.
+    /// The block was in use when the cache was cleared. It is not shared again until it is free.
     outdated: bool,
 }
 
@@ -101,16 +99,13 @@ struct Content {
     hash: SequenceHash,
     prefix: Prefix,
     tokens: Box<[TokenId]>,
-    /// The block's key in [`PrefixCache::unused`] while it has no pins.
     unused_since: u64,
 }
 
-/// What the KV of a block depends on besides the block's own tokens.
+/// The content before a block in its prompt: the namespace if the block is the first one, otherwise the parent block.
 #[derive(Clone, PartialEq, Eq)]
 enum Prefix {
-    /// The block begins a prompt.
     Empty(Namespace),
-    /// The parent block, which is cached.
     Block(BlockId),
 }
 
@@ -150,7 +145,7 @@ impl PrefixCache {
         Self { hash_mask: (1 << bits) - 1, ..Self::new(settings) }
     }
 
-    /// Returns the settings that the cache was created with.
+    /// Returns the settings with which the cache was created.
     pub fn settings(&self) -> CacheSettings {
         self.settings
     }
@@ -158,7 +153,7 @@ impl PrefixCache {
     /// Finds the longest cached prefix of `tokens` (full blocks only), pins it, and allocates fresh blocks up to the wanted length.
     ///
     /// # Errors
-    /// [`Full`] if there are not enough free and evictable blocks; nothing has changed then.
+    /// Returns [`Full`] if there are not enough free and evictable blocks. The cache is then unchanged.
     pub fn acquire(&mut self, namespace: &Namespace, tokens: &[TokenId], wanted: Wanted) -> Result<Acquired, Full> {
         let Wanted { reuse_max_blocks, len_blocks, spare_blocks } = wanted;
         let mut blocks = self.find(namespace, tokens, reuse_max_blocks.min(len_blocks));
@@ -183,7 +178,7 @@ impl PrefixCache {
     /// Allocates one fresh block, pinned for the caller. Evicts the least recently used block if none is free.
     ///
     /// # Errors
-    /// [`Full`] if no block is free or evictable.
+    /// Returns [`Full`] if no block is free or evictable.
     pub fn allocate(&mut self) -> Result<BlockId, Full> {
         let id = match self.free.pop() {
             Some(id) => id,
@@ -295,12 +290,12 @@ impl PrefixCache {
         }
     }
 
-    /// Returns the changes since the last call.
+    /// Returns the changes of the cache since the last call of this method.
     pub fn take_events(&mut self) -> Vec<KvEvent> {
         self.log.take()
     }
 
-    /// Returns the id of the last change; 0 before the first.
+    /// Returns the id of the cache's last change; 0 before the first change.
     pub fn last_event_id(&self) -> u64 {
         self.log.last_id()
     }
@@ -339,7 +334,6 @@ impl PrefixCache {
         Counts { free, cached, in_use: self.settings.capacity_blocks - free - cached }
     }
 
-    /// Returns the longest cached prefix, at most `max_blocks` long.
     fn find(&self, namespace: &Namespace, tokens: &[TokenId], max_blocks: u32) -> Vec<BlockId> {
         let mut found = Vec::new();
         let mut prefix = Prefix::Empty(namespace.clone());
@@ -377,7 +371,6 @@ impl PrefixCache {
         }
     }
 
-    /// Removes the content of a block that has just been removed from `unused`.
     fn remove_content(&mut self, id: BlockId) {
         let content = self.block_mut(id).content.take().expect("unused blocks are cached");
         self.index.remove(&content.hash);

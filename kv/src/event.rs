@@ -17,9 +17,9 @@ pub struct KvEvent {
 pub enum Change {
     /// Blocks were stored in the cache and may be reused.
     Stored(StoredChain),
-    /// Blocks were dropped, children before their parents.
+    /// The cache dropped these blocks, children before their parents.
     Removed(Vec<SequenceHash>),
-    /// All blocks were dropped.
+    /// The cache dropped all blocks.
     Cleared,
 }
 
@@ -37,7 +37,7 @@ pub struct StoredChain {
 pub struct Snapshot {
     /// The id of the last change that the snapshot includes.
     pub at_event_id: u64,
-    /// Chains that together are the whole cache.
+    /// Chains of blocks that together are the whole content of the cache.
     pub stored: Vec<StoredChain>,
 }
 
@@ -46,13 +46,12 @@ pub struct Snapshot {
 pub struct EventLog {
     last_id: u64,
     pending: Vec<KvEvent>,
-    /// Whether [`EventLog::last_id`] has returned the id of the last event. If so, later changes must not be merged into that event,
-    /// because the caller takes that id as the id of the last change.
+    /// If true, a caller has taken the last event's id as the id of the last change, so later changes must not be merged into that event.
     last_id_returned: Cell<bool>,
 }
 
 impl EventLog {
-    /// Records that the block with this hash was stored under `parent` (`None`: it begins a prompt).
+    /// Records that the block with this hash was stored under `parent`, which is `None` if the block begins a prompt.
     pub fn stored(&mut self, parent: Option<SequenceHash>, hash: SequenceHash) {
         if let Some(Change::Stored(chain)) = self.last_mutable()
             && parent.as_ref() == chain.sequence_hashes.last()
@@ -75,7 +74,7 @@ impl EventLog {
         self.push(Change::Cleared);
     }
 
-    /// Returns the changes since the last call, in the order of their ids.
+    /// Returns the events that were recorded since the last call, in the order of their ids.
     pub fn take(&mut self) -> Vec<KvEvent> {
         std::mem::take(&mut self.pending)
     }

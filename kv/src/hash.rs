@@ -7,7 +7,7 @@ use crate::TokenId;
 use siphasher::sip::SipHasher24;
 use std::{fmt, hash::Hasher, sync::Arc};
 
-/// The key of a cluster's sequence hashes. Hashes under different keys are unrelated. Never sent and never printed.
+/// The key of a cluster's sequence hashes. Hashes under different keys are unrelated. The key is never sent and never printed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct HashKey([u8; 16]);
 
@@ -59,22 +59,21 @@ impl Namespace {
     /// Whether the namespace separates no client from the others: it has neither a cache salt nor an account.
     pub fn is_shared(&self) -> bool {
         let mut rest = &*self.0;
-        let mut part = || {
-            let (len, after) = rest.split_first_chunk()?;
-            let (part, after) = after.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
-            rest = after;
-            Some(part)
-        };
-        let parts: [_; 5] = std::array::from_fn(|_| part());
+        let parts: [_; 5] = std::array::from_fn(|_| split_part(&mut rest));
         matches!(parts, [Some(_), Some(_), Some(_), Some([]), None]) && rest.is_empty()
     }
 
-    /// Decodes the bytes of [`Namespace::as_bytes`].
+    /// Returns the id of the model that computes the KV; `None` if the bytes are not an encoding of [`Namespace::new`].
+    pub fn model(&self) -> Option<&str> {
+        str::from_utf8(split_part(&mut &*self.0)?).ok()
+    }
+
+    /// Returns the namespace with this encoding, which [`Namespace::as_bytes`] has returned.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.into())
     }
 
-    /// Returns the encoding that is sent on the wire.
+    /// Returns the encoding of the namespace that is sent on the wire.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
@@ -85,6 +84,13 @@ impl Namespace {
         hasher.write(&self.0);
         SequenceHash(hasher.finish())
     }
+}
+
+fn split_part<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let (len, rest) = bytes.split_first_chunk()?;
+    let (part, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+    *bytes = rest;
+    Some(part)
 }
 
 impl SequenceHash {
@@ -138,9 +144,17 @@ mod tests {
 
     const KEY: HashKey = HashKey([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
-    /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
-    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
-    /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
+    #[test]
+    fn namespace_contains_its_model() {
+        for model in ["", "org/model"] {
+            let namespace = Namespace::new(model, "main", "", "tenant");
+            assert_eq!((namespace.model(), namespace.of_account("a").model()), (Some(model), Some(model)));
+        }
+        for malformed in [&b""[..], b"model", &u64::MAX.to_le_bytes(), &[1, 0, 0, 0, 0, 0, 0, 0, 0xff]] {
+            assert_eq!(Namespace::from_bytes(malformed).model(), None);
+        }
+    }
+
     #[test]
     fn namespace_is_shared_only_if_it_has_neither_salt_nor_account() {
         let shared = Namespace::new("model", "main", "", "");
@@ -161,6 +175,9 @@ mod tests {
         }
     }
 
+    /// The values were computed by an implementation of SipHash-2-4 in 20 lines of Python, written from its paper and checked against the
+    /// paper's test vector (key 00…0f, input 00…0e, result a129ca6149be45e5). In the hashed bytes, numbers are little-endian and lengths
+    /// have 64 bits. If this test fails, routers and workers of two versions disagree on the identity of blocks.
     #[test]
     fn sequence_hashes_equal_reference_values() {
         let namespace = Namespace::new("SmolLM2-135M-Instruct", "main", "", "tenant-a");
@@ -228,7 +245,6 @@ mod tests {
     fn namespaces_with_different_parts_have_different_encodings() {
         let glued = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")];
         let mut bytes: Vec<_> = glued.iter().map(|(model, revision)| Namespace::new(model, revision, "", "")).collect();
-        // One name contains bytes that look like an encoded length.
         bytes.push(Namespace::new("a\u{1}\0\0\0\0\0\0\0b", "", "", ""));
         bytes.push(Namespace::new("a", "b", "", ""));
         bytes.sort();

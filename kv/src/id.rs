@@ -37,10 +37,10 @@ macro_rules! id {
 }
 
 id! {
-    /// A worker's stable name, which the operator chooses; also the label of the worker's metrics. Cheap to clone.
+    /// A worker's stable name, which the operator chooses; also the label of the worker's metrics. It is cheap to clone.
     WorkerId,
-    /// The id of one run of a process. It is new at every start. Cheap to clone.
+    /// The id of one run of a process. It is new at every start. It is cheap to clone.
     InstanceId,
-    /// The id of one prompt of a client's request. It is the same on all processes that serve the prompt. Cheap to clone.
+    /// The id of one prompt of a client's request. It is the same on all processes that serve the prompt. It is cheap to clone.
     RequestId,
 }

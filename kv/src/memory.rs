@@ -7,7 +7,7 @@
 use crate::BlockId;
 use std::{error::Error, sync::Arc};
 
-/// How a prefill hands over its computed blocks.
+/// The form in which a prefill passes its computed blocks to a transfer path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockAccess {
     /// The prefill copies each block's content as soon as the block is ready. A later read would have to wait for a step of the engine.
@@ -33,7 +33,7 @@ pub trait BlockWrite: Send {
     /// Returns the blocks to write, in the order of the requested indices.
     fn blocks(&self) -> &[BlockId];
 
-    /// Ends the write. To be called only after every block was written; without this call, none of them counts as written.
+    /// Ends the write. It must be called only after every block was written; without this call, none of the blocks counts as written.
     fn complete(self: Box<Self>);
 }
 
@@ -42,13 +42,13 @@ pub trait KvMemory: Send + Sync {
     /// Returns the handle with which another worker of this host opens the memory ([`KvMemory::open_peer`]).
     ///
     /// # Errors
-    /// The device cannot share its memory.
+    /// Fails if the device cannot share its memory.
     fn ipc_handle(&self) -> Result<Vec<u8>, DeviceTransferError>;
 
     /// Opens another engine's memory.
     ///
     /// # Errors
-    /// The memory is on another host, its blocks have another layout, or the driver refuses to map it.
+    /// Fails if the memory is on another host, if its blocks have another layout, or if the driver refuses to map it.
     fn open_peer(&self, ipc_handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError>;
 
     /// Returns the number of devices that join a communicator, one rank each; both ends need the same number. Returns 0 if the engine has
@@ -58,13 +58,13 @@ pub trait KvMemory: Send + Sync {
     /// Creates the id of a new communicator, which two engines may then join.
     ///
     /// # Errors
-    /// NCCL failed.
+    /// Fails if NCCL fails.
     fn new_communicator_id(&self) -> Result<Vec<u8>, DeviceTransferError>;
 
     /// Joins a communicator; returns when the other end has joined, too.
     ///
     /// # Errors
-    /// The id is for another number of devices, or the other end did not join in time.
+    /// Fails if the id is for another number of devices, or if the other end did not join in time.
     fn join(&self, communicator_id: &[u8], end: CommunicatorEnd) -> Result<Arc<dyn KvCommunicator>, DeviceTransferError>;
 }
 
@@ -73,7 +73,7 @@ pub trait PeerMemory: Send + Sync {
     /// Copies blocks of the peer (first of each pair) into blocks of this engine (second); returns when all copies have ended.
     ///
     /// # Errors
-    /// The peer has no such block, or the device failed; blocks may have been written in part.
+    /// Fails if the peer has no such block, or if the device fails. Some blocks may have been written in part.
     fn copy(&self, blocks: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError>;
 }
 
@@ -82,28 +82,31 @@ pub trait KvCommunicator: Send + Sync {
     /// Sends blocks; returns when the device has sent them.
     ///
     /// # Errors
-    /// The communicator is broken.
+    /// Fails if the communicator is broken.
     fn send(&self, blocks: &[BlockId]) -> Result<(), DeviceTransferError>;
 
     /// Receives blocks; returns when they are written. For an entry that is `None`, a block is received and discarded.
     ///
     /// # Errors
-    /// The communicator is broken.
+    /// Fails if the communicator is broken.
     fn receive(&self, blocks: &[Option<BlockId>]) -> Result<(), DeviceTransferError>;
 }
 
 /// One end of a communicator. Blocks move from the sender to the receiver only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommunicatorEnd {
-    /// The end that sends blocks.
+    /// The end of the communicator that sends blocks.
     Sender,
-    /// The end that receives blocks.
+    /// The end of the communicator that receives blocks.
     Receiver,
 }
 
 /// Blocks cannot move from device to device. The engine itself continues.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceTransferError {
+    /// The other worker is on another host, whose memory this path cannot reach.
+    #[error("the other worker is on another host")]
+    OtherHost,
     /// Blocks cannot move from device to device between these two workers.
     #[error("the other worker's KV memory cannot be reached: {0}")]
     Unreachable(String),

@@ -27,7 +27,7 @@ pub struct Load {
     pub prefill_fixed_ms: f64,
     /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while there is no evidence.
     pub decode_step_ms: f64,
-    /// The number of preemptions since the start.
+    /// The number of preemptions since the start of the engine.
     pub preemptions: u64,
     /// The number of failed checks of the engine's invariants since the start. Each one shows a bug.
     pub invariant_violations: u32,
@@ -51,7 +51,7 @@ pub struct KvBatch {
     pub last_event_id: u64,
     /// Changes of the cache, in the order of their ids.
     pub events: Vec<KvEvent>,
-    /// The load after these changes.
+    /// The load of the worker after these changes.
     pub load: Load,
     /// Requests whose work is included in this load and was not included in the load of the previous batch.
     pub included_request_ids: Vec<String>,

@@ -21,7 +21,7 @@ impl Ticket {
         Self(bytes)
     }
 
-    /// Returns the bytes that are sent on the wire.
+    /// Returns the bytes of the ticket, as they are sent on the wire.
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }

@@ -1,4 +1,4 @@
-//! A model's configuration, and which models are supported.
+//! Reads a model's configuration, and checks that the model is supported.
 
 use crate::{
     Gguf, ModelError, ModelFile, Pairs, Rope, TensorType,
@@ -48,9 +48,8 @@ impl Gguf {
     }
 }
 
-/// The properties in which the model families differ.
 pub(crate) struct Family {
-    /// Which two elements of a head form a RoPE pair in GGUF files.
+    /// The assignment of a head's elements to RoPE pairs in GGUF files.
     pairs: Pairs,
     pub(crate) qkv_biases: bool,
     pub(crate) qk_norms: bool,

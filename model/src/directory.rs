@@ -181,7 +181,6 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
-/// Returns the names of the weight files: those in the index, or the single file if there is no index.
 fn shard_names(path: &Path) -> Result<BTreeSet<String>, ModelError> {
     let Some(bytes) = read_optional(path, INDEX)? else {
         return Ok(BTreeSet::from([WHOLE.to_owned()]));
@@ -228,7 +227,6 @@ struct TokenizerConfig {
     chat_template: Option<TemplateField>,
 }
 
-/// A token's text, or an object that contains it.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TokenField {
@@ -244,7 +242,6 @@ impl TokenField {
     }
 }
 
-/// One chat template, or several with names.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum TemplateField {

@@ -1,8 +1,8 @@
-//! Errors of model files.
+//! Errors of reading a model's files.
 
 use std::{io, path::PathBuf};
 
-/// Why a model cannot be used. Each message says what to do.
+/// The reason why a model cannot be used. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum ModelError {
@@ -10,7 +10,7 @@ pub enum ModelError {
     Open { path: PathBuf, source: io::Error },
     #[error("this is not a GGUF file: give the path of a .gguf file")]
     NotGguf,
-    /// `found` is the version in the file. It is a huge number if the file is big-endian.
+    /// `found` is the version number in the file. It looks huge if the file is big-endian.
     #[error("GGUF version {found} is not supported, only version 3: convert the file with a current llama.cpp")]
     Version { found: u32 },
     #[error("the model file ends inside its {part}: it is incomplete, fetch it again")]

@@ -108,6 +108,17 @@ impl Gguf {
         })
     }
 
+    /// Returns the key's list of 32-bit floating-point numbers.
+    ///
+    /// # Errors
+    /// Fails if the key is missing or its value is not such a list.
+    pub fn f32s(&self, key: &str) -> Result<Vec<f32>, ModelError> {
+        self.value(key, "a list of 32-bit floating-point numbers", |value| match value {
+            parse::Value::Array(array) => array.f32s(self.bytes.as_slice()),
+            _ => None,
+        })
+    }
+
     /// Returns the key's value as read by `get`; `None` if the key is absent. A value of another type is an error.
     pub(crate) fn optional<T>(
         &self,

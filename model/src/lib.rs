@@ -22,7 +22,7 @@ pub use rope::{Pairs, Rope};
 pub use tensor::{Tensor, TensorType};
 pub use tokenizer::TokenizerData;
 
-/// The built-in vocabulary of `--engine sim`: one token for each of the 256 bytes, then these tokens.
+/// The built-in vocabulary of `--engine sim`: one token for each of the 256 bytes, followed by the tokens of this module.
 pub mod sim {
     /// The token that begins a chat turn.
     pub const IM_START: u32 = 256;

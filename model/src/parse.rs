@@ -32,10 +32,10 @@ pub(crate) struct TensorInfo {
 
 const METADATA: &str = "metadata";
 const TENSOR_LIST: &str = "list of tensors";
-/// The numbers that GGUF gives to value types.
+/// The numbers of value types in GGUF.
 const TEXT: u32 = 8;
 const ARRAY: u32 = 9;
-/// The most dimensions that a tensor may have, as in ggml.
+/// Maximum number of dimensions of a tensor, as in ggml.
 const DIMENSIONS_MAX: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -72,7 +72,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ModelError> {
     let data_start = (reader.at as u64)
         .checked_next_multiple_of(alignment)
         .and_then(|start| usize::try_from(start).ok())
-        .ok_or(ModelError::Malformed { what: "the alignment is beyond any file" })?;
+        .ok_or(ModelError::Malformed { what: "the alignment is larger than a file can be" })?;
     if data_start > bytes.len() && tensor_count > 0 {
         return Err(ModelError::Truncated { part: "weights" });
     }
@@ -103,7 +103,7 @@ fn tensor_range(kind: TensorType, shape: &[u64], offset: u64, data_start: usize)
         let start = (data_start as u64).checked_add(offset)?;
         Some(usize::try_from(start).ok()?..usize::try_from(start.checked_add(size)?).ok()?)
     };
-    range().ok_or(ModelError::Malformed { what: "a tensor is larger than any file" })
+    range().ok_or(ModelError::Malformed { what: "a tensor is larger than a file can be" })
 }
 
 impl Array {
@@ -125,12 +125,17 @@ impl Array {
         let numbers: Vec<i32> = words.collect();
         (self.kind == I32 || numbers.iter().all(|number| *number >= 0)).then_some(numbers)
     }
+
+    pub fn f32s(&self, file: &[u8]) -> Option<Vec<f32>> {
+        const F32: u32 = 6;
+        let words = file[self.range.clone()].as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word));
+        (self.kind == F32).then(|| words.collect())
+    }
 }
 
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// The name of the part of the file that is being read, for error messages.
     part: &'static str,
 }
 

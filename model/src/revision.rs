@@ -75,7 +75,6 @@ mod tests {
         sha256(fs::File::open(path).map_err(open)?).map_err(open)
     }
 
-    /// Returns the output of a shell command in `folder`, up to the first space.
     fn shell(folder: &Path, command: &str) -> String {
         let output = Command::new("sh").args(["-c", command]).current_dir(folder).output().expect("the system has a shell");
         String::from_utf8_lossy(&output.stdout).split(' ').next().unwrap_or_default().to_owned()
@@ -85,7 +84,6 @@ mod tests {
     fn revision_covers_every_byte_of_a_file() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("a.gguf");
-        // The file has more than one chunk, and its last chunk is not full.
         let mut bytes: Vec<u8> = (0..CHUNK_BYTES * 2 + 77).map(|i| (i * i % 251) as u8).collect();
         fs::write(&path, &bytes).expect("the folder is writable");
         let original = revision(&path, sha256_of).expect("the file is readable");
@@ -119,7 +117,7 @@ mod tests {
 
     #[test]
     fn git_blob_hash_equals_that_of_git() {
-        // `printf hello | git hash-object --stdin`
+        // The expected hash is the output of `printf hello | git hash-object --stdin`.
         assert_eq!(
             git_blob_sha1(5, &b"hello"[..]).expect("reading from memory does not fail"),
             "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"

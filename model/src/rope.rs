@@ -2,12 +2,12 @@
 
 use std::f64::consts::PI;
 
-/// Which elements of a head form pair `i`.
+/// The assignment of a head's elements to RoPE pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairs {
-    /// Elements `2i` and `2i + 1`.
+    /// Pair `i` consists of the elements `2i` and `2i + 1`.
     Adjacent,
-    /// Element `i` and element `i` plus half the length of the head.
+    /// Pair `i` consists of element `i` and of element `i` plus half the length of the head.
     Halves,
 }
 
@@ -15,7 +15,7 @@ pub enum Pairs {
 /// and multiplied by `magnitude`. `frequencies` and `magnitude` include the model's context scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Which elements of a head form a pair.
+    /// The assignment of a head's elements to pairs.
     pub pairs: Pairs,
     /// Radians per position, for each of the `head_dim / 2` pairs.
     pub frequencies: Vec<f64>,
@@ -23,7 +23,7 @@ pub struct Rope {
     pub magnitude: f64,
 }
 
-/// How frequencies are changed so that the model can use a longer context than in its pre-training.
+/// A change of the frequencies that lets the model use a longer context than in its pre-training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Scaling {
     None,

@@ -74,6 +74,6 @@ pub struct Tensor<'a> {
     pub kind: TensorType,
     /// Dimensions, innermost first: a weight has `shape[1]` rows of `shape[0]` numbers.
     pub shape: &'a [u64],
-    /// The stored bytes. Their number is the product of `shape` ÷ `block_len` × `block_bytes`.
+    /// The stored bytes. Their number is the product of the dimensions, divided by `block_len` and multiplied by `block_bytes`.
     pub data: &'a [u8],
 }

@@ -6,7 +6,6 @@ use proptest::prelude::*;
 use tandem_model::{Gguf, ModelConfig, ModelError, ModelFile, Pairs, Rope, TensorType};
 use writer::{Writer, kind};
 
-/// Returns a Llama file with every key that the reader knows, but without the layers' weights.
 fn small() -> Writer {
     Writer::default()
         .str("general.architecture", "llama")
@@ -87,6 +86,20 @@ fn mapped_file_has_the_same_tensors_as_its_bytes() {
 }
 
 #[test]
+fn vocabulary_has_one_score_for_each_token() {
+    const SCORES: &str = "tokenizer.ggml.scores";
+    let scores = [0.0, -1.5, f32::MIN, -0.0, 4.0];
+    let tokenizer =
+        read(small().f32s(SCORES, &scores).bool("tokenizer.ggml.add_space_prefix", true)).unwrap().tokenizer().unwrap();
+    assert_eq!(tokenizer.scores, scores);
+    assert!(tokenizer.add_space_prefix);
+    for writer in [small().f32s(SCORES, &scores[1..]), small().i32s(SCORES, &[1; 5]), small().f32(SCORES, 1.0)] {
+        let error = read(writer).unwrap().tokenizer().unwrap_err();
+        assert!(matches!(&error, ModelError::WrongValue { key, .. } if key == SCORES), "{error}");
+    }
+}
+
+#[test]
 fn missing_optional_keys_have_defaults() {
     let writer = small()
         .without("tokenizer.ggml.pre")
@@ -104,6 +117,9 @@ fn missing_optional_keys_have_defaults() {
     let silent = small().str("tokenizer.ggml.pre", "llama-bpe").without("tokenizer.ggml.add_bos_token");
     assert!(read(silent.clone()).unwrap().tokenizer().unwrap().add_bos, "Llama 3 prompts begin with the BOS token");
     assert!(!read(silent.bool("tokenizer.ggml.add_bos_token", false)).unwrap().tokenizer().unwrap().add_bos);
+    let tokenizer =
+        read(small().str("tokenizer.ggml.model", "llama").without("tokenizer.ggml.add_bos_token")).unwrap().tokenizer().unwrap();
+    assert!(tokenizer.add_bos && tokenizer.add_space_prefix && tokenizer.scores.is_empty(), "a SentencePiece vocabulary");
     let writer = small().without("llama.attention.head_count_kv").without("llama.rope.freq_base");
     let config = ModelConfig::read(&read(writer).unwrap()).unwrap();
     assert_eq!(config.kv_heads, 4);
@@ -136,7 +152,7 @@ fn file_of_another_format_or_version_is_refused() {
 }
 
 #[test]
-fn lengths_beyond_the_file_are_refused_without_allocating_for_them() {
+fn lengths_beyond_the_file_are_refused_without_allocation() {
     for at in [8, 16] {
         let mut file = small().finish();
         file[at..at + 8].copy_from_slice(&u64::MAX.to_le_bytes());
@@ -244,7 +260,6 @@ fn unsupported_or_inconsistent_model_is_refused() {
     assert!(matches!(config_error(small().without_tensor("token_embd.weight")), ModelError::MissingTensor { .. }));
 }
 
-/// Returns a small model of the family with this architecture name.
 fn family(name: &str) -> Writer {
     small()
         .str("general.architecture", name)
@@ -295,7 +310,6 @@ fn rope_scaling_is_read_from_keys_and_tensors() {
 }
 
 proptest! {
-    /// Damaged files are accepted or refused without a panic, and accepted files can be read completely.
     #[test]
     fn damaged_files_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let mut file = small().finish();

@@ -12,52 +12,50 @@ use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tonic::transport::{Endpoint, Server, Uri, server::TcpIncoming};
 
-/// Time between two keep-alive pings.
+/// The time between two keep-alive pings.
 pub const PING_INTERVAL: Duration = Duration::from_secs(5);
 
-/// An unanswered ping closes the connection after this time. On a busy laptop, a live peer's thread waits less long than this for a
-/// processor.
+/// A connection is closed if a ping is not answered within this time, which exceeds the time that a live peer's thread waits for a processor of a
+/// busy laptop.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// An attempt to connect fails after this time.
+/// Time limit of an attempt to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The size of the largest allowed message in bytes. It is many times the size of a large model's KV block, and enough for a prompt of
-/// millions of tokens.
+/// Maximum size of a message in bytes. It is many times the size of a large model's KV block, and enough for a prompt of millions of tokens.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// The HTTP/2 windows for requests: the most bytes in flight to a server on one stream, and on a whole connection. A stream's window must
-/// hold a KV block (2 MiB and more), otherwise each block waits for a round trip. Both windows bound the bytes that a sender buffers for a
-/// slow receiver.
+/// The HTTP/2 window of one stream to a server: the maximum number of bytes in flight. It must hold a KV block (2 MiB and more), otherwise each block
+/// waits for a round trip. Together with the window of the whole connection, it bounds the bytes that a sender buffers for a slow receiver.
 const REQUESTS_WINDOW: u32 = 4 << 20;
 const REQUESTS_CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// The largest HTTP/2 frame to a server, in bytes. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both ends 1.5 times as much
-/// processor time. Frames larger than this would delay the other streams of their connection.
+/// The largest HTTP/2 frame to a server, in bytes. With HTTP/2's smallest frames (16 KiB), KV blocks would cost both ends 1.5 times as much processor
+/// time. Larger frames than this would delay the other streams of their connection.
 const REQUESTS_FRAME: u32 = 1 << 20;
 
-/// The HTTP/2 windows for replies. On one stream, thousands of messages with tokens or KV events may be in flight to a client; only this
-/// limit bounds the bytes that are buffered for a reader that has stopped. All streams together are not bounded (the connection's window is
-/// HTTP/2's largest), otherwise streams that are not read would block the others. HTTP/2's allowance for small unread messages also grows
-/// with the connection's window; a connection that exceeds this allowance breaks.
+/// The HTTP/2 window of one stream to a client. Thousands of messages with tokens or KV events may be in flight on a stream, and only this window
+/// bounds the bytes that are buffered for a client that has stopped reading. The connection's window is HTTP/2's largest, because otherwise streams
+/// that are not read would block the others. HTTP/2's allowance for small unread messages also grows with the connection's window; a connection that
+/// exceeds this allowance breaks.
 const REPLIES_WINDOW: u32 = 32 << 10;
 const REPLIES_CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
-/// The number of streams that a client may open and reset before the server has accepted them. If a client resets more, its connection
-/// breaks with all streams. The limit exceeds the number of streams that a frontend serves at a time, because all of its clients may
-/// disconnect together.
+/// The number of streams that a client may open and reset before the server has accepted them. If a client resets more, its connection breaks with
+/// all of its streams. The limit exceeds the number of streams that a frontend serves at a time, because all of the frontend's clients may disconnect
+/// together.
 const PENDING_RESETS_MAX: usize = 16_384;
 
-/// The number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process
-/// drops all of its channels.
+/// Maximum number of channels that one process keeps. If there are more, some belong to addresses that are no longer used, and the process drops all
+/// of its channels.
 const CHANNELS_MAX: usize = 1_024;
 
-/// An address that is not of the form `host:port`.
+/// The error of an address that is not of the form `host:port`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a peer's address is not of the form host:port")]
 pub struct InvalidAddress;
 
-/// Returns a server with the settings of this module.
+/// Returns a gRPC server with the settings of this module.
 pub fn server() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(PING_INTERVAL))
@@ -68,7 +66,7 @@ pub fn server() -> Server {
         .http2_max_pending_accept_reset_streams(Some(PENDING_RESETS_MAX))
 }
 
-/// Accepts the connections of a socket, without Nagle's delay.
+/// Accepts the connections of a socket, and disables Nagle's algorithm on them.
 pub fn incoming(listener: tokio::net::TcpListener) -> TcpIncoming {
     TcpIncoming::from(listener).with_nodelay(Some(true))
 }
@@ -76,10 +74,10 @@ pub fn incoming(listener: tokio::net::TcpListener) -> TcpIncoming {
 /// Returns the endpoint for `host:port`, with the settings of this module.
 ///
 /// # Errors
-/// The address is not of the form `host:port`.
+/// Fails if the address is not of the form `host:port`.
 pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
     let uri: Uri = format!("http://{address}").parse().map_err(|_| InvalidAddress)?;
-    // Without a port, or with a path, the endpoint would differ from the address.
+    // Without a port, or with a path, the endpoint would connect to another address.
     if uri.port_u16().is_none()
         || uri.host().is_none_or(str::is_empty)
         || uri.authority().is_none_or(|authority| authority.as_str() != address)
@@ -94,11 +92,11 @@ pub fn endpoint(address: &str) -> Result<Endpoint, InvalidAddress> {
         .keep_alive_while_idle(true)
         .initial_stream_window_size(REPLIES_WINDOW)
         .initial_connection_window_size(REPLIES_CONNECTION_WINDOW)
-        // No limit is set: a limit would count messages for streams that the client has reset, over the whole life of the connection.
+        // A limit would count messages for streams that the client has reset, over the whole life of the connection, so none is set.
         .http2_max_local_error_reset_streams(None))
 }
 
-/// Keeps one connection for each peer, shared by all calls to that peer. Cheap to clone.
+/// Keeps one connection for each peer, which all calls to that peer share. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Channels {
     network: Network,
@@ -119,7 +117,7 @@ impl Channels {
     /// Returns the channel to `host:port`. The channel connects at its first call.
     ///
     /// # Errors
-    /// The address is not of the form `host:port`.
+    /// Fails if the address is not of the form `host:port`.
     pub fn to(&self, address: &str) -> Result<Channel, InvalidAddress> {
         let mut channels = self.open.lock();
         if let Some(channel) = channels.get(address) {

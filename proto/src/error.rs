@@ -1,6 +1,6 @@
-//! Errors of messages that decode but break the protocol.
+//! Errors of messages that can be decoded but break the protocol.
 
-/// A message that breaks the protocol. Its sender is faulty or of another version, so the receiver must close the connection.
+/// A violation of the protocol by a message. Its sender is faulty or of another version, so the receiver must close the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// A required field is not set.
@@ -9,10 +9,10 @@ pub enum WireError {
         /// The field's name in the .proto file.
         field: &'static str,
     },
-    /// A stored chain or a removal names no block.
+    /// A KV event names no block.
     #[error("a KV event names no block")]
     NoBlocks,
-    /// The ids of a batch's events have gaps, or do not end with `last_event_id`.
+    /// The ids of a batch's events have gaps, or the last one differs from `last_event_id`.
     #[error("KV event id {found} follows id {after}, but ids must be consecutive")]
     EventIds {
         /// The id of the previous event.
@@ -20,13 +20,13 @@ pub enum WireError {
         /// The id that was found, or that the batch declares to be its last.
         found: u64,
     },
-    /// A chunk belongs to another snapshot than the previous chunks.
+    /// A chunk belongs to another snapshot than the chunks before it.
     #[error("a snapshot's chunk belongs to another snapshot than the chunks before it")]
     MixedSnapshots,
     /// A snapshot has more blocks than the receiver accepts.
     #[error("the snapshot has more than {max} blocks")]
     SnapshotTooLong {
-        /// The most blocks that the receiver accepts.
+        /// The maximum number of blocks that the receiver accepts.
         max: usize,
     },
 }

@@ -53,7 +53,6 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
     }
     let events = std::mem::take(&mut batch.events);
     let without_events = |last_event_id| v1::KvEventBatch { last_event_id, ..batch.clone() };
-    // The size of an empty batch with the longest event id.
     let empty = without_events(u64::MAX).encoded_len();
     let (mut batches, mut capacity) = (Vec::<v1::KvEventBatch>::new(), 0);
     for event in events {
@@ -78,7 +77,7 @@ pub fn split_batch(mut batch: v1::KvEventBatch, bytes_max: usize) -> Vec<v1::KvE
     batches
 }
 
-/// The most bytes that an item of a list takes in addition to its content: its tag and its length.
+/// Maximum number of bytes that an item of a list takes in addition to its content, for its tag and its length.
 const ITEM_BYTES_MAX: usize = 6;
 
 /// Checks that the event ids within the batch have no gap. Only the receiver can check for a gap before the first event. The result has no
@@ -170,7 +169,6 @@ mod tests {
             let mut wanted = wire.events.iter();
             for batch in &batches {
                 prop_assert!(batch.encoded_len() <= bytes_max, "{} bytes, {bytes_max} are allowed", batch.encoded_len());
-                // An event that is too long is represented by its id only.
                 if batch.events.is_empty() && let Some(missed) = wanted.next() {
                     prop_assert_eq!(missed.event_id, batch.last_event_id);
                     prop_assert!(missed.encoded_len() + 40 > bytes_max);

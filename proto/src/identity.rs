@@ -14,7 +14,6 @@ pub struct Difference {
     pub expected: String,
 }
 
-/// The value of [`Difference::field`] if the cluster keys differ.
 const CLUSTER_KEY: &str = "cluster key";
 
 impl Difference {
@@ -27,11 +26,11 @@ impl Difference {
 }
 
 impl Identity {
-    /// Checks whether a process with this identity belongs to a cluster with the identity `cluster`. A field that is empty in either
-    /// identity is not compared, except the cluster key: a process with a key differs from a process without a key.
+    /// Checks whether a process with this identity belongs to a cluster with the identity `cluster`. A field that is empty in either identity is not
+    /// compared, except the cluster key: a process with a key differs from a process without a key.
     ///
     /// # Errors
-    /// The identities differ. The error is the first difference.
+    /// Returns the first difference, if there is one.
     pub fn fits(&self, cluster: &Self) -> Result<(), Difference> {
         let size = |size: u32| if size == 0 { String::new() } else { size.to_string() };
         let (found_size, expected_size) = (size(self.block_size), size(cluster.block_size));
@@ -100,7 +99,6 @@ impl From<&WorkerInfo> for Identity {
 
 /// Shortens a revision for a message, which shows only the first digits. The whole revision is compared.
 fn shown(text: &str) -> String {
-    /// The number of hex digits in a SHA-256, and the number of them that are shown.
     const HASH_DIGITS: usize = 64;
     const SHOWN_DIGITS: usize = 16;
     match text.get(..HASH_DIGITS) {
@@ -111,8 +109,8 @@ fn shown(text: &str) -> String {
     }
 }
 
-/// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Processes are compatible if they have this
-/// part of the version in common: older ones may ignore what newer ones have added.
+/// Returns the version up to its first number that is not 0: `0.3` for `0.3.7`, `2` for `2.5.1`. Processes are compatible if this part of their
+/// versions is equal: an older process may ignore what a newer one has added.
 fn generation(version: &str) -> &str {
     let mut end = 0;
     for number in version.split('.') {

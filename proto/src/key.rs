@@ -12,13 +12,13 @@ use std::{fmt, sync::Arc};
 use tandem_kv::HashKey;
 use tonic::metadata::{Ascii, MetadataValue};
 
-/// The shortest secret, in bytes: the output length of HMAC-SHA256. A shorter secret could be guessed from derived values.
+/// Minimum length of the secret in bytes: the output length of HMAC-SHA256. A shorter secret could be guessed from derived values.
 pub const SECRET_BYTES_MIN: usize = 32;
 
 /// The length of a signature in bytes.
 pub const SIGNATURE_BYTES: usize = 32;
 
-/// The secret has fewer than [`SECRET_BYTES_MIN`] bytes.
+/// The error of a secret with fewer than [`SECRET_BYTES_MIN`] bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the cluster key has {bytes} bytes, but needs at least {SECRET_BYTES_MIN}; make one with: openssl rand -hex 32")]
 pub struct TooShort {
@@ -26,39 +26,36 @@ pub struct TooShort {
     pub bytes: usize,
 }
 
-/// The purpose of a signature. A signature made for one purpose is not valid for another.
+/// The purpose of a signature. A signature that was made for one purpose is not valid for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// A batch of KV events that is published over a message broker.
+    /// A signature of a batch of KV events that is published over a message broker.
     Events,
-    /// A worker's address, to which other workers connect.
+    /// A signature of a worker's address, to which other workers connect.
     Address,
-    /// A process's registration in etcd, to which other programs may write.
+    /// A signature of a process's registration in etcd, to which other programs may write.
     Registration,
 }
 
-/// The key of a cluster, or no key (the default). Cheap to clone; never printed.
+/// The key of a cluster, or no key (the default). It is cheap to clone, and is never printed.
 #[derive(Clone, Default)]
 pub struct ClusterKey(Option<Arc<Subkeys>>);
 
 struct Subkeys {
     hash: HashKey,
     fingerprint: String,
-    /// `Bearer` and 64 hex digits.
     bearer: MetadataValue<Ascii>,
-    /// The tag of `bearer` under `comparing`. Tags are compared instead of tokens, so that the comparison takes the same time for every
-    /// presented value.
+    /// The HMAC tag of the bearer token. Tags are compared instead of tokens, so that the comparison takes the same time for every presented value.
     bearer_tag: hmac::Tag,
     comparing: hmac::Key,
-    /// One signing key for each [`Purpose`], in the order of the purposes.
     signing: [hmac::Key; 3],
 }
 
 impl ClusterKey {
-    /// Derives a key from the bytes of a secret, which has at least [`SECRET_BYTES_MIN`] bytes of any kind.
+    /// Derives a key from the bytes of a secret, which may be any bytes.
     ///
     /// # Errors
-    /// The secret is too short.
+    /// Fails if the secret has fewer than [`SECRET_BYTES_MIN`] bytes.
     pub fn new(secret: &[u8]) -> Result<Self, TooShort> {
         if secret.len() < SECRET_BYTES_MIN {
             return Err(TooShort { bytes: secret.len() });
@@ -82,11 +79,16 @@ impl ClusterKey {
         }))))
     }
 
-    /// Makes a key from the system's randomness, for a cluster that runs in one process.
+    /// Makes a key from a random secret, for a cluster that runs in one process.
     pub fn random() -> Self {
+        Self::new(&Self::random_secret()).expect("the secret is long enough")
+    }
+
+    /// Returns a new secret, which is taken from the system's randomness.
+    pub fn random_secret() -> [u8; SECRET_BYTES_MIN] {
         let mut secret = [0; SECRET_BYTES_MIN];
         SystemRandom::new().fill(&mut secret).expect("the system has randomness");
-        Self::new(&secret).expect("the secret is long enough")
+        secret
     }
 
     /// Returns whether the cluster has a key.
@@ -99,24 +101,23 @@ impl ClusterKey {
         self.0.as_ref().map_or(HashKey::NONE, |keys| keys.hash)
     }
 
-    /// Returns a text that is equal for processes with the same key, and reveals nothing else about the key. Empty: the cluster has no key.
+    /// Returns a text that is equal for processes with the same key, and reveals nothing else about the key. It is empty if the cluster has no key.
     pub fn fingerprint(&self) -> &str {
         self.0.as_ref().map_or("", |keys| &keys.fingerprint)
     }
 
-    /// Returns the value of a call's `authorization` metadata; `None` without a key.
     pub(crate) fn bearer(&self) -> Option<&MetadataValue<Ascii>> {
         self.0.as_ref().map(|keys| &keys.bearer)
     }
 
-    /// Returns whether this value of `authorization` comes from a process with the key.
     pub(crate) fn admits(&self, presented: Option<&MetadataValue<Ascii>>) -> bool {
         let Some(keys) = &self.0 else { return true };
         let presented = presented.map_or(&b""[..], MetadataValue::as_bytes);
         hmac::verify(&keys.comparing, presented, keys.bearer_tag.as_ref()).is_ok()
     }
 
-    /// Signs the parts. The signature covers their order and their lengths, and has [`SIGNATURE_BYTES`] bytes. It is empty without a key.
+    /// Returns the signature of the parts, which covers their order and their lengths. It has [`SIGNATURE_BYTES`] bytes, or is empty if the cluster
+    /// has no key.
     pub fn sign(&self, purpose: Purpose, parts: &[&[u8]]) -> Vec<u8> {
         let Some(keys) = &self.0 else { return Vec::new() };
         hmac::sign(&keys.signing[purpose as usize], &joined(parts)).as_ref().to_vec()
@@ -129,7 +130,6 @@ impl ClusterKey {
     }
 }
 
-/// Keys are equal if their fingerprints are.
 impl PartialEq for ClusterKey {
     fn eq(&self, other: &Self) -> bool {
         self.fingerprint() == other.fingerprint()

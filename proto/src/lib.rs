@@ -19,10 +19,10 @@ pub use key::{ClusterKey, Purpose, SECRET_BYTES_MIN, SIGNATURE_BYTES, TooShort};
 pub use load::transfer_bytes_per_second;
 pub use snapshot::{CHUNK_HASHES_MAX, SnapshotAssembly, snapshot_chunks};
 
-/// The largest number of bytes of an id, a name, an account or a trace context in a message: frontends send less than a tenth of it.
+/// Maximum length in bytes of an id, a name, an account or a trace context in a message. Frontends send less than a tenth of it.
 pub const TEXT_BYTES_MAX: usize = 1_024;
 
-/// The largest number of bytes of a cache namespace in a message: the names of a model, a revision and an adapter, and a salt.
+/// Maximum length in bytes of a cache namespace in a message. A namespace has the names of a model, a revision and a LoRA, and a salt.
 pub const NAMESPACE_BYTES_MAX: usize = 4_096;
 
 /// The messages and services of package `tandem.v1`.
@@ -39,7 +39,7 @@ pub mod v1 {
 }
 
 impl v1::worker_info::Role {
-    /// Returns the role as text, as used in metrics, JSON and worker ids.
+    /// Returns the role's name, as used in metrics, JSON and worker ids.
     pub fn name(self) -> &'static str {
         match self {
             Self::Prefill => "prefill",

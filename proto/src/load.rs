@@ -4,14 +4,15 @@ use crate::v1;
 use std::ops::RangeInclusive;
 use tandem_kv::Load;
 
-/// The plausible numbers of prompt tokens per second: from one token in ten seconds to a thousand times the speed of the fastest device.
+/// The plausible range of prompt tokens per second: from one token in ten seconds to a thousand times the speed of the fastest device.
 const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 
-/// The plausible durations of a step in milliseconds: from a picosecond, as in simulations, to ten minutes, which is longer than any engine
-/// is allowed to take.
+/// The plausible range of a step's duration in milliseconds: from a picosecond, as in simulations, to ten minutes, which is longer than any engine is
+/// allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// The plausible transfer rates in bytes per second: from one that is useless for serving to a thousand times that of the fastest network.
+/// The plausible range of transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest
+/// network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
 
 /// Leaves `included_request_ids`, `transfer_bytes_per_second`, `cache` and `steps` empty, because [`Load`] does not have them. The sender

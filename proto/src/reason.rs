@@ -3,7 +3,7 @@
 use crate::v1::FailureReason;
 
 impl FailureReason {
-    /// Returns the reason as a metric label, which traces and messages use as well.
+    /// Returns the reason's label, which metrics, traces and messages use.
     pub fn label(self) -> &'static str {
         match self {
             Self::Unspecified => "unreachable",
@@ -15,6 +15,7 @@ impl FailureReason {
             Self::InvalidRequest => "invalid_request",
             Self::Draining => "draining",
             Self::WriteRefused => "write_refused",
+            Self::NoWorker => "no_worker",
         }
     }
 }

@@ -11,13 +11,13 @@ use crate::{
 };
 
 impl WorkerRef {
-    /// Signs the address of a worker with this role, and returns the reference with the signature.
+    /// Signs the address of a worker that has this role. Returns the worker's reference with the signature.
     pub fn with_signed_address(mut self, role: Role, key: &ClusterKey) -> Self {
         self.signature = key.sign(Purpose::Address, &self.signed_as(role));
         self
     }
 
-    /// Returns whether a process with the cluster key has signed the address. Always true if the cluster has no key.
+    /// Returns whether a process with the cluster key has signed this worker's address. The result is always true if the cluster has no key.
     pub fn has_signed_address(&self, role: Role, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_as(role), &self.signature)
     }
@@ -46,8 +46,8 @@ impl Ticket {
         self
     }
 
-    /// Returns whether a process with the cluster key has signed the address for this prefill worker's instance. Always true if the cluster
-    /// has no key.
+    /// Returns whether a process with the cluster key has signed the ticket's address for this prefill worker's instance. The result is always true
+    /// if the cluster has no key.
     pub fn has_signed_address(&self, prefill_instance_id: &str, key: &ClusterKey) -> bool {
         key.verifies(Purpose::Address, &self.signed_for(prefill_instance_id), &self.address_signature)
     }

@@ -7,7 +7,7 @@ use crate::{
 };
 use tandem_kv::Snapshot;
 
-/// The most hashes in one chunk. They take 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
+/// Maximum number of hashes in one chunk. They take 64 KiB, which is far below every message limit and does not delay a heartbeat for long.
 pub const CHUNK_HASHES_MAX: usize = 8_192;
 
 /// Returns the messages of a snapshot, in order; only the last message has `last` set. If a chain is too long for one message, the rest of
@@ -46,12 +46,12 @@ pub struct SnapshotAssembly {
 }
 
 impl SnapshotAssembly {
-    /// Creates an empty assembly that accepts at most `hashes_max` blocks: the worker's reported capacity.
+    /// Creates an empty assembly that accepts at most `hashes_max` blocks, which is the capacity that the worker reported.
     pub fn new(hashes_max: usize) -> Self {
         Self { so_far: None, hashes: 0, hashes_max }
     }
 
-    /// Discards the chunks received so far.
+    /// Discards the chunks that were received so far.
     pub fn clear(&mut self) {
         self.so_far = None;
         self.hashes = 0;
@@ -60,7 +60,7 @@ impl SnapshotAssembly {
     /// Adds the next chunk. If the chunk is the last one, returns the snapshot and empties the assembly; otherwise returns `None`.
     ///
     /// # Errors
-    /// The chunk belongs to another snapshot than the chunks before it, has a chain without blocks, or exceeds the accepted number of
+    /// Fails if the chunk belongs to another snapshot than the chunks before it, has a chain without blocks, or exceeds the accepted number of
     /// blocks.
     pub fn push(&mut self, chunk: v1::SnapshotChunk) -> Result<Option<Snapshot>, WireError> {
         let (instance_id, snapshot) = self
@@ -91,7 +91,7 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
     use tandem_kv::{SequenceHash, StoredChain};
 
-    /// Returns every block with its parent. This is the meaning of a snapshot, which does not depend on how its chains are split.
+    /// Returns every block with its parent. This form does not depend on how the snapshot is split into chains.
     fn blocks(snapshot: &Snapshot) -> Vec<(Option<SequenceHash>, SequenceHash)> {
         let mut blocks = Vec::new();
         for chain in &snapshot.stored {

@@ -4,7 +4,7 @@ use super::{Content, Prefix, PrefixCache};
 use crate::BlockId;
 use std::{fmt::Display, ops::Range};
 
-/// A violated invariant, which is a bug. The text names the invariant.
+/// The description of an invariant that does not hold, which shows a bug.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(String);
@@ -12,26 +12,25 @@ pub struct Violation(String);
 /// Returns an error with the text `violation` if `holds` is false. The text is formatted only in that case.
 ///
 /// # Errors
-/// `holds` is false.
+/// Returns the violation if `holds` is false.
 pub fn ensure(holds: bool, violation: impl Display) -> Result<(), Violation> {
     if holds { Ok(()) } else { Err(Violation(violation.to_string())) }
 }
 
 impl PrefixCache {
-    /// Checks all invariants.
+    /// Checks all invariants of the cache.
     ///
     /// # Errors
-    /// The first violation.
+    /// Returns the first violation that is found.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.check(0..self.blocks.len())
     }
 
-    /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the invariants that need no search and no hash,
-    /// because these take little time. Repeated calls check one group of blocks after the other and then begin again with the first.
+    /// Checks all invariants of the next `count` blocks. For all other blocks, checks only the invariants that need no search and no hash, because
+    /// these take little time. Repeated calls check one group of blocks after the other and then begin again with the first.
     ///
     /// # Errors
-    ///
-    /// The first violation.
+    /// Returns the first violation that is found.
     pub fn check_next(&mut self, count: usize) -> Result<(), Violation> {
         let (first, len) = (self.next_checked, self.blocks.len());
         let end = (first + count).min(len);
@@ -39,7 +38,6 @@ impl PrefixCache {
         self.check(first..end)
     }
 
-    /// Checks the counts of all blocks, and the contents of the blocks in the range `contents`.
     fn check(&self, contents: Range<usize>) -> Result<(), Violation> {
         let mut is_free = vec![false; self.blocks.len()];
         for id in &self.free {
@@ -51,11 +49,11 @@ impl PrefixCache {
         for (id, block) in (0..).map(BlockId).zip(&self.blocks) {
             let is_free = is_free[id.0 as usize];
             let Some(content) = &block.content else {
-                ensure((block.pins == 0) == is_free, format_args!("{id:?} is neither free nor in use, or both"))?;
+                ensure((block.pins == 0) == is_free, format_args!("{id:?} must be either free or in use, and not both"))?;
                 continue;
             };
             ensure(!is_free, format_args!("{id:?} is both cached and free"))?;
-            ensure(!block.outdated, format_args!("{id:?} is cached again after a clear that left it private"))?;
+            ensure(!block.outdated, format_args!("{id:?} is cached although it was in use when the cache was cleared"))?;
             if contents.contains(&(id.0 as usize)) {
                 self.check_content(id, content)?;
                 let evictable = block.pins > 0 || self.unused.get(&content.unused_since) == Some(&id);
@@ -68,8 +66,8 @@ impl PrefixCache {
                 pins_of_children[parent.0 as usize] += 1;
             }
         }
-        ensure(self.index.len() == cached, "the index does not have one hash for every cached block")?;
-        ensure(self.unused.len() == unused, "a block that is not cached, or is pinned, can be evicted")?;
+        ensure(self.index.len() == cached, "the number of hashes in the index differs from the number of cached blocks")?;
+        ensure(self.unused.len() == unused, "a block can be evicted although it is pinned or not cached")?;
         let pinned = self.blocks.iter().zip(pins_of_children).all(|(block, pins)| block.pins >= pins);
         ensure(pinned, "a pinned cached block does not pin its parent")
     }

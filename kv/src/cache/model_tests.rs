@@ -42,7 +42,6 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A prefix of full blocks, with its namespace.
 #[derive(Clone, Debug, PartialEq)]
 struct Prefix {
     namespace: usize,
@@ -63,12 +62,10 @@ struct Entry {
     used_at: usize,
 }
 
-/// One owner of blocks, with its tokens.
 struct Sequence {
     namespace: usize,
     tokens: Vec<TokenId>,
     blocks: Vec<BlockId>,
-    /// The number of leading blocks that were found in the cache or for which a commit was tried.
     committed: usize,
 }
 
@@ -83,9 +80,7 @@ struct Model {
     hash_mask: u64,
     entries: Vec<Entry>,
     sequences: Vec<Sequence>,
-    /// Blocks that were pinned in addition to the sequences that own them. A block is listed once for each additional pin.
     pins: Vec<BlockId>,
-    /// Blocks that were in use at the last clear and have been in use ever since.
     outdated: BTreeSet<BlockId>,
     step: usize,
 }
@@ -110,7 +105,6 @@ impl Model {
         self.pins.contains(&block) || self.sequences.iter().any(|sequence| sequence.blocks.contains(&block))
     }
 
-    /// Returns whether the prefix or a continuation of it is in use.
     fn is_used(&self, prefix: &Prefix) -> bool {
         self.entries.iter().any(|entry| prefix.begins(&entry.prefix) && self.is_held(entry.block))
     }
@@ -135,7 +129,6 @@ impl Model {
         (1..=reuse_max).take_while(is_cached).count()
     }
 
-    /// Evicts least recently used leaves until `blocks` blocks are free.
     fn evict_for(&mut self, blocks: usize) {
         while (self.counts().free as usize) < blocks {
             let is_leaf = |entry: &Entry| {
@@ -208,7 +201,6 @@ impl Replica {
 struct Run {
     cache: PrefixCache,
     model: Model,
-    /// The views of several routers. The first router has received all events. The other routers began with a snapshot.
     replicas: Vec<Replica>,
 }
 
@@ -307,7 +299,6 @@ impl Run {
         model.sequences[owner].blocks.push(block);
     }
 
-    /// Commits the next full block of sequence `number`.
     fn commit(&mut self, number: usize) {
         let model = &mut self.model;
         let sequence = &model.sequences[number];
@@ -328,7 +319,7 @@ impl Run {
         let foreign = foreign.map(|entry| entry.prefix.clone());
         let cached = may_be_shared && !foreign.as_ref().is_some_and(|foreign| model.is_used(foreign));
         if cached && let Some(foreign) = foreign {
-            // Another prefix, which is not in use, has the same hash. It is evicted with its continuations.
+            // Another prefix that is not in use has the same hash. The cache evicts it with its continuations.
             model.entries.retain(|entry| !foreign.begins(&entry.prefix));
         }
         assert_eq!(stands, equal.filter(|_| cached).unwrap_or(block));
@@ -340,7 +331,6 @@ impl Run {
         sequence.committed += 1;
     }
 
-    /// Adds a sequence that also owns the full blocks of sequence `number`.
     fn fork(&mut self, number: usize) {
         let sequence = &self.model.sequences[number];
         let full = sequence.tokens.len() / BLOCK_SIZE;
@@ -423,7 +413,7 @@ proptest! {
     }
 
     #[test]
-    fn snapshot_has_the_hashes_that_sequence_hashes_returns(prompt in vec(any::<TokenId>(), 0..20)) {
+    fn snapshot_has_the_sequence_hashes_of_the_cached_prompts(prompt in vec(any::<TokenId>(), 0..20)) {
         let mut run = Run::new(settings(16, true), 64);
         run.play_one(Op::Acquire { namespace: 0, prompt: [prompt.clone(), vec![0]].concat(), reuse: true });
         run.play_one(Op::Commit { sequence: 0, blocks: prompt.len() / BLOCK_SIZE });

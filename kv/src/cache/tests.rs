@@ -75,7 +75,7 @@ fn prompt_reuses_the_blocks_of_an_earlier_prompt() {
 }
 
 #[test]
-fn reuse_is_bounded_by_the_caller_and_by_full_blocks() {
+fn only_full_blocks_are_reused_up_to_the_callers_limit() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[1, 1, 2, 2, 3, 3]);
     for (tokens, reuse_max_blocks, len_blocks, expected) in [
@@ -175,7 +175,6 @@ fn acquire_allocates_all_blocks_or_none() {
     let (events, counts) = (cache.last_event_id(), cache.counts());
     assert_eq!(counts, Counts { free: 2, cached: 2, in_use: 2 });
 
-    // The two found blocks cannot be evicted for the prompt that reuses them, so only two free blocks remain.
     let prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5];
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, 5)), Err(Full));
     assert_eq!(cache.acquire(&namespace(), &prompt, wanted(4, u32::MAX)), Err(Full));
@@ -219,7 +218,7 @@ fn free_blocks_are_used_before_cached_blocks_are_evicted() {
 #[test]
 fn equal_blocks_are_merged_and_stored_once() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // Both requests acquire blocks before either commits, as two requests in one step do.
+    // Both requests acquire blocks before either of them commits, as two requests in one engine step do.
     let first = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
     let second = cache.acquire(&namespace(), &[1, 1, 2, 2], wanted(1, 2)).unwrap().blocks;
     let root = cache.commit(&namespace(), None, first[0], &[1, 1]);
@@ -231,7 +230,6 @@ fn equal_blocks_are_merged_and_stored_once() {
     assert_eq!(cache.counts(), Counts { free: 4, cached: 0, in_use: 2 });
     assert_eq!(changes(&mut cache), [stored(None, &hashes(&[1, 1, 2, 2]))]);
 
-    // Each request releases the blocks that it got.
     release(&mut cache, &[root, second[1]]);
     assert_eq!(cache.counts().in_use, 2);
     release(&mut cache, &[root, second[1]]);
@@ -305,7 +303,6 @@ fn colliding_block_is_evicted_when_unpinned() {
 #[test]
 fn colliding_block_is_evicted_with_its_descendants() {
     let mut cache = PrefixCache::new(SETTINGS);
-    // The blocks form a tree that forks after its second block. The branch that is added first becomes unused last.
     let short = run(&mut cache, &namespace(), &[1, 1, 2, 2, 3, 3]);
     run_and_release(&mut cache, &[1, 1, 2, 2, 4, 4]);
     release(&mut cache, &short);
@@ -347,7 +344,7 @@ fn disabled_cache_keeps_and_finds_no_blocks_and_reports_no_events() {
 }
 
 #[test]
-fn block_in_use_at_a_clear_is_not_shared_afterwards() {
+fn block_in_use_when_the_cache_is_cleared_is_not_shared_afterwards() {
     let mut cache = PrefixCache::new(SETTINGS);
     run_and_release(&mut cache, &[5, 5]);
     let blocks = cache.acquire(&namespace(), &[1, 1, 2, 2, 3, 3], wanted(0, 3)).unwrap().blocks;
@@ -368,7 +365,6 @@ fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     assert_eq!(cache.commit(&namespace(), None, blocks[2], &[3, 3]), blocks[2]);
     assert_eq!(cache.take_events(), []);
 
-    // The same prompt is shared when it has been computed again.
     let again = run(&mut cache, &namespace(), &[1, 1]);
     assert_eq!(overlap(&cache, &[1, 1]), 1);
     release(&mut cache, &blocks);
@@ -376,7 +372,6 @@ fn block_in_use_at_a_clear_is_not_shared_afterwards() {
     release(&mut cache, &again);
     assert_eq!(cache.counts(), Counts { free: 5, cached: 1, in_use: 0 });
 
-    // A block that was freed and allocated again is not outdated.
     run_and_release(&mut cache, &[6, 6, 7, 7, 8, 8, 9, 9, 4, 4]);
     assert_eq!(cache.counts(), Counts { free: 0, cached: 6, in_use: 0 });
 }

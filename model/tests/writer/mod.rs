@@ -14,7 +14,6 @@ pub mod kind {
     pub const BF16: u32 = 30;
 }
 
-/// A GGUF file under construction.
 #[derive(Clone, Default)]
 pub struct Writer {
     metadata: Vec<(String, u32, Vec<u8>)>,
@@ -68,6 +67,11 @@ impl Writer {
         self.raw(key, 9, &[&5u32.to_le_bytes()[..], &(values.len() as u64).to_le_bytes(), &items].concat())
     }
 
+    pub fn f32s(self, key: &str, values: &[f32]) -> Self {
+        let items: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.raw(key, 9, &[&6u32.to_le_bytes()[..], &(values.len() as u64).to_le_bytes(), &items].concat())
+    }
+
     pub fn tensor(mut self, name: &str, shape: &[u64], kind: u32, data: Vec<u8>) -> Self {
         self.tensors.retain(|known| known.name != name);
         self.tensors.push(TensorBytes { name: name.to_owned(), shape: shape.to_vec(), kind, data });
@@ -79,7 +83,6 @@ impl Writer {
         self
     }
 
-    /// Returns the file's bytes, with tensors aligned to 32 bytes.
     pub fn finish(self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());

@@ -9,10 +9,9 @@ use tonic::{
     transport,
 };
 
-/// The metadata key of the bearer token.
 const AUTHORIZATION: &str = "authorization";
 
-/// A connection whose calls carry the cluster's bearer token, if the cluster has a key. Cheap to clone.
+/// A connection whose calls carry the cluster's bearer token, if the cluster has a key. It is cheap to clone.
 pub type Channel = InterceptedService<transport::Channel, Bearer>;
 
 /// Adds the bearer token to calls.
@@ -28,7 +27,7 @@ impl Interceptor for Bearer {
     }
 }
 
-/// Called for every call that is refused.
+/// A function that is called for every refused call.
 pub type OnRefused = Arc<dyn Fn() + Send + Sync>;
 
 /// Refuses calls without the bearer token before any service sees them.

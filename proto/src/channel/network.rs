@@ -12,15 +12,14 @@ use tonic::{
     transport::{self, Endpoint, Error, Server, Uri},
 };
 
-/// The transport over which a process connects to others, and the cluster key of its calls. Cheap to clone.
+/// The transport over which a process connects to others, and the cluster key of its calls. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Network {
-    /// The function that connects to an address of a network in memory; `None`: the network is TCP.
     dial: Option<Arc<Dial>>,
     key: ClusterKey,
 }
 
-/// Connects to `host:port`. The future returns the connection, or fails like the operating system's `connect`.
+/// A function that connects to `host:port`. Its future returns the connection, or fails like the operating system's `connect`.
 pub type Dial = dyn Fn(&str) -> BoxFuture<DuplexStream, io::Error> + Send + Sync;
 
 /// A source of incoming connections, and the network from which they arrive.
@@ -29,7 +28,7 @@ pub struct Listener {
     network: Network,
 }
 
-/// A source of incoming connections.
+/// A source of incoming connections: a socket, or a network in memory.
 pub enum Arrivals {
     /// Connections that arrive at a socket.
     Tcp(TcpListener),
@@ -48,7 +47,7 @@ impl Network {
         Self { dial: Some(dial), key }
     }
 
-    /// Returns the cluster key.
+    /// Returns the key of the cluster on this network.
     pub fn key(&self) -> &ClusterKey {
         &self.key
     }
@@ -64,7 +63,7 @@ impl Network {
     /// Connects immediately.
     ///
     /// # Errors
-    /// The connection cannot be established.
+    /// Fails if the connection cannot be established.
     pub async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, Error> {
         let channel = match &self.dial {
             None => endpoint.connect().await?,
@@ -103,7 +102,7 @@ impl Listener {
     /// Returns the address at which the socket listens.
     ///
     /// # Errors
-    /// The operating system returned an error, or the listener is that of a network in memory, which has no socket addresses.
+    /// Fails if the operating system returns an error, or if the listener belongs to a network in memory, which has no socket addresses.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         match &self.arrivals {
             Arrivals::Tcp(listener) => listener.local_addr(),
@@ -114,7 +113,7 @@ impl Listener {
     /// Returns whether only processes on this machine can connect. In a network in memory this is always true.
     ///
     /// # Errors
-    /// The operating system returned an error.
+    /// Fails if the operating system returns an error.
     pub fn is_local(&self) -> io::Result<bool> {
         match &self.arrivals {
             Arrivals::Tcp(listener) => Ok(listener.local_addr()?.ip().is_loopback()),
@@ -122,11 +121,11 @@ impl Listener {
         }
     }
 
-    /// Accepts connections until `ended` resolves, then serves the open connections to their end. A call without the cluster's bearer token
-    /// is refused with UNAUTHENTICATED, and `on_refused` is called for it.
+    /// Accepts connections until `ended` resolves, then serves the open connections to their end. A call without the cluster's bearer token is
+    /// refused with UNAUTHENTICATED, and `on_refused` is called for it.
     ///
     /// # Errors
-    /// The server failed.
+    /// Fails if the server fails.
     pub async fn serve(
         self,
         server: Server,
@@ -153,7 +152,6 @@ impl From<TcpListener> for Listener {
     }
 }
 
-/// Adapts [`Dial`] to tonic.
 struct Connector(Arc<Dial>);
 
 impl Service<Uri> for Connector {
