@@ -1,0 +1,73 @@
+//! Enforces constraints on generated text: a JSON schema, a regular expression, a choice, or a grammar.
+//!
+//! A frontend [`check`]s a constraint. A worker [compiles](Vocabulary::compile) it for its model's vocabulary into a [`Matcher`], which reports
+//! before each token which tokens are allowed. The parser is llguidance (docs/adr/027-structured-outputs.md).
+
+mod ebnf;
+mod error;
+mod lark;
+mod marker;
+mod matcher;
+mod source;
+mod structural_tag;
+mod vocabulary;
+
+pub use ebnf::is_ebnf;
+pub use error::{GrammarError, MatchError};
+pub use matcher::{Mask, Matcher};
+pub use vocabulary::Vocabulary;
+
+/// A constraint on a generated text.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Constraint {
+    /// The texts that the constraint allows.
+    pub kind: Kind,
+    /// If set, everything up to and including the first occurrence of this text, the marker, is free, and the constraint applies to the rest. An
+    /// answer that ends without the marker has no constraint. Reasoning models need this: their marker is for example `</think>`.
+    pub begins_after: Option<String>,
+}
+
+/// The texts that a constraint allows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The text must be JSON that is valid by a schema.
+    JsonSchema {
+        /// The JSON schema, as text.
+        schema: String,
+        /// If true, keywords that cannot be enforced are ignored. Otherwise a schema that has such a keyword is refused.
+        lenient: bool,
+    },
+    /// The text must be a JSON object.
+    JsonObject,
+    /// The regular expression must match the whole text.
+    Regex(String),
+    /// The text must be one of these.
+    Choice(Vec<String>),
+    /// The text must be a sentence of this grammar. It is written in llguidance's variant of Lark, or in the EBNF of llama.cpp (GBNF), vLLM and
+    /// SGLang, with rules `name ::= …` and the start rule `root`.
+    Grammar(String),
+    /// The text may be free, except between certain tags. The tags and their constraints are described in JSON, as for vLLM and SGLang.
+    StructuralTag(String),
+}
+
+impl From<Kind> for Constraint {
+    fn from(kind: Kind) -> Self {
+        Self { kind, begins_after: None }
+    }
+}
+
+/// Maximum size of a constraint in bytes: the total length of all its texts.
+pub const CONSTRAINT_BYTES_MAX: usize = 256 * 1024;
+/// Maximum number of texts of a choice.
+pub const CHOICES_MAX: usize = 4_096;
+
+/// Checks whether the constraint can be enforced. Takes milliseconds, and up to a second for a very large constraint.
+///
+/// # Errors
+/// Returns a [`GrammarError`] with the problem and the part of the constraint that has it.
+pub fn check(constraint: &Constraint) -> Result<(), GrammarError> {
+    Vocabulary::bytes().compile(constraint, &[]).map(drop)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+//! The state of one text under a constraint.
+
+use crate::{GrammarError, MatchError, marker::Marker};
+use llguidance::{
+    TokenParser,
+    api::StopReason,
+    toktrie::{ApproximateTokEnv, TokenizerEnv},
+};
+use std::sync::Arc;
+use tandem_kv::TokenId;
+
+/// The tokens that a constraint allows at one point of a text: bit `token % 32` of word `token / 32`. There is a bit for every logit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mask(Box<[u32]>);
+
+pub(crate) struct Shared {
+    pub trie: Arc<ApproximateTokEnv>,
+    pub stop_tokens: Vec<TokenId>,
+}
+
+/// The state of one text under a constraint. A clone does not change when the original changes.
+#[derive(Clone)]
+pub struct Matcher {
+    parser: llguidance::Matcher,
+    shared: Arc<Shared>,
+    /// The marker after which the constraint begins; `None` once the text contains it.
+    marker: Option<Marker>,
+}
+
+impl Mask {
+    /// Returns a mask that allows only these tokens, of a vocabulary of this size.
+    pub fn of(tokens: &[TokenId], size: usize) -> Self {
+        let mut mask = Self(vec![0; size.div_ceil(32)].into());
+        tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.set(*token, true));
+        mask
+    }
+
+    /// Returns a mask that allows the tokens that both masks allow.
+    pub fn and(mut self, other: &Self) -> Self {
+        self.0.iter_mut().zip(&other.0).for_each(|(word, other)| *word &= other);
+        self
+    }
+
+    /// Returns the 32-bit words of the mask.
+    pub fn words(&self) -> &[u32] {
+        &self.0
+    }
+
+    /// Returns whether the mask allows the token.
+    pub fn allows(&self, token: TokenId) -> bool {
+        self.0.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
+    }
+
+    /// Returns the allowed token with the lowest id; 0 if no token is allowed.
+    pub fn first(&self) -> TokenId {
+        let word = self.0.iter().position(|word| *word != 0).unwrap_or_default();
+        self.0.get(word).filter(|bits| **bits != 0).map_or(0, |bits| word as TokenId * 32 + bits.trailing_zeros())
+    }
+
+    pub(crate) fn set(&mut self, token: TokenId, allowed: bool) {
+        if let Some(word) = self.0.get_mut(token as usize / 32) {
+            *word = if allowed { *word | 1 << (token % 32) } else { *word & !(1 << (token % 32)) };
+        }
+    }
+
+    /// Returns a mask that allows all `size` tokens.
+    pub fn all(size: usize) -> Self {
+        let mut words = vec![u32::MAX; size.div_ceil(32)];
+        if let (Some(last), true) = (words.last_mut(), !size.is_multiple_of(32)) {
+            *last = (1 << (size % 32)) - 1;
+        }
+        Self(words.into())
+    }
+}
+
+impl Matcher {
+    pub(crate) fn new(parser: TokenParser, shared: Shared, marker: Option<&str>) -> Result<Self, GrammarError> {
+        let marker = marker.filter(|marker| !marker.is_empty()).map(|text| Marker::new(text, &shared.trie));
+        let mut matcher = Self { parser: llguidance::Matcher::new(Ok(parser)), shared: Arc::new(shared), marker };
+        // The first mask shows whether any text meets the constraint.
+        match matcher.mask() {
+            Ok(_) => Ok(matcher),
+            Err(error) => Err(GrammarError::invalid(error)),
+        }
+    }
+
+    /// Returns whether the text meets the constraint and cannot be continued.
+    pub fn is_complete(&self) -> bool {
+        self.marker.is_none() && self.parser.stop_reason() == StopReason::NoExtension
+    }
+
+    /// Returns the tokens that are allowed next; `None` if all tokens are. Takes some tens of microseconds, and at most about ten milliseconds.
+    ///
+    /// # Errors
+    /// Fails if no token can continue the text.
+    pub fn mask(&mut self) -> Result<Option<Mask>, MatchError> {
+        let size = self.shared.trie.tok_trie().vocab_size();
+        if let Some(marker) = &self.marker {
+            let barred = marker.barred(&self.shared.trie);
+            let mut mask = (!barred.is_empty()).then(|| Mask::all(size));
+            mask.iter_mut().for_each(|mask| barred.iter().for_each(|token| mask.set(*token, false)));
+            return Ok(mask);
+        }
+        let is_accepting = self.parser.is_accepting().map_err(|_| self.failure())?;
+        let allowed = if self.parser.is_stopped() { None } else { self.parser.compute_mask().ok() };
+        let mut mask = match allowed {
+            Some(allowed) => Mask(allowed.as_slice()[..size.div_ceil(32)].into()),
+            None if is_accepting => Mask(vec![0; size.div_ceil(32)].into()),
+            None => return Err(self.failure()),
+        };
+        if is_accepting {
+            self.shared.stop_tokens.iter().filter(|token| (**token as usize) < size).for_each(|token| mask.set(*token, true));
+        }
+        if mask.0.iter().all(|word| *word == 0) { Err(MatchError::NoToken) } else { Ok(Some(mask)) }
+    }
+
+    /// Appends a token to the text. Stop tokens are not part of the text.
+    ///
+    /// # Errors
+    /// Fails if the constraint does not allow the token here, or is too complex.
+    pub fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
+        if let Some(marker) = &mut self.marker {
+            if marker.accept(token, &self.shared.trie)? {
+                self.marker = None;
+            }
+            return Ok(());
+        }
+        match self.parser.try_consume_tokens(&[token]) {
+            Ok(1) => Ok(()),
+            Ok(_) => Err(MatchError::NotAllowed),
+            Err(_) => Err(self.failure()),
+        }
+    }
+
+    fn failure(&self) -> MatchError {
+        match self.parser.stop_reason() {
+            StopReason::NoExtensionBias | StopReason::NoExtension => MatchError::NoToken,
+            _ => {
+                let message = self.parser.get_error().unwrap_or_default();
+                MatchError::TooComplex(message.lines().next().unwrap_or_default().to_owned())
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Matcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Matcher").field("is_free", &self.marker.is_some()).finish_non_exhaustive()
+    }
+}

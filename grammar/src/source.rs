@@ -1,0 +1,99 @@
+//! Converts constraints to llguidance's form.
+
+use crate::{
+    CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, ebnf,
+    lark::{literal, with_options},
+    structural_tag,
+};
+use llguidance::api::TopLevelGrammar;
+use serde_json::Value;
+
+pub(crate) fn of(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
+    check_size(constraint)?;
+    match &constraint.kind {
+        Kind::JsonSchema { schema, lenient } => {
+            let schema =
+                serde_json::from_str(schema).map_err(|error| GrammarError::invalid(format!("not valid JSON: {error}")))?;
+            Ok(TopLevelGrammar::from_json_schema(with_options(schema, *lenient)?))
+        }
+        Kind::JsonObject => Ok(TopLevelGrammar::from_json_schema(with_options(serde_json::json!({ "type": "object" }), false)?)),
+        Kind::Regex(regex) => Ok(TopLevelGrammar::from_regex(whole_text(regex))),
+        Kind::Choice(texts) => choice(texts),
+        Kind::Grammar(grammar) if ebnf::is_ebnf(grammar) => Ok(TopLevelGrammar::from_lark(ebnf::to_lark(grammar)?)),
+        Kind::Grammar(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
+        Kind::StructuralTag(tags) => Ok(TopLevelGrammar::from_lark(structural_tag::to_lark(tags)?)),
+    }
+}
+
+fn check_size(constraint: &Constraint) -> Result<(), GrammarError> {
+    let found = match &constraint.kind {
+        Kind::JsonSchema { schema: text, .. } | Kind::Regex(text) | Kind::Grammar(text) | Kind::StructuralTag(text) => text.len(),
+        Kind::JsonObject => 0,
+        Kind::Choice(texts) if texts.len() > CHOICES_MAX => {
+            return Err(GrammarError::TooLarge { found: texts.len(), max: CHOICES_MAX, unit: "choices" });
+        }
+        Kind::Choice(texts) => texts.iter().map(String::len).sum(),
+    };
+    let max = CONSTRAINT_BYTES_MAX;
+    if found > max { Err(GrammarError::TooLarge { found, max, unit: "bytes" }) } else { Ok(()) }
+}
+
+/// Returns the regular expression without anchors. The anchors are redundant, because the expression has to match the whole text.
+fn whole_text(regex: &str) -> &str {
+    let regex = regex.strip_prefix('^').unwrap_or(regex);
+    match regex.strip_suffix('$') {
+        Some(rest) if rest.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 0 => rest,
+        _ => regex,
+    }
+}
+
+fn choice(texts: &[String]) -> Result<TopLevelGrammar, GrammarError> {
+    if texts.is_empty() {
+        return Err(GrammarError::invalid("a choice needs at least one text"));
+    }
+    let texts: Vec<String> = texts.iter().map(|text| literal(text)).collect();
+    Ok(TopLevelGrammar::from_lark(format!("start: {}", texts.join(" | "))))
+}
+
+/// Returns the error for a message of llguidance. If the message names a keyword or a format, the error also names the part of the schema that
+/// contains it.
+pub(crate) fn explain(schema: &str, message: &str) -> GrammarError {
+    let message = message.lines().next().unwrap_or_default().trim();
+    let schema: Value = serde_json::from_str(schema).unwrap_or_default();
+    let found = if let Some((_, keys)) = message.split_once("Unimplemented keys: ") {
+        let key = keys.split('"').nth(1).unwrap_or_default();
+        let place = place(&schema, "$", &|object| object.contains_key(key));
+        place.map(|place| (place, format!("the keyword '{key}' is not supported")))
+    } else if let Some((_, format)) = message.split_once("Unknown format: ") {
+        let place = place(&schema, "$", &|object| object.get("format").and_then(Value::as_str) == Some(format));
+        place.map(|place| (place, format!("the format '{format}' is not supported")))
+    } else if message.contains("oneOf constraints are not supported") {
+        let place = place(&schema, "$", &|object| object.contains_key("oneOf"));
+        place.map(|place| (place, "the alternatives of 'oneOf' overlap; use 'anyOf'".to_owned()))
+    } else {
+        None
+    };
+    match found {
+        Some((place, problem)) => GrammarError::Schema { place, problem },
+        None => GrammarError::invalid(message),
+    }
+}
+
+fn place(schema: &Value, path: &str, wanted: &impl Fn(&serde_json::Map<String, Value>) -> bool) -> Option<String> {
+    /// The keywords whose values map names to schemas.
+    const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+    /// The keywords whose values are data, which may look like schemas.
+    const DATA: [&str; 4] = ["const", "enum", "default", "examples"];
+    match schema {
+        Value::Object(object) if wanted(object) => Some(path.to_owned()),
+        Value::Object(object) => object.iter().find_map(|(key, value)| match value {
+            _ if DATA.contains(&key.as_str()) => None,
+            Value::Object(named) if NAMED.contains(&key.as_str()) => {
+                named.iter().find_map(|(name, schema)| place(schema, &format!("{path}.{key}.{name}"), wanted))
+            }
+            value => place(value, &format!("{path}.{key}"), wanted),
+        }),
+        Value::Array(list) => list.iter().enumerate().find_map(|(i, value)| place(value, &format!("{path}[{i}]"), wanted)),
+        _ => None,
+    }
+}
