@@ -17,7 +17,7 @@ const ROUNDS: usize = 7;
 const BLOCK: u32 = 16;
 /// The chunk size of prefills, as in workers.
 const CHUNK: u32 = 512;
-/// Tokens that each sequence decodes in a round.
+/// The number of tokens that each sequence decodes in a round.
 const DECODED: u32 = 32;
 const CONTEXT_MAX: u32 = 2_048;
 const BATCH_MAX: u32 = 8;
@@ -31,7 +31,6 @@ const WORKLOADS: [Workload; 5] = [
     Workload::Decode { after: 512, batch: 8 },
 ];
 
-/// The computation of one round.
 #[derive(Clone, Copy)]
 enum Workload {
     /// A whole prompt, with logits for its last token.
@@ -76,7 +75,6 @@ impl FromStr for Workload {
     }
 }
 
-/// An engine and its sequences, which all have the same tokens.
 struct Bench {
     engine: CpuEngine,
     sequences: Sequences,
@@ -157,7 +155,7 @@ impl Arguments {
                 "--threads" => read.threads = value()?.parse()?,
                 "--isa" => read.isa = instruction_set(&value()?)?,
                 "--stdin" => read.stdin = true,
-                // Cargo adds this argument.
+                // Cargo adds this argument to the command line.
                 "--bench" => {}
                 option if option.starts_with("--") => {
                     return Err(format!("unknown option: {option}; the options are --threads N, --isa NAME and --stdin").into());

@@ -20,7 +20,6 @@ use tandem_kv::{BlockId, HashKey, Namespace};
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
 const PROMPT: u32 = 128;
-/// The number of steps that a round measures.
 const STEPS: usize = 100;
 const VOCABULARY: usize = 49_152;
 /// The goal for the overhead of a step with the simulator's vocabulary.
@@ -43,7 +42,6 @@ fn main() {
     println!("goal: below {GOAL:?} with the simulator's vocabulary");
 }
 
-/// Returns the median time between two steps of a full batch.
 fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     let (gaps, measured) = mpsc::channel();
     let settings = SimSettings { speedup: f64::INFINITY, capacity_blocks: 1 << 20, ..SimSettings::default() };
@@ -99,7 +97,7 @@ impl Engine for Measured {
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
         let decodes = chunks.len() == BATCH as usize && chunks.iter().all(|chunk| chunk.tokens.len() == 1);
         if let (true, Some(ended)) = (decodes, self.ended) {
-            // The send fails after the last measured step, when the receiver is closed.
+            // Sending fails after the last measured step, because the receiver is closed.
             let _ = self.gaps.send(ended.elapsed());
         }
         let mut logits = self.engine.step(chunks)?.into_logits();

@@ -1,15 +1,15 @@
-//! Checks that chunks are valid.
+//! Checks that the chunks of a step are valid.
 
 use crate::{Chunk, EngineInfo};
 
-/// An error for an invalid chunk, which is a bug of the caller. The step is then not computed.
+/// The error of an invalid chunk, which is a bug of the caller. The engine does not compute a step with such a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum ChunkError {
     /// A token id is not in the vocabulary.
     #[error("a chunk has a token id beyond the vocabulary of {vocab_size} tokens")]
     BeyondVocabulary { vocab_size: usize },
-    /// A chunk is empty or ends beyond the context.
+    /// A chunk is empty, or ends beyond the model's context.
     #[error("a chunk of {tokens} tokens from position {start} is empty or ends beyond the context of {context_length} tokens")]
     BeyondContext { start: u32, tokens: usize, context_length: u32 },
     /// A chunk has no block for one of its tokens, or names a block that is not in the KV memory.
@@ -18,7 +18,6 @@ pub enum ChunkError {
 }
 
 impl EngineInfo {
-    /// Fails if a token, a position or a block of the chunk does not exist on the device.
     pub(crate) fn check_chunk(&self, chunk: &Chunk<'_>) -> Result<(), ChunkError> {
         let &Self { vocab_size, context_length, block_size, capacity_blocks, .. } = self;
         let tokens = chunk.tokens.len();

@@ -28,7 +28,7 @@ use tandem_kv::BlockId;
 use tandem_model::{ModelError, TensorType};
 use threads::Threads;
 
-/// An error of loading a model or of creating an engine.
+/// The reason why a model cannot be loaded or an engine cannot be created.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum CpuError {
@@ -70,7 +70,7 @@ pub struct CpuSettings {
     pub isa: Isa,
 }
 
-/// An engine that computes on the CPU.
+/// An engine that computes a model on the CPU.
 pub struct CpuEngine {
     model: Arc<CpuModel>,
     settings: CpuSettings,
@@ -85,8 +85,7 @@ impl CpuEngine {
     /// Creates an engine with an empty KV memory.
     ///
     /// # Errors
-    ///
-    /// [`CpuError::Settings`] for an impossible KV memory, [`CpuError::Threads`] if the threads cannot be started.
+    /// Returns [`CpuError::Settings`] if the KV memory would be empty or too large, and [`CpuError::Threads`] if the threads cannot be started.
     pub fn new(model: Arc<CpuModel>, settings: CpuSettings) -> Result<Self, CpuError> {
         let CpuSettings { block_size, capacity_blocks, threads: count, .. } = settings;
         let config = &model.config;

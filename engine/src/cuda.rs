@@ -33,9 +33,16 @@ use crate::Engine;
 use gpu::Gpu;
 use model::Model;
 use runner::Runner;
+pub use runner::measure::{Timing, TimingCase};
+use shape::Shape;
 use shard::Shard;
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 use tandem_model::ModelFile;
+use weights::Origin;
 
 /// The GPUs to use, and the parameters with which their kernels are compiled.
 #[derive(Clone, Debug)]
@@ -48,6 +55,9 @@ pub struct CudaSettings {
     pub block_size: u32,
     /// Directory in which compiled kernels are cached; `None`: they are compiled at every start.
     pub kernels_dir: Option<PathBuf>,
+    /// Whether the algorithms of GEMMs are timed when an engine is created, which takes some seconds. If not, cuBLASLt's own choices are
+    /// used.
+    pub tuning: bool,
 }
 
 /// The size of an engine's KV memory, and of the largest step it accepts.
@@ -77,6 +87,44 @@ pub fn check(device: u32, gpus: u32) -> Result<(), CudaError> {
     gpu::Driver::find_alike(device, gpus).map(drop)
 }
 
+/// Returns the name of a GPU, its architecture, and the versions of the driver and of the libraries, as one line.
+///
+/// # Errors
+///
+/// Fails as [`check`] does for one GPU.
+pub fn describe(device: u32) -> Result<String, CudaError> {
+    Ok(gpu::Driver::find(device)?.describe())
+}
+
+/// The GPU for which kernels are compiled on another machine.
+#[doc(hidden)]
+#[derive(Clone, Debug)]
+pub struct CompileTarget<'a> {
+    /// The architecture as NVRTC names it, such as `sm_90a`.
+    pub architecture: &'a str,
+    /// The CUDA version that the driver supports, such as 13000.
+    pub driver_version: i32,
+    /// The most bytes of shared memory that a thread block may use.
+    pub shared_max: usize,
+}
+
+/// Compiles the kernels for a model and a GPU that this machine need not have, for `bench/gpu.sh`. Returns the file in the cache.
+///
+/// # Errors
+///
+/// Fails if NVRTC is not found or refuses the kernels, if they do not support the model, or if the file cannot be written.
+#[doc(hidden)]
+pub fn compile_for(
+    file: &dyn ModelFile,
+    block_size: u32,
+    target: &CompileTarget<'_>,
+    kernels_dir: &Path,
+) -> Result<PathBuf, CudaError> {
+    let (config, half) = (file.config()?, weights::half_of(file)?);
+    let shape = Shape::new(&config, half, block_size as usize, target.shared_max, Shard { rank: 0, ranks: 1 })?;
+    compile::cubin_for(&shape, target, kernels_dir)
+}
+
 impl CudaModel {
     /// Opens the GPUs, compiles the kernels unless the cache has them, and copies all weights. The files are not needed afterwards.
     ///
@@ -85,16 +133,33 @@ impl CudaModel {
     /// Fails as [`check`] does; and if NVRTC is not found or refuses the kernels, if the model has a shape that the kernels or the number
     /// of GPUs do not support, if a weight cannot be read, or if the driver fails (for example for lack of memory).
     pub fn load(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
+        Self::load_from(file, settings, Origin::File)
+    }
+
+    /// As [`load`](Self::load), with random weights that are made on the GPUs: of the files only the headers are read.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`load`](Self::load) does.
+    #[doc(hidden)]
+    pub fn load_drawn(file: &dyn ModelFile, settings: &CudaSettings) -> Result<Self, CudaError> {
+        Self::load_from(file, settings, Origin::Drawn)
+    }
+
+    fn load_from(file: &dyn ModelFile, settings: &CudaSettings, origin: Origin) -> Result<Self, CudaError> {
         // The drivers are found first, so that a missing driver is reported before a fault of the model.
         let drivers = gpu::Driver::find_alike(settings.device, settings.gpus)?;
+        for (gpu, driver) in (settings.device..).zip(&drivers) {
+            tracing::info!(gpu, found = driver.describe(), "the GPU and its libraries");
+        }
         let (block_size, ranks, mut cubin) = (settings.block_size as usize, drivers.len(), None);
         let ranks = drivers.iter().enumerate().map(|(rank, driver)| {
-            Model::load(file, block_size, driver.shared_max, Shard { rank, ranks }, |shape| {
+            Model::load(file, block_size, driver.shared_max, Shard { rank, ranks }, origin, |shape| {
                 let cubin = match &mut cubin {
                     Some(cubin) => cubin,
                     none => none.insert(compile::cubin(shape, driver, settings.kernels_dir.as_deref())?),
                 };
-                Gpu::open(driver, cubin, shape)
+                Gpu::open(driver, cubin, shape, settings.tuning)
             })
         });
         Ok(Self(ranks.collect::<Result<_, _>>()?))
@@ -107,6 +172,16 @@ impl CudaModel {
     /// Fails with [`CudaError::Memory`] if the KV memory does not fit, and if the driver or NCCL fails.
     pub fn engine(&self, limits: CudaLimits) -> Result<Box<dyn Engine>, CudaError> {
         Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
+    }
+
+    /// Times every kernel and GEMM alone, for `bench/gpu.sh`, and passes each result to `report` at once.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the memory for the cases does not fit, and if the driver fails.
+    #[doc(hidden)]
+    pub fn measure(&self, cases: &[TimingCase], report: &mut dyn FnMut(Timing)) -> Result<(), CudaError> {
+        runner::measure::measure(&self.0, cases, report)
     }
 
     /// Sends `bytes` bytes of the first GPU to itself over NCCL, for `bench/gpu.sh`. On one GPU, nothing else of NCCL can be tested.

@@ -4,39 +4,39 @@ use crate::{Refusal, TokenLogprobs, WriteRefused};
 use std::{fmt, time::Duration};
 use tandem_kv::{ReadyBlock, Ticket, TokenId};
 
-/// An event of a job. A prefill's events are, in this order: `Scheduled`, `BlocksReady`…, `Computed`. A generation's: `Scheduled` or
-/// `Reserved`, `Started`, `PromptLogprobs` if they were requested, `Token`…, one `Finished` per sample. `Revoked` and `WriteRefused` (both
-/// before `Started`) and `Failed` (at any time) end the job: no other event follows.
+/// An event of a job.
 ///
-/// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of
-/// `Computed`. A generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. The last event of such a job may also
-/// be `PullFailed` or `Refused`.
+/// A prefill has the events `Scheduled`, `BlocksReady` (any number) and `Computed`, in this order. A generation has `Scheduled` or `Reserved`,
+/// `Started`, `PromptLogprobs` if they were requested, `Token` (any number), and one `Finished` per sample. `Revoked` and `WriteRefused` (both before
+/// `Started`), `Refused` and `Failed` (at any time) end the job: no other event follows.
+///
+/// A job of an external engine (a process that a worker drives) begins with `Submitted`. Its prefill ends with `Exported` in place of `Computed`. A
+/// generation with [`crate::KvSource::Handle`] has neither `Scheduled` nor `Reserved`. The last event of such a job may also be `PullFailed`.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The prompt has its blocks, and its prefill begins on this worker.
+    /// The prompt's blocks are allocated, and its prefill begins on this worker.
     Scheduled {
-        /// Tokens found in this worker's prefix cache: at most the prompt less one token; 0 if nothing was found or caching is off. `None`:
-        /// the external engine does not report them.
+        /// The number of prompt tokens found in this worker's prefix cache: at most the prompt's length less one; 0 if nothing was found or caching
+        /// is off. `None` if the external engine does not report it.
         cached: Option<CachedTokens>,
     },
     /// The request has left the worker's queue, and has a place in the external engine. `Scheduled` follows as soon as the external engine
     /// reports that the prompt is scheduled: at the earliest with the first token.
     Submitted,
-    /// The prompt has its blocks; another worker may write the KV of the missing ones.
+    /// The prompt's blocks are allocated. Another worker may write the KV of the missing blocks.
     Reserved {
         /// The one-time right to write the missing blocks.
         ticket: Ticket,
         /// The indices of the missing blocks in the prompt. If there are none, the prompt starts immediately.
         missing_blocks: Vec<u32>,
     },
-    /// Prefill: these blocks are computed. The job requested them with [`crate::Job::send_blocks`]. They stay unchanged until the job is
-    /// dropped.
+    /// These blocks of a prefill are computed. The job requested them with [`crate::Job::send_blocks`]. They stay unchanged until the job is dropped.
     BlocksReady(Vec<ReadyBlock>),
-    /// Prefill: the prompt is computed, in these chunks, and every requested block was reported as ready.
+    /// The prompt of a prefill is computed, in these chunks, and every requested block was reported as ready.
     Computed(Vec<PrefillChunk>),
-    /// Prefill: the external engine has computed the prompt and holds its KV for another engine.
+    /// The external engine has computed the prompt of a prefill and holds its KV for another engine.
     Exported(KvHandle),
-    /// All of the prompt's KV is in this worker's memory. If another worker computed it, that worker has confirmed the transfer.
+    /// All of the prompt's KV is in this worker's memory. If another worker computed the KV, that worker has confirmed the transfer.
     Started(Started),
     /// The logprobs of the prompt's tokens; `None` for the first token, which has no preceding context.
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
@@ -44,7 +44,7 @@ pub enum Event {
     Token {
         /// The number of the sample, from 0.
         sample: u32,
-        /// The token; a stop token is reported as well.
+        /// The id of the token. A stop token is reported as well.
         token: TokenId,
         /// The logprobs of the token; `None` if the request does not want them.
         logprobs: Option<TokenLogprobs>,
@@ -53,7 +53,7 @@ pub enum Event {
     Finished {
         /// The number of the sample, from 0.
         sample: u32,
-        /// Why the sample has ended.
+        /// The reason why the sample has ended.
         reason: FinishReason,
     },
     /// The blocks that were reserved for KV from another worker were taken back, because sequences that already run need them.
@@ -62,13 +62,13 @@ pub enum Event {
     WriteRefused(WriteRefused),
     /// The external engine could not pull the prompt's KV with the handle.
     PullFailed,
-    /// The external engine refused the job after its submission.
+    /// The external engine refused the job after its submission, or the job's constraint cannot be enforced any further.
     Refused(Refusal),
     /// The engine failed; the job cannot continue.
     Failed,
 }
 
-/// Tokens of a prompt that were found in a worker's prefix cache, by the tier that held them.
+/// The numbers of a prompt's tokens that were found in a worker's prefix cache, by the tier that held them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachedTokens {
     /// The number of tokens found in the device's memory.
@@ -92,7 +92,7 @@ impl CachedTokens {
 /// The right to pull one prompt's KV from the external engine that computed it. It can be used once, before it expires.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KvHandle {
-    /// The engine's own description of the KV, which only engines of the same family can read. It is secret and never logged.
+    /// The engine's own description of the KV, which only engines of the same family can read. It is secret and is never logged.
     pub bytes: Vec<u8>,
     /// The time for which the engine is certain to hold the KV, counted from the creation of this value.
     pub valid_for: Duration,
@@ -106,12 +106,12 @@ impl fmt::Debug for KvHandle {
     }
 }
 
-/// How a prompt's KV was obtained.
+/// The way in which a prompt's KV was obtained.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Started {
-    /// Time from submission to the allocation of blocks.
+    /// The time from the submission of the job to the allocation of its blocks.
     pub queue: Duration,
-    /// Time from the write of the first block to the confirmation of all blocks; zero if no block came from another worker.
+    /// The time from the write of the first block to the confirmation of all blocks; zero if no block came from another worker.
     pub kv_transfer: Duration,
     /// The number of bytes that another worker has written.
     pub kv_transfer_bytes: u64,
@@ -119,22 +119,24 @@ pub struct Started {
     pub chunks: Vec<PrefillChunk>,
 }
 
-/// The tokens of a prompt that one step computed.
+/// The tokens of a prompt that one engine step computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillChunk {
-    /// Time from the allocation of blocks to the step's start.
+    /// The time from the allocation of the prompt's blocks to the start of the step.
     pub begun: Duration,
-    /// Duration of the whole step, which may have computed other sequences, too.
+    /// The duration of the whole step, which may have computed other sequences, too.
     pub took: Duration,
     /// The number of prompt tokens in the chunk.
     pub tokens: u32,
 }
 
-/// Why a sample has ended.
+/// The reason why a sample has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// This stop token was sampled. It is the last token that was reported.
     Stop(TokenId),
-    /// `max_tokens` or the context's end was reached.
+    /// The text is complete, and its constraint does not allow it to continue.
+    Complete,
+    /// The sample has reached `max_tokens` or the end of the model's context.
     Length,
 }

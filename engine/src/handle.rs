@@ -4,38 +4,40 @@
 //! of its blocks once. So a slow client delays no other client, loses no event, and uses a bounded amount of memory.
 
 mod block_write;
+mod constraints;
 mod driver;
 
 use crate::machine::JobId;
 use crate::sim::SimClock;
 use crate::{Engine, EngineInfo, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
 use bytes::Bytes;
+use constraints::Constraints;
 use driver::{Accepted, Command, Driver};
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
+use tandem_grammar::Vocabulary;
 use tandem_kv::{BlockAccess, BlockWrite, HashKey, KvBatch, KvMemory, Load, Snapshot, Ticket};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-/// The scheduler's limits.
+/// The limits of an engine's scheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineSettings {
-    /// The most tokens in one step: prompt tokens plus one for each decoding sequence.
+    /// Maximum number of tokens in one step: prompt tokens plus one for each decoding sequence.
     pub chunk_budget: u32,
-    /// The most sequences in one step.
+    /// Maximum number of sequences in one step.
     pub batch_max: u32,
-    /// The most jobs that wait for their first blocks.
+    /// Maximum number of jobs that wait for their first blocks.
     pub queue_max: u32,
     /// Whether blocks are reused. If false, every prompt is reported with 0 cached tokens.
     pub prefix_caching: bool,
     /// The key of block hashes; the same in the whole cluster.
     pub hash_key: HashKey,
-    /// The number of a job's buffered events at which backpressure pauses its generation. The generation resumes when half of them are
-    /// left.
+    /// When a job has this many buffered events, backpressure pauses its generation. The generation resumes when half of them are left.
     pub max_buffered_events: u32,
-    /// A step that takes longer counts as a hang ([`EngineHandle::hung`]).
+    /// The time limit of a step. A step that takes longer counts as a hang ([`EngineHandle::hung`]).
     pub step_max: Duration,
 }
 
@@ -49,8 +51,8 @@ pub struct EngineHandle {
     load: watch::Receiver<Load>,
     busy_since: watch::Receiver<Option<Instant>>,
     step_max: Duration,
-    /// The number of buffered events at which a paused job resumes.
     resume_below: usize,
+    constraints: Constraints,
 }
 
 /// One job on the engine. Dropping this value cancels the job at the next step and releases all that the job holds.
@@ -62,7 +64,7 @@ pub struct Job {
     engine: EngineHandle,
 }
 
-/// The most commands that are queued; further senders wait.
+/// Maximum number of commands that are queued for the engine's thread; further senders wait.
 const COMMANDS_MAX: usize = 256;
 
 impl EngineHandle {
@@ -80,9 +82,9 @@ impl EngineHandle {
         handle
     }
 
-    /// Returns a handle to a simulated engine, and a future that runs the engine instead of a thread. So the engine can run in tokio's
-    /// paused time: after each step the future sleeps for the duration that `clock` has accumulated. The future ends when the last handle
-    /// and job are dropped. Tickets follow from `seed`, so a run can be repeated. They can be predicted, so they protect nothing.
+    /// Returns a handle to a simulated engine, and a future that runs the engine instead of a thread. So the engine can run in tokio's paused time:
+    /// after each step the future sleeps for the duration that `clock` has accumulated. The future ends when the last handle and job are dropped.
+    /// Tickets are derived from `seed`, so that a run can be repeated. They can be predicted, so they protect nothing.
     pub fn simulated(
         engine: Box<dyn Engine>,
         clock: SimClock,
@@ -100,7 +102,8 @@ impl EngineHandle {
         let driver = Driver::new(engine, &settings, draw_ticket, clock, received, Arc::clone(&wake));
         let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
         let (step_max, resume_below) = (settings.step_max, driver.max_buffered_events / 2);
-        (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below }, driver)
+        let constraints = Constraints::new(None);
+        (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below, constraints }, driver)
     }
 
     /// Returns the properties of the engine's model and KV memory. They never change.
@@ -111,8 +114,7 @@ impl EngineHandle {
     /// Queues a prefill.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] if the request can never run on this engine, the queue is full, or the engine's thread has ended.
+    /// Returns a [`Refusal`] if the request can never run on this engine, if the queue is full, or if the engine's thread has ended.
     pub async fn prefill(&self, prefill: Prefill) -> Result<Job, Refusal> {
         self.submit(|reply| Command::Prefill(prefill, reply)).await
     }
@@ -120,10 +122,20 @@ impl EngineHandle {
     /// Queues a generation.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] if the request can never run on this engine, the queue is full, or the engine's thread has ended.
-    pub async fn generate(&self, generate: Generate) -> Result<Job, Refusal> {
-        self.submit(|reply| Command::Generate(generate, reply)).await
+    /// Returns a [`Refusal`] if the request can never run on this engine, if the queue is full, or if the engine's thread has ended.
+    pub async fn generate(&self, mut generate: Generate) -> Result<Job, Refusal> {
+        let prepared = match generate.sampling.constraint.take() {
+            Some(constraint) => Some(self.constraints.prepare(constraint, &generate).await?),
+            None => None,
+        };
+        self.submit(|reply| Command::Generate(Box::new(generate), prepared, reply)).await
+    }
+
+    /// Sets the vocabulary of the model, without which the engine refuses constraints on the output.
+    #[must_use]
+    pub fn with_vocabulary(mut self, vocabulary: Arc<Vocabulary>) -> Self {
+        self.constraints = Constraints::new(Some(vocabulary));
+        self
     }
 
     async fn submit(&self, command: impl FnOnce(oneshot::Sender<Result<Accepted, Refusal>>) -> Command) -> Result<Job, Refusal> {
@@ -133,11 +145,10 @@ impl EngineHandle {
         Ok(Job { id, events, _wake: wake, engine: self.clone() })
     }
 
-    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's
-    /// memory.
+    /// Writes the prompt's block `block_index`, which has `block_bytes` bytes, under a ticket. Returns when the block is in the engine's memory.
     ///
     /// # Errors
-    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
+    /// Returns [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub async fn write_block(&self, ticket: Ticket, block_index: u32, payload: Bytes) -> Result<(), WriteRefused> {
         let write = |reply| Command::Write { ticket, index: block_index, payload, reply };
         self.ask(write).await.unwrap_or(Err(WriteRefused::EngineEnded))
@@ -154,18 +165,18 @@ impl EngineHandle {
         self.kv_memory.as_ref()
     }
 
-    /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the
-    /// blocks may not be written, none may.
+    /// Returns the right to write all of these blocks under a ticket through [`EngineHandle::kv_memory`] while steps run. If one of the blocks may
+    /// not be written, none may.
     ///
     /// # Errors
-    /// As for [`EngineHandle::write_block`].
+    /// Fails for the same reasons as [`EngineHandle::write_block`].
     pub async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, WriteRefused> {
         self.ask(|reply| Command::BeginWrite { ticket, indices, reply }).await.unwrap_or(Err(WriteRefused::EngineEnded))
     }
 
     /// Reports that the worker that computed the blocks has written all of them. The prompt starts if no block is missing.
     pub async fn confirm(&self, ticket: Ticket) {
-        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
+        // Sending fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.commands.send(Command::Confirm(ticket)).await;
     }
 
@@ -175,19 +186,19 @@ impl EngineHandle {
         self.ask(Command::Watch).await
     }
 
-    /// Returns the load as of the last step.
+    /// Returns the load of the engine after its last step.
     pub fn load(&self) -> Load {
         self.load.borrow().clone()
     }
 
     /// Resolves when the load satisfies `condition`, or when the engine's thread has ended.
     pub async fn wait_for_load(&self, condition: impl FnMut(&Load) -> bool) {
-        // The wait fails only if the engine's thread has ended. Then the load no longer changes.
+        // Waiting fails only if the engine's thread has ended. Then the load no longer changes.
         let _ = self.load.clone().wait_for(condition).await;
     }
 
-    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if one already has. Time in which
-    /// jobs wait for other jobs, for blocks or for their clients does not count, nor does an idle engine.
+    /// Resolves when one step, or the write of one block, has taken longer than `step_max`; immediately if one already has. The time in which jobs
+    /// wait for other jobs, for blocks or for their clients does not count, and an idle engine never hangs.
     pub async fn hung(&self) {
         loop {
             let now = Instant::now();
@@ -199,7 +210,6 @@ impl EngineHandle {
         }
     }
 
-    /// Sends a command and returns its reply; `None` if the engine's thread has ended.
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.ok()?;
@@ -208,25 +218,25 @@ impl EngineHandle {
 }
 
 impl Job {
-    /// Returns the next event; `None` after the last. Cancel-safe.
+    /// Returns the next event; `None` after the last event. This method is cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// Polls for the next event.
+    /// Polls for the next event of the job. The result is `None` after the last event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let event = ready!(self.events.poll_recv(context));
-        // A paused job gets no new events, so the number of buffered events only falls, and equals `resume_below` exactly once.
+        // A paused job gets no new events, so the number of buffered events only decreases, and equals `resume_below` exactly once.
         if self.events.len() == self.engine.resume_below {
             self.engine.wake.notify_one();
         }
         Poll::Ready(event)
     }
 
-    /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is
-    /// computed. Later requests for blocks of the same job are ignored.
+    /// Requests these blocks of a prefill, by their indices in the prompt. Each is reported with [`Event::BlocksReady`] as soon as it is computed.
+    /// Only the first request of a job has an effect.
     pub async fn send_blocks(&self, block_indices: Vec<u32>, access: BlockAccess) {
-        // The send fails only if the engine's thread has ended, and then the job's events have ended, too.
+        // Sending fails only if the engine's thread has ended, and then the job's events have ended, too.
         let _ = self.engine.commands.send(Command::SendBlocks { job: self.id, indices: block_indices, access }).await;
     }
 }

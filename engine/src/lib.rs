@@ -18,7 +18,7 @@ pub use chunk::ChunkError;
 pub use event::{CachedTokens, Event, FinishReason, KvHandle, PrefillChunk, Started};
 pub use handle::{EngineHandle, EngineSettings, Job};
 pub use request::{Generate, Generated, KvSource, Prefill, Refusal};
-pub use sampling::{SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
+pub use sampling::{BadWord, SampleRequest, SampledToken, Sampling, TokenLogprob, TokenLogprobs};
 pub use ticket::WriteRefused;
 
 use std::sync::Arc;
@@ -29,30 +29,26 @@ pub trait Engine: Send + 'static {
     /// Returns the engine's constants.
     fn describe(&self) -> EngineInfo;
 
-    /// Computes the KV of every chunk's tokens, writes the KV into the chunk's blocks, and returns the results that the chunks' [`Logits`]
-    /// request.
+    /// Computes the KV of every chunk's tokens, writes the KV into the chunk's blocks, and returns the results that the chunks' [`Logits`] request.
     ///
-    /// The result of a chunk must depend only on its tokens, their positions and the KV before them: not on the other chunks of the step,
-    /// nor on where chunks begin (bit for bit on [`cpu`] and [`sim`]).
+    /// The result of a chunk must depend only on its tokens, their positions and the KV before them: not on the other chunks of the step, nor on the
+    /// positions at which chunks begin (bit for bit on [`cpu`] and [`sim`]).
     ///
     /// # Errors
-    ///
-    /// [`EngineError::Step`] if this step failed: the KV of its chunks is undefined. [`EngineError::Lost`] if the device cannot be used
-    /// again.
+    /// Returns [`EngineError::Step`] if this step failed; the KV of its chunks is then undefined. Returns [`EngineError::Lost`] if the device cannot
+    /// be used again.
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError>;
 
     /// Copies one block's KV into a buffer of `block_bytes` bytes.
     ///
     /// # Errors
-    ///
-    /// The device failed.
+    /// Fails if the device fails.
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError>;
 
     /// Overwrites one block's KV with `block_bytes` bytes.
     ///
     /// # Errors
-    ///
-    /// The device failed; the block's content is undefined.
+    /// Fails if the device fails. The block's content is then undefined.
     fn write_block(&mut self, block: BlockId, bytes: &[u8]) -> Result<(), EngineError>;
 
     /// Returns the KV memory, or `None` if other threads cannot access it. While steps run, other threads may copy to and from the blocks
@@ -64,8 +60,7 @@ pub trait Engine: Send + 'static {
     /// Copies one block's KV to another block.
     ///
     /// # Errors
-    ///
-    /// The device failed; the content of `to` is undefined.
+    /// Fails if the device fails. The content of `to` is then undefined.
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<(), EngineError> {
         let mut bytes = vec![0; self.describe().block_bytes];
         self.read_block(from, &mut bytes)?;
@@ -73,16 +68,16 @@ pub trait Engine: Send + 'static {
     }
 }
 
-/// The constants of an engine: sizes of its model and of its KV memory.
+/// The constants of an engine: the sizes of its model and of its KV memory.
 #[derive(Clone, Debug)]
 pub struct EngineInfo {
-    /// The number of logits of one position.
+    /// The number of tokens in the vocabulary, which is the number of logits of one position.
     pub vocab_size: usize,
     /// The longest sequence that the model supports, in tokens.
     pub context_length: u32,
-    /// Tokens in a block.
+    /// The number of tokens in a block.
     pub block_size: u32,
-    /// Blocks in the KV memory.
+    /// The number of blocks in the KV memory.
     pub capacity_blocks: u32,
     /// The size of one block's KV in bytes.
     pub block_bytes: usize,
@@ -91,26 +86,26 @@ pub struct EngineInfo {
 /// Consecutive tokens of one sequence, computed in one step.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
-    /// The token ids, at least one.
+    /// The token ids; there is at least one.
     pub tokens: &'a [TokenId],
     /// The position of the first token in the sequence.
     pub start: u32,
     /// The sequence's blocks from position 0. They hold the KV before `start`, and the step writes the KV of `tokens` to them.
     pub blocks: &'a [BlockId],
-    /// Which of the chunk's logits the step returns.
+    /// The logits of the chunk that the step must return.
     pub logits: Logits<'a>,
 }
 
-/// Which logits of a chunk a step returns.
+/// The logits of a chunk that a step must return.
 #[derive(Clone, Copy, Debug)]
 pub enum Logits<'a> {
-    /// No logits: only the KV is computed.
+    /// No logits are returned: the step only computes the KV.
     None,
-    /// The logits of the last token.
+    /// The logits of the last token are returned.
     Last,
-    /// The logits of every token.
+    /// The logits of every token are returned.
     All,
-    /// A device that samples returns the next token in place of the last token's logits; any other device returns these logits.
+    /// The next token is returned by a device that samples. Any other device returns the logits of the last token.
     Sample(SampleRequest<'a>),
 }
 
@@ -123,7 +118,7 @@ pub enum StepOutput {
     Sampled {
         /// One token for each chunk with [`Logits::Sample`], in the order of the chunks.
         tokens: Vec<SampledToken>,
-        /// The rows that all other chunks request.
+        /// The rows of logits that all other chunks request.
         logits: Vec<f32>,
     },
 }
@@ -140,7 +135,7 @@ impl StepOutput {
 /// A failure of the device. All running requests are lost.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// An operation failed; later operations may succeed.
+    /// An operation of the device failed; later operations may succeed.
     #[error("the engine failed: {0}")]
     Step(#[from] Box<dyn std::error::Error + Send + Sync>),
     /// The device cannot be used again: the engine's thread ends, so that the supervisor restarts the process.

@@ -18,8 +18,8 @@ mod sequence;
 mod tests;
 mod waiting;
 
-use crate::sampling::{SampledToken, Sampler, logprobs};
-use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, StepOutput, ticket};
+use crate::sampling::{NO_TOKEN, SampledToken, Sampler, constraint_refusal, logprobs};
+use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Refusal, StepOutput, ticket};
 use fair::{Demand, RoundRobin, fair_order};
 use rates::Rates;
 use receiving::{EndedReservations, release};
@@ -35,7 +35,7 @@ use waiting::Waiting;
 /// the next write to a reservation.
 #[derive(Debug)]
 pub(crate) enum Action {
-    /// Send an event to a job.
+    /// Send the event to the job.
     Emit(JobId, Event),
     /// Copy a block's KV inside the engine.
     Copy { from: BlockId, to: BlockId },
@@ -45,7 +45,6 @@ pub(crate) enum Action {
     End(JobId),
 }
 
-/// The chunks of a step.
 #[derive(Debug)]
 pub(crate) struct Plan {
     chunks: Vec<PlannedChunk>,
@@ -53,9 +52,8 @@ pub(crate) struct Plan {
 
 #[derive(Clone, Copy, Debug)]
 struct PlannedChunk {
-    /// The sequence's index in `running`.
     sequence: usize,
-    /// The number of tokens to compute. The chunk begins at the sequence's first token that is not computed yet.
+    /// The number of tokens to compute. The chunk begins at the first token of the sequence that is not computed yet.
     len: usize,
 }
 
@@ -65,7 +63,7 @@ pub(crate) struct Machine {
     cache: PrefixCache,
     /// Sequences that have no blocks: new ones and preempted ones.
     waiting: Waiting,
-    /// Sequences that have blocks whose KV another worker writes, the oldest first.
+    /// Sequences whose blocks are reserved for KV that another worker writes, the oldest first.
     reserved: Vec<Sequence>,
     /// Ended reservations whose tickets may still be used by late writes.
     ended_reservations: EndedReservations,
@@ -74,7 +72,7 @@ pub(crate) struct Machine {
     /// Sequences that have blocks and are computed by steps, the oldest first. If a step cannot compute all of them, it computes the first
     /// ones in the fair order.
     running: Vec<Sequence>,
-    /// Splits each step's prompt tokens between accounts.
+    /// Divides the prompt tokens of each step between accounts.
     round_robin: RoundRobin,
     /// The number of prompt tokens whose KV was computed by this engine or received from another worker.
     prefilled: u64,
@@ -92,10 +90,9 @@ pub(crate) struct Machine {
 
 /// The minimum of a step's budget of prompt tokens: this many tokens remain even if the decoding sequences use up the budget.
 const PREFILL_TOKENS_MIN: usize = 16;
-/// The number of blocks whose contents one audit checks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take
-/// 93 ms.
+/// One audit checks the contents of this many blocks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
-/// The most tokens in a chunk that returns logits for every token. The bound limits memory: each row has a logit for every token of the
+/// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
 /// vocabulary.
 const LOGIT_ROWS_MAX: usize = 64;
 
@@ -129,7 +126,6 @@ impl Machine {
         }
     }
 
-    /// Cancels a job, in any state. The job gets no more events.
     pub fn cancel(&mut self, job: JobId) {
         for mut sequence in self.reserved.extract_if(.., |sequence| sequence.job == job) {
             self.ended_reservations.take(&mut self.cache, &mut sequence);
@@ -143,7 +139,7 @@ impl Machine {
         self.live.remove(&job);
     }
 
-    /// Pauses or resumes a job (backpressure). Nothing is computed for a paused job.
+    /// Pauses or resumes a job. Nothing is computed for a paused job, so a slow client causes backpressure.
     pub fn set_paused(&mut self, job: JobId, paused: bool) {
         let with_blocks = self.reserved.iter_mut().chain(&mut self.forking).chain(&mut self.running);
         let all = with_blocks.filter(|sequence| sequence.job == job).chain(self.waiting.of_job_mut(job));
@@ -182,7 +178,6 @@ impl Machine {
         batch
     }
 
-    /// Returns whether the running sequence at `index` is the first of its job.
     fn is_first_of_job(&self, index: usize) -> bool {
         index == 0 || self.running[index - 1].job != self.running[index].job
     }
@@ -205,7 +200,6 @@ impl Machine {
         prefills.into_iter().zip(self.round_robin.allot(&demands, budget)).collect()
     }
 
-    /// Returns the chunks of a plan, with their tokens and blocks.
     pub fn chunks<'a>(&'a self, plan: &'a Plan) -> Vec<Chunk<'a>> {
         let chunk = |chunk: &PlannedChunk| {
             let sequence = &self.running[chunk.sequence];
@@ -225,6 +219,7 @@ impl Machine {
         };
         let mut rows = logits.chunks_exact(self.info.vocab_size);
         let mut running = std::mem::take(&mut self.running);
+        let (mut refused, mut broken) = (Vec::new(), Vec::new());
         for chunk in &plan.chunks {
             let sequence = &mut running[chunk.sequence];
             if sequence.is_decoding() {
@@ -248,16 +243,20 @@ impl Machine {
                 }
                 Role::Sample(sample) if sequence.computed == sequence.tokens.len() => {
                     let SampledToken { token, logprobs } = match &mut sampled {
-                        Some(tokens) => {
-                            let sampled = tokens.next().expect("the device samples a token for each request");
-                            sample.sampler.accept(sampled.token);
-                            sampled
-                        }
+                        Some(tokens) => tokens.next().expect("the device samples a token for each request"),
                         None => {
                             let row = rows.next().expect("the device returns a row for each request");
                             sample.sampler.sample(row, sequence.tokens.len() as u32)
                         }
                     };
+                    if token == NO_TOKEN {
+                        broken.push(sequence.job);
+                        continue;
+                    }
+                    if let Err(error) = sample.sampler.accept(token) {
+                        refused.push((sequence.job, constraint_refusal(&error)));
+                        continue;
+                    }
                     sequence.tokens.push(token);
                     self.actions.push(Action::Emit(sequence.job, Event::Token { sample: sample.number, token, logprobs }));
                 }
@@ -265,8 +264,17 @@ impl Machine {
             }
         }
         self.rates.record(&stats, self.settings.chunk_budget);
-        let settled: Vec<Sequence> = running.extract_if(.., |sequence| is_settled(sequence)).collect();
         self.running = running;
+        for (job, refusal) in refused {
+            self.end_refused(job, refusal);
+        }
+        for job in broken {
+            tracing::error!(
+                "the logits of a request are NaNs, so it fails; the model's weights or the device's memory may be damaged"
+            );
+            self.end_with(job, Event::Failed);
+        }
+        let settled: Vec<Sequence> = self.running.extract_if(.., |sequence| is_settled(sequence)).collect();
         for sequence in settled {
             self.settle(sequence, now);
         }
@@ -274,7 +282,7 @@ impl Machine {
         stats
     }
 
-    /// Moves a sequence to the list that fits its state. Called after a step has computed the sequence, and after its admission.
+    /// Moves a sequence to the list that fits its state, after its admission or a step that has computed tokens of it.
     fn settle(&mut self, mut sequence: Sequence, now: Duration) {
         let done = sequence.remaining() == 0;
         match &sequence.role {
@@ -292,13 +300,12 @@ impl Machine {
         }
     }
 
-    /// Inserts a sequence that has blocks into `running`.
     fn run(&mut self, sequence: Sequence) {
         let index = self.running.partition_point(|other| other.order < sequence.order);
         self.running.insert(index, sequence);
     }
 
-    /// Commits those of the sequence's blocks to the cache that have become full.
+    /// Commits those blocks of the sequence to the cache that have become full.
     fn commit(&mut self, sequence: &mut Sequence) {
         let size = self.info.block_size as usize;
         while (sequence.committed + 1) * size <= sequence.computed {
@@ -312,7 +319,7 @@ impl Machine {
 
     fn finish(&mut self, job: JobId, sample: u32, reason: FinishReason) {
         self.actions.push(Action::Emit(job, Event::Finished { sample, reason }));
-        let live = self.live.get_mut(&job).expect("a job lives until its last sample has finished");
+        let live = self.live.get_mut(&job).expect("a job is live until its last sample has finished");
         *live -= 1;
         if *live == 0 {
             self.live.remove(&job);
@@ -320,7 +327,21 @@ impl Machine {
         }
     }
 
-    /// Ends every job and clears the cache: after a failed step no KV can be trusted.
+    /// Ends a job whose constraint cannot be enforced any further.
+    fn end_refused(&mut self, job: JobId, refusal: Refusal) {
+        self.end_with(job, Event::Refused(refusal));
+    }
+
+    /// Ends a job with this event, unless it has ended.
+    fn end_with(&mut self, job: JobId, event: Event) {
+        if self.live.contains_key(&job) {
+            self.cancel(job);
+            self.actions.push(Action::Emit(job, event));
+            self.actions.push(Action::End(job));
+        }
+    }
+
+    /// Ends every job and clears the cache, because after a failed step no KV can be trusted.
     pub fn fail(&mut self) {
         let jobs: Vec<JobId> = self.live.keys().copied().collect();
         for job in jobs {
@@ -387,25 +408,26 @@ impl Machine {
         }
     }
 
-    /// Checks all invariants.
+    /// Checks all invariants of the scheduler.
     ///
     /// # Errors
-    ///
-    /// The first violation.
+    /// Returns the first violation that is found.
     #[cfg(test)]
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.cache.check_invariants()?;
         self.check_sequences()
     }
 
-    /// Fails if a block in use belongs to no sequence, or a sequence belongs to no live job.
     fn check_sequences(&self) -> Result<(), Violation> {
         let with_blocks = || self.reserved.iter().chain(&self.forking).chain(&self.running).chain(&self.held);
         let mut held: HashSet<BlockId> = with_blocks().flat_map(|sequence| &sequence.blocks).copied().collect();
         for block in self.ended_reservations.blocks() {
-            ensure(held.insert(*block), "a block that is still being written belongs to a sequence")?;
+            ensure(held.insert(*block), "a block of an ended reservation that is still being written belongs to a sequence")?;
         }
-        ensure(held.len() as u32 == self.cache.counts().in_use, "the blocks in use are not those of sequences")?;
+        ensure(
+            held.len() as u32 == self.cache.counts().in_use,
+            "the number of blocks in use differs from that of the sequences",
+        )?;
         self.waiting.check_invariants()?;
         for sequence in with_blocks().chain(self.waiting.iter().map(|queued| &queued.sequence)) {
             ensure(self.live.contains_key(&sequence.job), "a sequence belongs to no live job")?;
@@ -429,6 +451,7 @@ fn finish_reason(sequence: &Sequence, sample: &Sample) -> Option<FinishReason> {
     }
     match sequence.tokens.last() {
         Some(last) if sample.sampler.is_stop(*last) => Some(FinishReason::Stop(*last)),
+        _ if sample.sampler.is_complete() => Some(FinishReason::Complete),
         _ => (sequence.tokens.len() >= sample.len_max).then_some(FinishReason::Length),
     }
 }

@@ -1,4 +1,4 @@
-//! Requests to an engine, and why they may be refused.
+//! The requests to an engine, and the reasons for which an engine may refuse them.
 
 use crate::{EngineInfo, Sampling};
 use std::borrow::Cow;
@@ -14,7 +14,7 @@ pub struct Prefill {
     pub account: String,
     /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// The token ids of the prompt, at least one.
+    /// The token ids of the prompt; there is at least one.
     pub prompt: Vec<TokenId>,
 }
 
@@ -28,18 +28,18 @@ pub struct Generate {
     pub account: String,
     /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
-    /// The token ids of the prompt, at least one.
+    /// The token ids of the prompt; there is at least one.
     pub prompt: Vec<TokenId>,
-    /// How tokens are sampled. Sample `i` has the same tokens as a separate request with `seed + i` as its seed.
+    /// The sampling parameters. Sample `i` has the same tokens as a separate request with `seed + i` as its seed.
     pub sampling: Sampling,
-    /// The number of continuations.
+    /// The number of continuations, which are called samples.
     pub samples: u32,
-    /// Where the prompt's KV comes from.
+    /// The source of the prompt's KV.
     pub kv: KvSource,
     /// If set, logprobs of the prompt's own tokens are returned, each with this many alternatives, and the prompt is computed without
     /// blocks from the cache.
     pub prompt_logprobs: Option<u32>,
-    /// Samples that resume where another worker stopped; the other samples do not run. If empty, all samples start from the prompt.
+    /// The samples that resume where another worker stopped; no other samples run. If the list is empty, all samples start from the prompt.
     pub generated: Vec<Generated>,
 }
 
@@ -52,15 +52,14 @@ pub struct Generated {
     pub tokens: Vec<TokenId>,
 }
 
-/// The longest account name in bytes. Names are kept in memory while requests wait; frontends send 64 bytes at most.
+/// Maximum length of an account name in bytes. Names are kept in memory while requests wait; frontends send at most 64 bytes.
 const ACCOUNT_BYTES_MAX: usize = 256;
 
 impl Prefill {
     /// Checks whether the request can run on this engine at all.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] names the limit that the request exceeds.
+    /// Returns a [`Refusal`] that names the limit which the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
         info.check(&self.account, self.prompt.len(), self.prompt.len(), 1)
     }
@@ -70,8 +69,7 @@ impl Generate {
     /// Checks whether the request can run on this engine at all.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] names the limit that the request exceeds.
+    /// Returns a [`Refusal`] that names the limit which the request exceeds.
     pub fn check(&self, info: &EngineInfo) -> Result<(), Refusal> {
         let len_max = self.len_max(info);
         info.check(&self.account, self.prompt.len(), len_max, self.samples)?;
@@ -93,8 +91,8 @@ impl Generate {
         shared
     }
 
-    /// Returns the maximum length of a sample in tokens, the prompt included. Without `max_tokens`, only the context and the size of the
-    /// cache limit it.
+    /// Returns the maximum length of a sample in tokens, including the prompt. Without `max_tokens`, only the context and the size of the cache limit
+    /// it.
     pub(crate) fn len_max(&self, info: &EngineInfo) -> usize {
         let prompt_len = self.prompt.len();
         if let Some(max_tokens) = self.sampling.max_tokens {
@@ -119,7 +117,8 @@ impl EngineInfo {
         if len_max > context_length as usize {
             return Err(Refusal::BeyondContext { needed: clamped(len_max), context_length });
         }
-        // The blocks of all samples at their full lengths; the prompt's full blocks are shared. The last token's KV is never stored.
+        // The blocks of all samples at their full lengths are counted. The prompt's full blocks are shared, and the KV of a sample's last token is
+        // never stored.
         let size = self.block_size as usize;
         let shared = (prompt_len - 1) / size;
         let each = (len_max - 1).max(prompt_len).div_ceil(size) - shared;
@@ -147,7 +146,7 @@ pub enum KvSource {
     Handle,
 }
 
-/// Why a job is refused.
+/// The reason why a job is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum Refusal {
@@ -155,12 +154,16 @@ pub enum Refusal {
     #[error("the worker's queue is full")]
     Full,
     /// The request is longer than the model's context.
-    #[error("the prompt and its new tokens need {needed} positions, but the model's context has {context_length}")]
+    #[error(
+        "the prompt and its new tokens need {needed} positions, but the model's context has {context_length}; shorten the prompt or lower max_tokens"
+    )]
     BeyondContext { needed: u32, context_length: u32 },
     /// The request needs more blocks than the whole KV cache has.
-    #[error("the request needs {needed_blocks} KV blocks, but the worker has only {capacity_blocks}")]
+    #[error(
+        "the request needs {needed_blocks} KV blocks, but the worker has only {capacity_blocks}; shorten the prompt, or lower max_tokens or n"
+    )]
     BeyondCapacity { needed_blocks: u32, capacity_blocks: u32 },
-    /// The prompt has no tokens, or the request no samples.
+    /// The prompt has no tokens, or the request asks for no samples.
     #[error("the prompt is empty")]
     Empty,
     /// The account name is too long.

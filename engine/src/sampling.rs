@@ -1,18 +1,22 @@
 //! Samples a token from logits. The token depends only on the logits, the sample's history, its seed and its position.
 //!
-//! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched
-//! differently samples the same tokens. Exponentials consist of products and sums in a fixed order, here or in `libm`, so they have the
-//! same bits on every machine.
+//! The random number of a position depends only on the seed and the position, so a sequence that was preempted, migrated or batched differently
+//! samples the same tokens. Exponentials are computed from products and sums in a fixed order, in this module or in `libm`, so they have the same
+//! bits on every machine.
 
 mod changes;
+mod constrained;
 mod request;
 
+pub(crate) use constrained::{MaskThreads, Prepared, refusal as constraint_refusal};
 pub use request::{SampleRequest, SampledToken};
 
 use changes::Changes;
+use constrained::Constrained;
 use std::borrow::Cow;
 use std::cmp::Ordering;
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
+use tandem_grammar::{Constraint, Mask, MatchError};
 use tandem_kv::{TokenId, mix};
 
 /// Sampling parameters. The defaults are those of OpenAI's API.
@@ -20,47 +24,65 @@ use tandem_kv::{TokenId, mix};
 pub struct Sampling {
     /// The maximum number of new tokens. 0 generates nothing; `None` generates until the context or the cache is full.
     pub max_tokens: Option<u32>,
-    /// The number of new tokens before which no stop token is sampled.
+    /// No stop token is sampled before this number of new tokens.
     pub min_tokens: u32,
-    /// The number by which logits are divided. 0: the likeliest token is always chosen.
+    /// Logits are divided by this number. If it is 0, the likeliest token is always chosen.
     pub temperature: f32,
-    /// Only the likeliest tokens whose probabilities together reach this value are kept.
+    /// Only the likeliest tokens that together reach this probability are kept.
     pub top_p: f32,
-    /// The number of likeliest tokens that are kept; 0 keeps all tokens.
+    /// This many of the likeliest tokens are kept; 0 keeps all tokens.
     pub top_k: u32,
-    /// Only tokens are kept whose probability is at least this fraction of the likeliest token's.
+    /// Only tokens whose probability is at least this fraction of the likeliest token's probability are kept.
     pub min_p: f32,
-    /// The number that is subtracted from a token's logit once for every time the token was generated.
+    /// This number is subtracted from a token's logit once for every time the token was generated.
     pub frequency_penalty: f32,
-    /// The number that is subtracted from a token's logit if the token was generated at least once.
+    /// This number is subtracted from a token's logit if the token was generated at least once.
     pub presence_penalty: f32,
-    /// The number by which positive logits of tokens in the prompt or the output are divided and negative ones multiplied; 1: no penalty.
+    /// Positive logits of tokens in the prompt or the output are divided by this number, and negative ones are multiplied by it. 1 disables the
+    /// penalty.
     pub repetition_penalty: f32,
-    /// The number that is added to the logit of each of these tokens.
+    /// For each of these tokens, the number that is added to its logit.
     pub logit_bias: HashMap<TokenId, f32>,
-    /// The seed. The random number for each token depends on it and on the token's position.
+    /// The seed of the random numbers. The random number for each token depends on the seed and on the token's position.
     pub seed: u64,
-    /// Tokens that end the sample.
+    /// The tokens that end the sample.
     pub stop_token_ids: Vec<TokenId>,
     /// If set, the logprobs of each sampled token and of this many alternatives are returned.
     pub logprobs: Option<u32>,
+    /// The constraint on the generated text. Where the text is complete, a stop token may end it; where nothing can follow, the sample ends.
+    pub constraint: Option<Constraint>,
+    /// The only tokens that may be sampled. If the list is empty, all tokens may be sampled.
+    pub allowed_token_ids: Arc<[TokenId]>,
+    /// The texts that the sample must not contain.
+    pub bad_words: Arc<[BadWord]>,
+    /// The tokens that are returned as alternatives, in this order. If the list is empty, the likeliest tokens are returned.
+    pub logprob_token_ids: Vec<TokenId>,
 }
 
-/// A token and the logarithm of its probability. Temperature, penalties and biases are not included.
+/// A text that a sample must not contain.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BadWord {
+    /// The text as the client has sent it, for external engines that have a tokenizer.
+    pub text: String,
+    /// The sequences of tokens that have this text. The last token of a sequence is not sampled after the other ones.
+    pub forms: Vec<Vec<TokenId>>,
+}
+
+/// A token and the natural logarithm of its probability. The probability does not include temperature, penalties, biases and constraints.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogprob {
-    /// The token's id.
+    /// The id of the token.
     pub token: TokenId,
     /// The natural logarithm of the token's probability.
     pub logprob: f32,
 }
 
-/// The sampled token's logprob, and the likeliest tokens, the likeliest first.
+/// The logprob of a sampled token, and the logprobs of alternatives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The natural logarithm of the sampled token's probability.
     pub logprob: f32,
-    /// The likeliest tokens, as many as were requested.
+    /// The alternatives, the likeliest first unless the request names the tokens to return.
     pub top: Vec<TokenLogprob>,
 }
 
@@ -80,25 +102,36 @@ impl Default for Sampling {
             seed: 0,
             stop_token_ids: Vec::new(),
             logprobs: None,
+            constraint: None,
+            allowed_token_ids: Arc::default(),
+            bad_words: Arc::default(),
+            logprob_token_ids: Vec::new(),
         }
     }
 }
 
-/// The sampling state of one sample.
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     sampling: Sampling,
     /// Changes to logits by penalties and biases. Tokens of the prompt and the output are recorded only if a penalty depends on them.
     changes: Changes,
     generated_len: u32,
+    /// The last generated tokens, at most `recent_max` of them: as many as can precede the last token of a bad word.
+    recent: Vec<TokenId>,
+    recent_max: usize,
+    prepared: Option<Arc<Prepared>>,
+    constrained: Option<Constrained>,
 }
 
 /// A token that may be sampled, and its weight: its probability divided by that of the likeliest token.
 type Candidate = (TokenId, f32);
 
-/// A token is no candidate if the natural logarithm of its weight is at most this number. Half a million such tokens together weigh less
-/// than the lowest of the random number's 53 bits.
+/// A token is not sampled if the natural logarithm of its weight is at most this number. Half a million such tokens together weigh less than the
+/// lowest of the random number's 53 bits.
 const LOG_WEIGHT_MIN: f32 = -50.0;
+
+/// Stands for the token that could not be sampled because all logits are NaNs: weights or KV are broken.
+pub(crate) const NO_TOKEN: TokenId = TokenId::MAX;
 
 impl Sampler {
     pub(crate) fn new(sampling: Sampling, prompt: &[TokenId]) -> Self {
@@ -111,20 +144,34 @@ impl Sampler {
             // Each stop token needs an entry, because its logit changes until `min_tokens` tokens are generated.
             sampling.stop_token_ids.iter().for_each(|token| _ = changes.of(*token));
         }
-        Self { sampling, changes, generated_len: 0 }
+        forms(&sampling.bad_words).for_each(|(_, last)| _ = changes.of(last));
+        let recent_max = forms(&sampling.bad_words).map(|(before, _)| before.len()).max().unwrap_or(0);
+        let (prepared, constrained) = (None, None);
+        Self { sampling, changes, generated_len: 0, recent: Vec::new(), recent_max, prepared, constrained }
     }
 
-    /// Returns the initial state for sample number `sample` of the same prompt and parameters.
-    pub(crate) fn for_sample(&self, sample: u32) -> Self {
+    pub(crate) fn with_constraint(self, prepared: Option<Arc<Prepared>>) -> Self {
+        Self { prepared, ..self }
+    }
+
+    /// Returns the initial state for sample number `sample` of the same prompt and parameters. `generated` has the tokens that another worker has
+    /// already generated for this sample.
+    pub(crate) fn for_sample(&self, sample: u32, generated: &[TokenId]) -> Self {
         let mut sampler = self.clone();
         sampler.sampling.seed = self.sampling.seed.wrapping_add(u64::from(sample));
+        generated.iter().for_each(|token| sampler.count(*token));
+        sampler.constrained = self.prepared.as_ref().map(|prepared| prepared.start(sample));
         sampler
     }
 
-    /// Returns the state after `generated`, the tokens that another worker has generated for this sample.
-    pub(crate) fn resumed(mut self, generated: &[TokenId]) -> Self {
-        generated.iter().for_each(|token| self.accept(*token));
-        self
+    /// Returns whether sample number `sample`, which another worker has begun, already has all the text that its constraint allows.
+    pub(crate) fn is_complete_from_start(&self, sample: u32) -> bool {
+        self.prepared.as_ref().is_some_and(|prepared| prepared.is_complete(sample))
+    }
+
+    /// Returns whether the text is complete under the constraint, and nothing can follow it.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.constrained.as_ref().is_some_and(Constrained::is_complete)
     }
 
     pub(crate) fn is_stop(&self, token: TokenId) -> bool {
@@ -135,27 +182,68 @@ impl Sampler {
         self.generated_len
     }
 
-    /// Samples the token at `position` of the sequence from the logits of the token before it, and counts it as generated.
-    pub(crate) fn sample(&mut self, logits: &[f32], position: u32) -> SampledToken {
-        let adjusted = self.adjusted(logits);
+    /// Samples the token at `position` of the sequence from the logits of the token before it. The caller [accepts](Self::accept) it, unless
+    /// it is [`NO_TOKEN`].
+    pub(crate) fn sample(&self, logits: &[f32], position: u32) -> SampledToken {
+        if logits.first().is_some_and(|logit| logit.is_nan()) && logits.iter().all(|logit| logit.is_nan()) {
+            return SampledToken { token: NO_TOKEN, logprobs: None };
+        }
+        let mask = self.mask(logits.len());
+        let adjusted = self.adjusted(logits, mask.as_ref());
         let token = if self.sampling.temperature == 0.0 {
             argmax(&adjusted)
         } else {
             choose(&self.candidates(&adjusted), uniform(self.sampling.seed, position))
         };
-        let logprobs = self.sampling.logprobs.map(|top| logprobs(logits, token, top));
-        self.accept(token);
+        // If every token is excluded, the first token is sampled, or the first one that the mask allows. Other devices do the same.
+        let token = mask.filter(|mask| !mask.allows(token)).map_or(token, |mask| mask.first());
+        let logprobs = self.sampling.logprobs.map(|top| match self.sampling.logprob_token_ids.as_slice() {
+            [] => logprobs(logits, token, top),
+            tokens => logprobs_of(logits, token, tokens),
+        });
         SampledToken { token, logprobs }
     }
 
-    /// Counts a token as generated.
-    pub(crate) fn accept(&mut self, token: TokenId) {
+    /// Records that a token was generated.
+    ///
+    /// # Errors
+    /// Fails if the constraint does not allow the token, or is too complex to be continued.
+    pub(crate) fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
+        self.count(token);
+        let is_stop = self.is_stop(token);
+        self.constrained.as_mut().filter(|_| !is_stop).map_or(Ok(()), |constrained| constrained.accept(token))
+    }
+
+    fn count(&mut self, token: TokenId) {
         if self.has_penalties() {
             let change = self.changes.of(token);
             change.count += 1;
             change.seen |= self.sampling.repetition_penalty != 1.0;
         }
         self.generated_len += 1;
+        if self.recent_max > 0 {
+            let surplus = (self.recent.len() + 1).saturating_sub(self.recent_max);
+            self.recent.drain(..surplus);
+            self.recent.push(token);
+        }
+    }
+
+    /// Returns the tokens that must not be sampled now: stop tokens before `min_tokens`, and tokens that would complete a bad word.
+    fn barred(&self) -> impl Iterator<Item = TokenId> {
+        let stops = if self.generated_len < self.sampling.min_tokens { self.sampling.stop_token_ids.as_slice() } else { &[] };
+        let completed = forms(&self.sampling.bad_words).filter(|(before, _)| self.recent.ends_with(before)).map(|(_, last)| last);
+        stops.iter().copied().chain(completed)
+    }
+
+    /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. A constraint that has failed allows all tokens; the failure is
+    /// reported when the token is accepted.
+    fn mask(&self, vocab_size: usize) -> Option<Mask> {
+        let listed = &self.sampling.allowed_token_ids;
+        let listed = (!listed.is_empty()).then(|| Mask::of(listed, vocab_size));
+        match (listed, self.constrained.as_ref().and_then(|constrained| constrained.mask().unwrap_or_default())) {
+            (Some(listed), Some(mask)) => Some(listed.and(&mask)),
+            (listed, mask) => listed.or(mask),
+        }
     }
 
     fn has_penalties(&self) -> bool {
@@ -163,10 +251,11 @@ impl Sampler {
         s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0
     }
 
-    /// Returns the logits after penalties and bias, as OpenAI documents them; the repetition penalty is that of CTRL (Keskar et al. 2019).
-    fn adjusted<'a>(&self, logits: &'a [f32]) -> Cow<'a, [f32]> {
+    /// Returns the logits after penalties and biases, as OpenAI documents them. The repetition penalty is that of CTRL (Keskar et al. 2019).
+    fn adjusted<'a>(&self, logits: &'a [f32], mask: Option<&Mask>) -> Cow<'a, [f32]> {
         let s = &self.sampling;
-        if !self.has_penalties() && s.logit_bias.is_empty() && self.generated_len >= s.min_tokens {
+        let all_allowed = mask.is_none() && s.bad_words.is_empty() && self.generated_len >= s.min_tokens;
+        if !self.has_penalties() && s.logit_bias.is_empty() && all_allowed {
             return Cow::Borrowed(logits);
         }
         let mut adjusted = logits.to_vec();
@@ -180,11 +269,15 @@ impl Sampler {
             }
             *logit += change.bias;
         }
-        if self.generated_len < s.min_tokens {
-            for token in &s.stop_token_ids {
-                if let Some(logit) = adjusted.get_mut(*token as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
+        for token in self.barred() {
+            if let Some(logit) = adjusted.get_mut(token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        if let Some(mask) = mask {
+            for (logits, allowed) in adjusted.chunks_mut(32).zip(mask.words()) {
+                let bits = logits.iter_mut().zip((0..32).map(|bit| allowed >> bit & 1));
+                bits.filter(|(_, allowed)| *allowed == 0).for_each(|(logit, _)| *logit = f32::NEG_INFINITY);
             }
         }
         Cow::Owned(adjusted)
@@ -196,12 +289,12 @@ impl Sampler {
         let likeliest = argmax(logits);
         let max = logits[likeliest as usize];
         if !max.is_finite() {
-            // No weights can be computed: a penalty overflowed, or all tokens are stop tokens that `min_tokens` excludes.
+            // No weights can be computed, because a penalty overflowed, or because `min_tokens` excludes all tokens.
             return vec![(likeliest, 1.0)];
         }
         let logit_min = max + LOG_WEIGHT_MIN * s.temperature;
         let mut candidates = Vec::with_capacity(logits.len());
-        // At a very low temperature `logit_min` equals the maximum. The second condition keeps the likeliest tokens in this case.
+        // At a very low temperature, `logit_min` equals the maximum. The second condition keeps the likeliest tokens in this case.
         candidates.extend((0..).zip(logits.iter().copied()).filter(|(_, logit)| *logit > logit_min || *logit == max));
         for (_, weight) in &mut candidates {
             *weight = exp((*weight - max) / s.temperature);
@@ -262,9 +355,9 @@ fn total(candidates: &[Candidate]) -> f64 {
 fn exp(x: f32) -> f32 {
     /// The number 1.5 × 2^23. The low bits of its sum with a number x are the integer nearest to x, if |x| is below 2^22.
     const ROUNDING: f32 = 12_582_912.0;
-    /// The sum of these two numbers is ln 2. The first one has so few bits that its product with an integer is exact.
+    /// The sum of these two numbers is ln 2. The first number has so few bits that its product with an integer is exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    // x = n ln 2 + r. 2^n is set as the result's exponent, and e^r is approximated by the first terms of its Taylor series.
+    // The argument is split into n ln 2 + r. The result's exponent is set to n, and e^r is approximated by the first terms of its Taylor series.
     let rounded = x * std::f32::consts::LOG2_E + ROUNDING;
     let n = rounded - ROUNDING;
     let r = x - n * LN_2[0] - n * LN_2[1];
@@ -298,12 +391,13 @@ fn argmax(logits: &[f32]) -> TokenId {
     logits.iter().position(|logit| *logit == max).unwrap_or(0) as TokenId
 }
 
+/// Returns each token sequence of each bad word, split into its last token and the tokens before it.
+fn forms(bad_words: &[BadWord]) -> impl Iterator<Item = (&[TokenId], TokenId)> {
+    bad_words.iter().flat_map(|word| &word.forms).filter_map(|form| form.split_last()).map(|(last, before)| (before, *last))
+}
+
 /// Returns the logprob of `token`, and those of the `top` likeliest tokens.
 pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprobs {
-    let max = f64::from(logits[argmax(logits) as usize]);
-    let sum: f64 = logits.iter().map(|logit| libm::exp(f64::from(*logit) - max)).sum();
-    let normaliser = max + libm::log(sum);
-    let logprob = |token: TokenId| (f64::from(logits[token as usize]) - normaliser) as f32;
     let mut order: Vec<TokenId> = (0..logits.len() as TokenId).collect();
     let likelier = |a: &TokenId, b: &TokenId| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
     let top = (top as usize).min(order.len());
@@ -312,155 +406,25 @@ pub(crate) fn logprobs(logits: &[f32], token: TokenId, top: u32) -> TokenLogprob
     }
     order.truncate(top);
     order.sort_unstable_by(likelier);
+    logprobs_of(logits, token, &order)
+}
+
+/// Returns the logprob of `token`, and those of the `others` in their order.
+fn logprobs_of(logits: &[f32], token: TokenId, others: &[TokenId]) -> TokenLogprobs {
+    let max = f64::from(logits[argmax(logits) as usize]);
+    let sum: f64 = logits.iter().map(|logit| libm::exp(f64::from(*logit) - max)).sum();
+    let normaliser = max + libm::log(sum);
+    let logprob = |token: TokenId| (f64::from(logits[token as usize]) - normaliser) as f32;
     TokenLogprobs {
         logprob: logprob(token),
-        top: order.into_iter().map(|token| TokenLogprob { token, logprob: logprob(token) }).collect(),
+        top: others.iter().map(|token| TokenLogprob { token: *token, logprob: logprob(*token) }).collect(),
     }
 }
 
-/// Returns a random number in [0, 1) that depends only on the seed and the position.
 fn uniform(seed: u64, position: u32) -> f64 {
     let bits = mix(mix(seed) ^ u64::from(position));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn sampled(sampling: Sampling, logits: &[f32], count: u32) -> Vec<TokenId> {
-        let sampler = Sampler::new(sampling, &[]);
-        (0..count).map(|position| sampler.clone().sample(logits, position).token).collect()
-    }
-
-    #[test]
-    fn greedy_selects_the_lowest_id_of_equal_logits() {
-        assert_eq!(sampled(Sampling { temperature: 0.0, ..Sampling::default() }, &[0.0, 3.0, 3.0, 1.0], 1), [1]);
-    }
-
-    #[test]
-    fn argmax_finds_the_maximum_at_any_index() {
-        for len in [1, 7, 8, 9, 40] {
-            for place in 0..len {
-                let mut logits = vec![-1.0f32; len];
-                logits[place..].fill(2.0);
-                assert_eq!(argmax(&logits), place as TokenId, "of {len}");
-                logits[..place].fill(f32::NAN);
-                assert_eq!(argmax(&logits), place as TokenId, "of {len}");
-            }
-        }
-        assert_eq!(argmax(&[f32::NEG_INFINITY; 9]), 0);
-        assert_eq!(argmax(&[f32::NAN; 9]), 0);
-    }
-
-    #[test]
-    fn exp_is_within_its_error_bound() {
-        for x in (0..=500_000).map(|step| step as f32 * -1e-4) {
-            let exact = libm::exp(f64::from(x));
-            assert!((f64::from(exp(x)) - exact).abs() <= 2e-7 * exact, "e^{x}: {}", exp(x));
-        }
-        assert_eq!(exp(0.0), 1.0, "the likeliest token has weight 1");
-    }
-
-    #[test]
-    fn token_frequencies_follow_the_softmax() {
-        let logits = [0.0f32, 1.0, 2.0, -1.0];
-        let tokens = sampled(Sampling { seed: 7, ..Sampling::default() }, &logits, 40_000);
-        let total: f32 = logits.iter().map(|logit| logit.exp()).sum();
-        for (token, logit) in logits.iter().enumerate() {
-            let seen = tokens.iter().filter(|token_id| **token_id == token as TokenId).count() as f32 / 40_000.0;
-            let expected = logit.exp() / total;
-            assert!((seen - expected).abs() < 0.01, "token {token}: seen {seen}, expected {expected}");
-        }
-    }
-
-    #[test]
-    fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
-        // The probabilities are 0.4, 0.3, 0.2 and 0.1.
-        let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
-        let kept = |sampling: Sampling| {
-            let mut tokens = sampled(sampling, &logits, 2_000);
-            tokens.sort_unstable();
-            tokens.dedup();
-            tokens
-        };
-        assert_eq!(kept(Sampling { top_k: 2, ..Sampling::default() }), [0, 1]);
-        assert_eq!(kept(Sampling { top_p: 0.5, ..Sampling::default() }), [0, 1]);
-        assert_eq!(kept(Sampling { top_p: 0.95, ..Sampling::default() }), [0, 1, 2, 3]);
-        assert_eq!(kept(Sampling { min_p: 0.45, ..Sampling::default() }), [0, 1, 2]);
-        assert_eq!(
-            kept(Sampling { top_k: 2, top_p: 0.5, ..Sampling::default() }),
-            [0],
-            "top-p applies to the tokens that top-k kept"
-        );
-    }
-
-    #[test]
-    fn top_p_keeps_tokens_beyond_the_first_sorted_candidates() {
-        let logits = vec![0.0f32; 5_000];
-        let sampler = Sampler::new(Sampling { top_p: 0.5, ..Sampling::default() }, &[]);
-        assert_eq!(sampler.candidates(&logits).len(), 2_500);
-    }
-
-    #[test]
-    fn penalties_and_bias_change_the_sampled_token() {
-        let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
-        let logits = [1.0f32, 0.9, 0.0];
-        let mut sampler = Sampler::new(Sampling { presence_penalty: 0.2, ..greedy.clone() }, &[]);
-        assert_eq!(
-            [sampler.sample(&logits, 0).token, sampler.sample(&logits, 1).token, sampler.sample(&logits, 2).token],
-            [0, 1, 0]
-        );
-        let mut sampler = Sampler::new(Sampling { frequency_penalty: 0.2, ..greedy.clone() }, &[]);
-        assert_eq!([0, 1, 2, 3].map(|position| sampler.sample(&logits, position).token), [0, 1, 0, 1]);
-        let mut sampler = Sampler::new(Sampling { repetition_penalty: 2.0, ..greedy.clone() }, &[0]);
-        assert_eq!(sampler.sample(&logits, 0).token, 1, "the prompt's tokens count as seen");
-        let bias = HashMap::from([(2, 100.0), (9_999, 1.0)]);
-        assert_eq!(sampled(Sampling { logit_bias: bias, ..greedy.clone() }, &logits, 1), [2]);
-        let min_tokens = Sampling { min_tokens: 1, stop_token_ids: vec![0], ..greedy };
-        let mut sampler = Sampler::new(min_tokens, &[]);
-        assert_eq!([sampler.sample(&logits, 0).token, sampler.sample(&logits, 1).token], [1, 0]);
-    }
-
-    #[test]
-    fn non_finite_logits_still_give_a_token() {
-        let logits = [5.0f32, 1.0, -1.0];
-        let penalty = Sampling { repetition_penalty: f32::MIN_POSITIVE, ..Sampling::default() };
-        assert_eq!(Sampler::new(penalty, &[0]).sample(&logits, 0).token, 0, "5 divided by the penalty is infinite");
-        let no_token = Sampling { min_tokens: 1, stop_token_ids: vec![0, 1, 2], ..Sampling::default() };
-        assert_eq!(sampled(no_token, &logits, 1), [0]);
-        assert_eq!(sampled(Sampling::default(), &[f32::NAN; 3], 1), [0]);
-        assert_eq!(sampled(Sampling::default(), &[f32::NAN, f32::NEG_INFINITY, 1.0], 1), [2]);
-    }
-
-    #[test]
-    fn lowest_temperatures_select_the_likeliest_token() {
-        for temperature in [1e-3, 1e-8, f32::MIN_POSITIVE, 1e-45] {
-            assert_eq!(
-                sampled(Sampling { temperature, ..Sampling::default() }, &[-20.0, 20.0, 19.0], 3),
-                [1; 3],
-                "{temperature}"
-            );
-        }
-    }
-
-    #[test]
-    fn logprobs_ignore_the_temperature() {
-        let logits = [0.4f32, 0.3, 0.2, 0.1].map(f32::ln);
-        let sampling = Sampling { temperature: 0.1, logprobs: Some(2), ..Sampling::default() };
-        let SampledToken { token, logprobs } = Sampler::new(sampling, &[]).sample(&logits, 0);
-        let logprobs = logprobs.expect("the request asked for logprobs");
-        assert!((logprobs.logprob - logits[token as usize]).abs() < 1e-6);
-        assert_eq!(logprobs.top.iter().map(|top| top.token).collect::<Vec<_>>(), [0, 1]);
-    }
-
-    #[test]
-    fn sampling_depends_only_on_seed_and_position() {
-        let logits = vec![0.0f32; 1_000];
-        let of = |seed| sampled(Sampling { seed, ..Sampling::default() }, &logits, 50);
-        assert_eq!(of(1), of(1));
-        assert_ne!(of(1), of(2));
-        let sampler = Sampler::new(Sampling { seed: 1, ..Sampling::default() }, &[]);
-        assert_eq!(sampler.for_sample(1).sample(&logits, 3).token, of(2)[3], "sample i equals a request with seed + i");
-    }
-}
+mod tests;

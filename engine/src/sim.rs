@@ -27,11 +27,11 @@ pub struct SimSettings {
     pub decode_step: Duration,
     /// The additional duration of a step for each decoding sequence.
     pub decode_per_sequence: Duration,
-    /// The number of bytes that a token's KV counts in a simulated transfer.
+    /// The size of a token's KV in bytes, from which the duration of a simulated transfer is computed.
     pub kv_bytes_per_token: f64,
     /// The bandwidth of simulated transfers between workers, in bytes per second.
     pub transfer_bytes_per_second: f64,
-    /// The number by which all simulated durations are divided.
+    /// All simulated durations are divided by this number.
     pub speedup: f64,
 }
 
@@ -65,37 +65,38 @@ impl SimSettings {
 /// The tokens that a simulated device generates.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
-    /// The number of token ids.
+    /// The number of token ids in the vocabulary.
     pub size: usize,
-    /// The context length: the most tokens in a sequence.
+    /// The length of the context: the maximum number of tokens in a sequence.
     pub context_length: u32,
-    /// The tokens of which answers consist; at least one.
+    /// The tokens of which answers consist; there is at least one.
     pub words: Vec<TokenId>,
     /// The token that ends an answer.
     pub end: TokenId,
+    /// The token with which the device ends a text inside an answer that has a constraint, as a quotation mark does in JSON.
+    pub close: Option<TokenId>,
 }
 
 impl Default for Vocabulary {
     /// Returns a vocabulary in which each byte is a token. Answers consist of frequent letters.
     fn default() -> Self {
         let words = b"etaoin shrdlu etaoin cmfwyp ".map(TokenId::from).to_vec();
-        Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END }
+        Self { size: VOCAB_SIZE, context_length: CONTEXT_LENGTH, words, end: IM_END, close: Some(b'"'.into()) }
     }
 }
 
-/// A simulated device.
+/// A simulated device, which implements [`Engine`].
 pub struct SimEngine {
     settings: SimSettings,
     vocabulary: Vocabulary,
-    /// The slots of all blocks, block by block. A block has `block_size` slots, one for each token.
+    /// The slots of all blocks. A block has `block_size` slots, one for each token.
     slots: Vec<u64>,
-    /// The hash of each block's slots; `None` if the slots have changed since the hash was computed.
     folds: Vec<Option<u64>>,
     clock: SimClock,
     real_time: bool,
 }
 
-/// The simulated time that steps have taken and that the engine's thread has not slept yet. Cheap to clone.
+/// The simulated time that steps have taken and that the engine's thread has not slept yet. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct SimClock(Arc<AtomicU64>);
 
@@ -152,7 +153,6 @@ impl SimEngine {
         blocks[position / size].0 as usize * size + position % size
     }
 
-    /// Returns a hash over the slots of the sequence's first `len` positions.
     fn state(&mut self, blocks: &[BlockId], len: usize) -> u64 {
         let size = self.settings.block_size as usize;
         let mut state = 0;
@@ -249,8 +249,8 @@ fn fold(slots: &[u64]) -> u64 {
 }
 
 impl Vocabulary {
-    /// Appends a row of logits with up to four likely words, so that temperature and seed matter. In some rows the end token is the
-    /// likeliest.
+    /// Appends a row of logits with up to four likely tokens, so that temperature and seed change the sampled token. In some rows the end token is
+    /// the likeliest. If a constraint bars the end token, the token that closes a text is the likeliest instead.
     fn push_logits(&self, logits: &mut Vec<f32>, state: u64) {
         let row = logits.len();
         logits.resize(row + self.size, NO_CANDIDATE);
@@ -261,6 +261,9 @@ impl Vocabulary {
         }
         if state.is_multiple_of(END_ODDS) {
             logits[row + self.end as usize] = 8.0;
+            if let Some(close) = self.close {
+                logits[row + close as usize] = 4.0;
+            }
         }
     }
 }
@@ -325,7 +328,7 @@ mod tests {
         let chunk = Chunk { tokens: &tokens, start: 0, blocks: &blocks, logits: Logits::None };
         engine.step(&[chunk]).expect("the simulator does not fail");
         assert_eq!(engine.clock().take(), Some(Duration::from_micros(10_400)));
-        // A block has 16 tokens of 128 KiB each. It is transferred at 10 GB/s, simulated ten times as fast.
+        // A block has 16 tokens of 128 KiB each. Its transfer at 10 GB/s is simulated ten times as fast.
         assert_eq!(engine.settings.block_transfer().as_micros(), 20);
     }
 }

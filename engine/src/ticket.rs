@@ -1,8 +1,7 @@
-//! Generates tickets, and names the reasons to refuse a write under one.
+//! Generates tickets, and names the reasons for which a write under a ticket is refused.
 
 use tandem_kv::{Ticket, mix};
 
-/// A function that generates the next ticket.
 pub(crate) type Draw = Box<dyn FnMut() -> Ticket + Send>;
 
 /// Returns a function that takes each ticket from the operating system's randomness (a CSPRNG), so that no ticket can be computed from
@@ -15,8 +14,8 @@ pub(crate) fn from_system() -> Draw {
     })
 }
 
-/// Returns a function that generates the same tickets for the same seed, so that a simulation can be repeated. The next ticket can be
-/// computed from the last one.
+/// Returns a function that generates the same tickets for the same seed, so that a simulation can be repeated. Each ticket can be computed from the
+/// one before it.
 pub(crate) fn from_seed(seed: u64) -> Draw {
     let mut state = seed;
     Box::new(move || {
@@ -45,7 +44,7 @@ pub enum WriteRefused {
     WrongSize,
     /// The sender announced blocks in its memory, but the ticket does not name a path on which they can be copied. This refusal ends the
     /// reservation.
-    #[error("the blocks do not take the transfer path that the ticket names")]
+    #[error("the ticket names no transfer path on which the announced blocks can be copied")]
     WrongPath,
     /// The engine has ended.
     #[error("the engine has ended")]
@@ -62,7 +61,7 @@ impl WriteRefused {
         (Self::WrongPath, "wrong_path"),
     ];
 
-    /// Returns the refusal's label in [`WriteRefused::REASONS`]; `None` if the write itself did not cause the refusal.
+    /// Returns the label of this refusal in [`WriteRefused::REASONS`]; `None` if the write itself did not cause the refusal.
     pub fn reason(self) -> Option<&'static str> {
         Self::REASONS.into_iter().find_map(|(refused, reason)| (refused == self).then_some(reason))
     }
@@ -78,7 +77,7 @@ mod tests {
         let mut draw = from_system();
         let tickets: BTreeSet<Ticket> = (0..1_000).map(|_| draw()).collect();
         assert_eq!(tickets.len(), 1_000);
-        // The high bytes of a counter would never change, and a ticket of 64 random bits would leave half of the bytes constant.
+        // The high bytes of a counter would never change, and a ticket of 64 random bits would have constant bytes.
         for place in 0..Ticket::BYTES {
             let values: BTreeSet<u8> = tickets.iter().map(|ticket| ticket.as_bytes()[place]).collect();
             assert!(values.len() > 200, "byte {place} has only {} values", values.len());

@@ -15,8 +15,8 @@ use tandem_engine::{
 use tandem_kv::{BlockId, TokenId};
 use tandem_model::Gguf;
 
-/// The least difference between the two highest logits of the reference that counts as clear. If the difference is smaller, 8-bit
-/// activations may change the order of the two tokens.
+/// The two highest logits of the reference differ clearly if their difference is at least this number. A smaller difference may change its sign,
+/// because activations are rounded to 8 bits.
 const CLEAR_MARGIN: f32 = 1.0;
 const BLOCK_SIZE: usize = 16;
 const SEQUENCE_BLOCKS: usize = 128;
@@ -44,7 +44,7 @@ fn goldens<T: DeserializeOwned>(name: &str) -> Vec<T> {
 #[derive(Deserialize)]
 struct TeacherForced {
     tokens: Vec<TokenId>,
-    /// Entry `i` is the logprob of `tokens[i + 1]`.
+    /// The logprobs of the tokens after the first: entry `i` is the logprob of `tokens[i + 1]`.
     logprobs: Vec<f64>,
     top1: Vec<usize>,
 }
@@ -62,7 +62,6 @@ fn engine(model: &Arc<CpuModel>, sequences: usize) -> CpuEngine {
     CpuEngine::new(model.clone(), settings).expect("the settings are possible")
 }
 
-/// Returns the blocks of one sequence, interleaved with those of the other sequences.
 fn blocks(sequence: usize, sequences: usize) -> Vec<BlockId> {
     (0..SEQUENCE_BLOCKS).map(|i| BlockId((i * sequences + sequence) as u32)).collect()
 }
@@ -76,7 +75,6 @@ fn logprob(logits: &[f32], token: usize) -> f64 {
     f64::from(logits[token]) - largest - logits.iter().map(|logit| (f64::from(*logit) - largest).exp()).sum::<f64>().ln()
 }
 
-/// Returns the logits of all tokens of a sequence, computed in chunks of this length.
 fn all_logits(engine: &mut CpuEngine, tokens: &[TokenId], chunk_len: usize) -> Vec<f32> {
     let blocks = blocks(0, 1);
     let chunks = tokens.chunks(chunk_len).enumerate();
@@ -112,14 +110,14 @@ fn perplexity_and_top_tokens_match_the_reference() {
 }
 
 #[test]
-fn greedy_continuations_match_the_reference_at_every_clear_step() {
+fn greedy_continuations_match_the_reference_where_its_margin_is_clear() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let mut engine = engine(&model, 1);
     let (mut free, mut clear) = (0, 0);
     for golden in goldens::<Greedy>("greedy.json") {
-        // The engine computes the reference's tokens. At every clear step, its likeliest token must be the reference's token. So up to the
-        // first step that is not clear, greedy decoding gives the same tokens.
+        // The engine computes the reference's tokens. At every clear step, its likeliest token must be the reference's token. So greedy decoding
+        // gives the same tokens up to the first step that is not clear.
         let tokens = [&golden.prompt[..], &golden.tokens[..golden.tokens.len() - 1]].concat();
         let logits = all_logits(&mut engine, &tokens, 512);
         let mut all_clear = true;
@@ -189,7 +187,7 @@ fn logits_have_the_same_bits_in_a_batch_of_eight_and_alone() {
     let Some(model) = model() else { return };
     let vocabulary = model.config().vocab_size;
     let document = document();
-    // Prompts of different lengths, then steps in which all sequences decode together.
+    // The prompts have different lengths. Afterwards all sequences decode together.
     let prompts: Vec<&[TokenId]> = (0..8).map(|i| &document[i * 90..i * 90 + 20 + 13 * i]).collect();
     let alone: Vec<Vec<Vec<f32>>> =
         prompts.iter().map(|prompt| decode(&mut engine(&model, 1), &[prompt], vocabulary).remove(0)).collect();

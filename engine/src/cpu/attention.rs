@@ -13,8 +13,8 @@ use tandem_kv::BlockId;
 /// Number of lanes in which exponentials are summed: position `p` belongs to lane `p % STRIP`.
 const STRIP: usize = 16;
 
-/// The layout of the KV memory: keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring
-/// slots; values are `[block][layer][1][kv_head][slot][dimension]`.
+/// The layout of the KV memory. Keys are `[block][layer][0][kv_head][dimension][slot]`, so that one vector holds the keys of neighbouring tokens.
+/// Values are `[block][layer][1][kv_head][slot][dimension]`. A block has one slot for each token.
 #[derive(Clone, Copy)]
 pub(super) struct KvLayout {
     pub layers: usize,
@@ -28,17 +28,15 @@ impl KvLayout {
     /// The number of unused elements after the last block. They allow whole vectors to be loaded at the end of a head or block.
     pub const PADDING: usize = STRIP;
 
-    /// Returns how many numbers the keys (or values) of one token have in one layer.
+    /// Returns how many numbers the keys (or the values) of one token have in one layer.
     pub fn row_len(&self) -> usize {
         self.kv_heads * self.head_dim
     }
 
-    /// Returns how many numbers a block has.
     pub fn block_len(&self) -> usize {
         self.layers * 2 * self.block_size * self.row_len()
     }
 
-    /// Returns the number of query heads that share a key head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -54,12 +52,9 @@ impl KvLayout {
     }
 }
 
-/// The location of consecutive tokens of a sequence (the rows) in one layer of the KV memory.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
-    /// Position of the first row.
     pub start: usize,
-    /// The sequence's blocks, from position 0.
     pub blocks: &'a [BlockId],
     pub layer: usize,
 }
@@ -92,12 +87,11 @@ fn narrow(number: f32) -> u16 {
     f16::from_f32_const(number.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const())).to_bits()
 }
 
-/// Reusable buffers of a task.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// The queries, `[dimension][row]`.
+    /// The queries, in the layout `[dimension][row]`.
     queries: Vec<f32>,
-    /// The scores, `[row][position]`.
+    /// The scores, in the layout `[row][position]`.
     scores: Vec<f32>,
 }
 
@@ -133,17 +127,14 @@ kernel! {
     }
 }
 
-/// The queries that share a key head, in the order of their tokens.
+/// The queries that attend to the same key head, in the order of their tokens.
 struct Queries<'a> {
     layout: &'a KvLayout,
     kv: &'a [u16],
     place: Place<'a>,
     kv_head: usize,
-    /// How many numbers each token has in the rows.
     token_len: usize,
-    /// The offset of the group's queries in a token's numbers.
     column: usize,
-    /// The index of the next query to compute.
     first: usize,
 }
 
@@ -245,7 +236,7 @@ impl Queries<'_> {
             let values = &self.kv[self.layout.values(block, self.place.layer, self.kv_head) + slot * dim + column..];
             for i in 0..len {
                 for v in 0..V {
-                    // A vector that starts after the head is not used. It is skipped, because the memory may end within it.
+                    // A vector that starts after the last element of the head is skipped, because the memory may end within it.
                     if v > 0 && column + v * S::LANES >= dim {
                         continue;
                     }

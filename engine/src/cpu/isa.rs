@@ -81,7 +81,7 @@ macro_rules! kernel {
                 #[cfg(target_arch = "x86_64")]
                 #[expect(unsafe_code, reason = "functions compiled for instruction sets are called")]
                 $crate::cpu::isa::Level::Avx2(simd) => unsafe { avx2(simd, $($argument),*) },
-                // SAFETY: as above.
+                // SAFETY: the value `simd` proves that the processor has these features.
                 #[cfg(target_arch = "x86_64")]
                 #[expect(unsafe_code, reason = "functions compiled for instruction sets are called")]
                 $crate::cpu::isa::Level::Avx512(simd) => unsafe { avx512(simd, $($argument),*) },

@@ -19,8 +19,7 @@ use std::ops::Range;
 /// With up to this many rows, the outputs of a matrix are split between threads, so that each thread reads only its share of the weights.
 /// With more rows, the rows are split.
 pub(super) const SHARED_ROWS: usize = 16;
-/// The minimum number of weights in a task, if a matrix is split into more tasks than there are threads. Such a task takes a few
-/// microseconds.
+/// Minimum number of weights in a task if a matrix is split into more tasks than there are threads. A task of this size takes a few microseconds.
 const TASK_WEIGHTS: usize = 1 << 17;
 
 /// A matrix whose rows are quantised to int8, in groups of 32 numbers with one step each.
@@ -30,15 +29,15 @@ pub(super) struct Quantised {
     groups: Vec<Group>,
 }
 
-/// 32 quantised numbers: `x ≈ step × quant`.
+/// A group of 32 quantised numbers. Each number is approximately `step × quant`.
 #[derive(Clone, Copy)]
 struct Group {
-    /// Quantised values from −127 to 127, in words of four.
+    /// The quantised numbers, from −127 to 127, in words of four.
     quants: [[i8; 4]; GROUP / 4],
     /// The sum of the quants in each half of the group.
     totals: [i32; 2],
     step: f32,
-    /// `step` × the sum of the quants. Used for weight formats that have a minimum.
+    /// The product of `step` and the sum of the quants, for weight formats that have a minimum.
     sum: f32,
 }
 
@@ -54,7 +53,7 @@ impl Quantised {
 }
 
 kernel! {
-    /// Quantises `x`, which is `[rows][inputs]`.
+    /// Quantises the matrix `x`, which has the layout `[rows][inputs]`.
     pub(super) fn quantise(_simd, x: &[f32], inputs: usize, into: &mut Quantised) {
         into.row_groups = inputs.div_ceil(GROUP);
         into.groups.resize(x.len() / inputs * into.row_groups, Group::ZERO);
@@ -77,7 +76,6 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
             largest[l] = if half[l].abs() > largest[l] { half[l].abs() } else { largest[l] };
         }
     }
-    // The maximum does not depend on the order of the comparisons, so the lanes are compared in pairs.
     let mut lanes = GROUP / 4;
     while lanes > 0 {
         for l in 0..lanes {
@@ -106,8 +104,8 @@ fn quantise_group(x: &[f32; GROUP], group: &mut Group) {
     group.sum = step * (totals[0] + totals[1]) as f32;
 }
 
-/// Computes `out = x × matrixᵀ` for each of the matrices: `x` is `[rows][inputs]`, `out` is `[rows][outputs]`. `quantised` has the
-/// quantised numbers of `x`.
+/// Computes `out = x × matrixᵀ` for each of the matrices. `x` has the layout `[rows][inputs]`, and `out` the layout `[rows][outputs]`. `quantised`
+/// has the quantised numbers of `x`.
 pub(super) fn linear<const N: usize>(
     threads: &Threads,
     isa: Isa,
@@ -133,7 +131,8 @@ pub(super) fn linear<const N: usize>(
 }
 
 kernel! {
-    /// Computes the outputs of some panels. `out` has one slice per row, into which these outputs are written.
+    /// Computes the outputs of some panels, which are groups of neighbouring outputs. `out` has one slice per row, into which the outputs are
+    /// written.
     fn multiply(simd, matrix: &Matrix, panels: Range<usize>, x: &[f32], quantised: &Quantised, out: &mut [&mut [f32]]) {
         match &matrix.tiles {
             Tiles::Q4_1(tiles) => integer(simd, tiles, panels, quantised, out),
@@ -147,11 +146,11 @@ kernel! {
     }
 }
 
-/// A tile whose dot products with quantised rows are integers. In each method, `column` is the first of the outputs whose values the
-/// returned vector holds.
+/// The weights of one group of inputs for all outputs of a panel. Their dot products with quantised rows are integers. In each method, `column` is
+/// the first of the outputs whose values the returned vector holds.
 trait IntegerTile {
     const HAS_MINS: bool = false;
-    /// Unpacked weights. They are unpacked once and used for several rows.
+    /// Unpacked weights, which are used for several rows.
     type Weights<S: Simd>: Copy;
 
     fn weights<S: Simd>(&self, simd: S, column: usize) -> Self::Weights<S>;
@@ -252,7 +251,6 @@ impl IntegerTile for Q4_KTile {
 }
 
 impl IntegerTile for Q6_KTile {
-    /// The words of as many outputs as a vector holds, and the outputs' factors for each half of the group.
     type Weights<S: Simd> = ([S::Bytes; GROUP / 4], [S::Ints; 2]);
 
     #[inline(always)]
@@ -312,7 +310,6 @@ impl IntegerTile for Q8_0Tile {
     }
 }
 
-/// The results of `R` rows in one panel.
 type Sums<const R: usize> = [[f32; PANEL]; R];
 
 #[inline(always)]
@@ -337,7 +334,6 @@ fn integer<S: Simd, T: IntegerTile>(simd: S, tiles: &[T], panels: Range<usize>, 
     }
 }
 
-/// Computes one panel of `R` rows, `V` vectors of outputs at a time.
 #[inline(always)]
 fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
     simd: S,
@@ -376,9 +372,7 @@ fn integer_rows<S: Simd, T: IntegerTile, const R: usize, const V: usize>(
     out
 }
 
-/// A tile of float weights.
 trait FloatTile {
-    /// Loads the weights of one input. The vector holds the outputs from `column` on.
     fn load<S: Simd>(&self, simd: S, input: usize, column: usize) -> S::Floats;
 }
 

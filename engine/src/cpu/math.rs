@@ -4,9 +4,9 @@
 use super::isa::kernel;
 use tandem_model::{Pairs, Rope};
 
-/// Number of partial sums of a reduction: lane `l` adds the numbers at `l`, `l + 16`, …; then the lanes are added in order.
+/// The number of partial sums of a reduction. Lane `l` adds the numbers at `l`, `l + 16` and so on; then the lanes are added in order.
 const LANES: usize = 16;
-/// 1.5 × 2^23. If this is added to a number below 2^22 in absolute value, the low bits of the sum are the nearest integer to the number
+/// This number is 1.5 × 2^23. If it is added to a number below 2^22 in absolute value, the low bits of the sum are the nearest integer to the number
 /// (ties to even).
 const ROUNDING: f32 = 12_582_912.0;
 
@@ -38,7 +38,7 @@ pub(super) fn round(x: f32) -> i32 {
 }
 
 kernel! {
-    /// Computes `out = x ÷ √(mean(x²) + eps) × weight` for every row; `x` and `out` are `[rows][weight.len()]`.
+    /// Computes `out = x ÷ √(mean(x²) + eps) × weight` for every row. `x` and `out` have the layout `[rows][weight.len()]`.
     pub(super) fn rms_norm(_simd, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -51,7 +51,7 @@ kernel! {
 }
 
 kernel! {
-    /// Computes the same as [`rms_norm`], in place; `x` is `[rows][weight.len()]`, such as the heads of all rows.
+    /// Computes the same as [`rms_norm`], in place. `x` has the layout `[rows][weight.len()]`; a row may be one head of a token.
     pub(super) fn rms_norm_in_place(_simd, x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let factor = inverse_root(x, eps);
@@ -62,7 +62,6 @@ kernel! {
     }
 }
 
-/// Returns `1 ÷ √(mean(x²) + eps)`.
 #[inline(always)]
 fn inverse_root(x: &[f32], eps: f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -101,7 +100,7 @@ kernel! {
 }
 
 kernel! {
-    /// Adds `bias` to every row of `x`, `[rows][bias.len()]`.
+    /// Adds `bias` to every row of `x`, which has the layout `[rows][bias.len()]`.
     pub(super) fn add_to_rows(_simd, x: &mut [f32], bias: &[f32]) {
         for row in x.chunks_exact_mut(bias.len()) {
             for (x, bias) in row.iter_mut().zip(bias) {
@@ -112,8 +111,8 @@ kernel! {
 }
 
 kernel! {
-    /// Applies the rotary position embedding to every head in `x`, `[rows][row_len]`, and then multiplies all elements by `factor`.
-    /// `rotations` has the cosines and sines of the angles, `[rows][head_dim / 2]`.
+    /// Applies the rotary position embedding to every head in `x`, which has the layout `[rows][row_len]`, and then multiplies all elements by
+    /// `factor`. `rotations` has the cosines and sines of the angles, in the layout `[rows][head_dim / 2]`.
     pub(super) fn rotate(_simd, x: &mut [f32], row_len: usize, rotations: &[[f32; 2]], rope: &Rope, factor: f32) {
         let pairs = rope.frequencies.len();
         for (row, rotations) in x.chunks_exact_mut(row_len).zip(rotations.chunks_exact(pairs)) {

@@ -13,7 +13,6 @@ pub struct CpuModel {
     pub(super) embedding: Matrix,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// The weights of the output head; `None` if the embedding is also the head.
     head: Option<Matrix>,
 }
 
@@ -38,8 +37,7 @@ impl CpuModel {
     /// Reads, checks and packs all weights. The files are not needed afterwards.
     ///
     /// # Errors
-    ///
-    /// [`CpuError`] if the model is not supported, or a weight is missing, damaged or in an unsupported format.
+    /// Returns a [`CpuError`] if the model is not supported, or if a weight is missing, damaged or in an unsupported format.
     pub fn load(file: &dyn ModelFile) -> Result<Arc<Self>, CpuError> {
         let config = file.config()?;
         let ModelConfig { width, ffn, vocab_size, head_dim, qkv_biases, qk_norms, .. } = config;
@@ -98,7 +96,7 @@ impl CpuModel {
     }
 }
 
-/// Fails if a layer has a tensor that models of this family do not have. To ignore such a tensor would falsify every result.
+/// Fails if a layer has a tensor that models of this family do not have. All results would be wrong if such a tensor were ignored.
 pub(crate) fn refuse_unread(file: &dyn ModelFile, config: &ModelConfig) -> Result<(), CpuError> {
     let qkv = ["attn_q.bias", "attn_k.bias", "attn_v.bias"].into_iter().filter(|_| !config.qkv_biases);
     let heads = ["attn_q_norm.weight", "attn_k_norm.weight"].into_iter().filter(|_| !config.qk_norms);

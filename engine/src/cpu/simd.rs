@@ -1,7 +1,7 @@
 //! Vector operations for the kernels' inner loops, for each instruction set.
 //!
-//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as the same operation of [`Plain`].
-//! All operations must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
+//! A vector has [`Simd::LANES`] lanes. In each lane, every operation gives bit for bit the same result as the same operation of [`Plain`]. All
+//! operations must be inlined into a function that is compiled for the instruction set ([`kernel!`](super::isa::kernel)).
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -23,8 +23,8 @@ pub(super) trait Simd: Copy {
     type Sums: Copy;
 
     fn splat(self, number: f32) -> Self::Floats;
-    /// Loads the first `LANES` numbers of a slice. All loads panic if the slice is too short. `load_bytes` needs four bytes per lane, all
-    /// others one number.
+    /// Loads the first `LANES` numbers of a slice. Every method that loads panics if the slice is too short. `load_bytes` needs four bytes per lane,
+    /// all others one number.
     fn load(self, from: &[f32]) -> Self::Floats;
     fn load_halves(self, from: &[u16]) -> Self::Floats;
     fn load_bf16(self, from: &[u16]) -> Self::Floats;
@@ -32,7 +32,6 @@ pub(super) trait Simd: Copy {
     fn load_u8(self, from: &[u8]) -> Self::Floats;
     fn store(self, numbers: Self::Floats, into: &mut [f32]);
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// Returns `a × b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
     /// Converts integers to floating-point numbers. The conversion is exact for integers of at most 2^24 in absolute value.
     fn floats(self, ints: Self::Ints) -> Self::Floats;
@@ -43,11 +42,8 @@ pub(super) trait Simd: Copy {
     fn mul_ints(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
 
     fn load_bytes(self, from: &[u8]) -> Self::Bytes;
-    /// Returns the same four bytes in every lane.
     fn splat_bytes(self, four: &[i8; 4]) -> Self::Bytes;
-    /// Returns each byte's lower four bits.
     fn low_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
-    /// Returns each byte's upper four bits.
     fn high_nibbles(self, bytes: Self::Bytes) -> Self::Bytes;
 
     fn no_sums(self) -> Self::Sums;
@@ -97,7 +93,6 @@ macro_rules! lanes {
     }};
 }
 
-/// Defines methods of [`Plain`] from their signatures and results.
 macro_rules! operations {
     ($($name:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)? = $value:expr;)*) => {
         $(
@@ -173,7 +168,7 @@ mod tests {
     use half::f16;
 
     #[test]
-    fn widening_is_exact_for_every_finite_half() {
+    fn widening_of_finite_half_precision_numbers_is_exact() {
         for bits in 0..=u16::MAX {
             let half = f16::from_bits(bits);
             if half.is_finite() {

@@ -17,19 +17,17 @@ use tandem_kv::BlockId;
 
 /// The number of rows in a slab. The activations of so few rows fit into the second-level cache.
 const SLAB_ROWS: usize = 32;
-/// Number of tokens in one attention task.
 const ATTENTION_TOKENS: usize = 16;
 
-/// Activations, allocated once and reused in every step.
 #[derive(Default)]
 pub(super) struct Buffers {
-    /// The residual stream, `[rows][width]`.
+    /// The residual stream, in the layout `[rows][width]`.
     stream: Vec<f32>,
-    /// The queries, `[rows][heads × head_dim]`. Attention overwrites them with its outputs.
+    /// The queries, in the layout `[rows][heads × head_dim]`. Attention overwrites them with its outputs.
     queries: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
-    /// Cosines and sines for the rotary embedding, `[rows][head_dim / 2]`.
+    /// The cosines and sines for the rotary embedding, in the layout `[rows][head_dim / 2]`.
     rotations: Vec<[f32; 2]>,
     slabs: BufferPool<SlabBuffers>,
     scratches: BufferPool<Scratch>,
@@ -63,7 +61,7 @@ struct Run<'a> {
 }
 
 impl Step<'_> {
-    /// Computes the chunks. Writes their KV, and returns the requested rows of logits, `[rows][vocab_size]`.
+    /// Computes the chunks. Writes their KV, and returns the requested rows of logits in the layout `[rows][vocab_size]`.
     pub fn run(mut self, chunks: &[Chunk<'_>]) -> Vec<f32> {
         let mut runs: Vec<Run<'_>> = chunks
             .iter()
@@ -75,7 +73,7 @@ impl Step<'_> {
             self.store_kv(&runs, index);
             let next = self.model.layers.get(index + 1);
             if next.is_none() {
-                // The last layer's KV is written, so from here on only the rows whose logits are requested are computed.
+                // The last layer's KV is written. The remaining computation concerns only the rows whose logits are requested.
                 self.keep_logit_rows(chunks, &mut runs);
             }
             self.attend(&runs, index);
@@ -84,7 +82,6 @@ impl Step<'_> {
         self.logits()
     }
 
-    /// Writes the tokens' embeddings to the residual stream, and computes the rotations of their positions.
     fn embed(&mut self, chunks: &[Chunk<'_>]) {
         let config = &self.model.config;
         let Buffers { stream, queries, keys, values, rotations, .. } = &mut *self.buffers;
@@ -177,7 +174,6 @@ impl Step<'_> {
         });
     }
 
-    /// Drops the rows whose logits are not requested.
     fn keep_logit_rows(&mut self, chunks: &[Chunk<'_>], runs: &mut Vec<Run<'_>>) {
         let Buffers { stream, queries, keys, values, rotations, .. } = &mut *self.buffers;
         let mut kept = Vec::new();
@@ -200,14 +196,13 @@ impl Step<'_> {
             }
             buffer.truncate(kept.len() * width);
         }
-        // No later layer reads keys, values or rotations. So their rows are not moved, only their number is reduced.
+        // No later layer reads keys, values or rotations, so their rows stay where they are.
         let row_len = self.layout.row_len();
         keys.truncate(kept.len() * row_len);
         values.truncate(kept.len() * row_len);
         rotations.truncate(kept.len() * self.model.config.rope.frequencies.len());
     }
 
-    /// Computes the logits of the remaining rows with the final norm and the output head.
     fn logits(&mut self) -> Vec<f32> {
         let (model, isa, threads) = (self.model, self.isa, self.threads);
         let (width, vocab_size) = (model.config.width, model.config.vocab_size);
@@ -244,7 +239,6 @@ struct Slab<'a> {
 }
 
 impl Slab<'_> {
-    /// Adds the output projection of the attention's outputs to the residual stream.
     fn attention_out(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, query_len) = (self.isa, layer.attention_out.inputs);
         let SlabBuffers { quantised, change, .. } = buffers;
@@ -271,7 +265,6 @@ impl Slab<'_> {
         add(isa, self.stream, change);
     }
 
-    /// Computes queries, keys and values from the residual stream, with rotary position embedding.
     fn project(&mut self, layer: &Layer, buffers: &mut SlabBuffers) {
         let (isa, config) = (self.isa, &self.model.config);
         let SlabBuffers { normed, quantised, .. } = buffers;

@@ -42,7 +42,6 @@ impl Random {
         (self.bits() % u64::from(end)) as u32
     }
 
-    /// Returns a number from −1 to 1.
     pub(crate) fn number(&mut self) -> f32 {
         self.bits() as f32 / (1u64 << 52) as f32 - 1.0
     }
@@ -51,10 +50,9 @@ impl Random {
         (0..len).map(|_| self.number()).collect()
     }
 
-    /// Returns a weight tensor of random numbers, as the file stores it.
     fn weights(&mut self, kind: u32, len: usize) -> Vec<u8> {
         let scale = |random: &mut Self| f16::from_f32(random.number() * 0.02).to_le_bytes();
-        // Smaller scales, for the formats whose quants, or products of quants and factors, are larger.
+        // Formats whose quants, or products of quants and factors, are larger have smaller scales.
         let fine = |random: &mut Self| f16::from_f32(random.number() * 0.0005).to_le_bytes();
         let finest = |random: &mut Self| f16::from_f32(random.number() * 0.0002).to_le_bytes();
         match kind {
@@ -82,7 +80,7 @@ impl Random {
             kind::Q8_0 => {
                 (0..len / 32).flat_map(|_| [fine(self).to_vec(), (0..32).map(|_| self.bits() as u8).collect()].concat()).collect()
             }
-            other => unreachable!("no weights of type {other} are made here"),
+            other => unreachable!("tests make no weights of type {other}"),
         }
     }
 }
@@ -131,7 +129,7 @@ fn dequantised_q6_k(block: &[u8]) -> Vec<f64> {
     numbers
 }
 
-/// Dequantises the file's bytes, without the code that packs them for the kernels.
+/// Dequantises the file's bytes without the product's code, which the test checks.
 fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
     match kind {
         kind::F32 => data.as_chunks::<4>().0.iter().map(|number| f64::from(f32::from_le_bytes(*number))).collect(),
@@ -163,7 +161,6 @@ fn dequantised(kind: u32, data: &[u8]) -> Vec<f64> {
     }
 }
 
-/// The dimensions of a test's model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub family: &'static str,

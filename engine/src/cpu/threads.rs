@@ -12,11 +12,11 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// How many times a waiting thread checks its condition before it sleeps. The checks take a few microseconds.
+/// A waiting thread checks its condition this many times before it sleeps. The checks take a few microseconds.
 const SPINS: usize = 300;
 
-/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper that has not started on a job:
-/// on a busy machine, the caller does the work of helpers that the system has not scheduled. ADR 003 compares the pool with rayon.
+/// A thread pool whose caller also executes tasks. Idle threads sleep. The caller never waits for a helper thread that has not started on a job, so
+/// on a busy machine it does the work of helper threads that the system has not scheduled. ADR 003 compares the pool with rayon.
 pub(super) struct Threads {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
@@ -25,11 +25,9 @@ pub(super) struct Threads {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Signals that there is a new job, or that `stop` is set.
     job_added: Condvar,
-    /// Signals that the last helper has stopped working on the job.
     helpers_left: Condvar,
-    /// `jobs` and `inside` are copies of the fields in `state`, to be read without its lock.
+    /// `jobs` and `inside` are copies of the fields in `state`, which are read without its lock.
     jobs: AtomicUsize,
     inside: AtomicUsize,
 }
@@ -37,9 +35,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     job: Option<&'static (dyn Fn() + Sync)>,
-    /// The number of jobs so far.
     jobs: usize,
-    /// The number of helpers that work on the current job.
     inside: usize,
     asleep: usize,
     panicked: bool,
@@ -47,11 +43,10 @@ struct State {
 }
 
 impl Threads {
-    /// Starts `count - 1` helpers.
+    /// Starts `count - 1` helper threads.
     ///
     /// # Errors
-    ///
-    /// The system cannot start a thread.
+    /// Fails if the system cannot start a thread.
     pub fn new(count: usize) -> io::Result<Self> {
         let mut threads = Self { shared: Arc::default(), helpers: Vec::new() };
         for i in 1..count {
@@ -65,11 +60,10 @@ impl Threads {
         1 + self.helpers.len()
     }
 
-    /// Runs every task once, in any order, and returns when all are done. A call from within a task runs on the calling thread alone.
+    /// Runs every task once, in any order, and returns when all are done. A call from within a task runs on the calling thread only.
     ///
     /// # Panics
-    ///
-    /// If a task panics.
+    /// Panics if a task panics.
     pub fn for_each<T: Send>(&self, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         if tasks.len() <= 1 || self.helpers.is_empty() {
             return tasks.into_iter().for_each(work);
@@ -102,7 +96,7 @@ impl Drop for Threads {
     }
 }
 
-/// A job that helpers may join until this value is dropped.
+/// A job on which helper threads may work until this value is dropped.
 struct PostedJob<'a>(&'a Shared);
 
 impl Shared {
@@ -110,8 +104,8 @@ impl Shared {
         self.state.lock()
     }
 
-    /// Offers a job to the helpers. Returns `None` if there is a job already or a helper still works on the last job; the caller must then
-    /// work alone.
+    /// Offers a job to the helper threads. Returns `None` if there is a job already, or if a helper thread still works on the last job; the caller
+    /// must then do all of the work.
     fn post(&self, job: &'static (dyn Fn() + Sync)) -> Option<PostedJob<'_>> {
         let mut state = self.lock();
         if state.job.is_some() || state.inside > 0 {
@@ -128,7 +122,6 @@ impl Shared {
         Some(PostedJob(self))
     }
 
-    /// Runs a helper until the pool is dropped.
     fn run_helper(&self) {
         let mut seen = 0;
         loop {
@@ -183,7 +176,7 @@ fn spin(until: impl Fn() -> bool) {
     }
 }
 
-/// Reusable values that tasks borrow. The pool grows to as many values as tasks have ever run at the same time.
+/// Reusable values that tasks borrow. The pool holds at most as many values as tasks have ever run at the same time.
 #[derive(Default)]
 pub(super) struct BufferPool<T>(Mutex<Vec<T>>);
 

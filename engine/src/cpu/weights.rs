@@ -1,9 +1,9 @@
 //! Weight matrices, packed for the kernels at load time. Most of them take about as many bytes as in the file.
 //!
-//! A *panel* is 32 outputs. A *group* is 32 consecutive inputs, which share a scale in most of the file formats. A *tile* is one group of
-//! one panel, and a *column* is one output of a tile. A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the
-//! kernels' innermost loops run over independent outputs. A *quant* is a weight's quantised integer. A *word* has the quants of four inputs
-//! of one output, a byte each.
+//! A *panel* is 32 outputs. A *group* is 32 consecutive inputs, which share a scale in most of the file formats. A *tile* is one group of one panel,
+//! and a *column* is one output of a tile. A panel's tiles are consecutive, and a tile's 32 outputs are adjacent, so that the kernels' innermost
+//! loops run over independent outputs. A *quant* is a weight's quantised integer. A *word* has the quants of four inputs of one output, with one byte
+//! for each.
 
 use super::{
     CpuError,
@@ -16,14 +16,14 @@ use tandem_model::{ModelFile, TensorType};
 pub(super) const PANEL: usize = 32;
 pub(super) const GROUP: usize = 32;
 
-/// A weight matrix, `[outputs][inputs]`.
+/// A weight matrix with the dimensions `[outputs][inputs]`, packed for the kernels.
 pub(crate) struct Matrix {
     pub outputs: usize,
     pub inputs: usize,
     pub(super) tiles: Tiles,
 }
 
-/// The tiles of a matrix, panel by panel, group by group. The padding of the last panel and group is 0.
+/// The tiles of a matrix: all groups of the first panel, then those of the next. The padding of the last panel and group is 0.
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub(super) enum Tiles {
     /// The tiles of matrices in the formats Q4_1 and Q4_0. Q4_0 is stored as Q4_1 with the minimum −8 × scale, which half precision
@@ -37,7 +37,7 @@ pub(super) enum Tiles {
     F32(Vec<F32Tile>),
 }
 
-/// Evaluates an expression in which `$name` stands for the tiles of a matrix, whatever their type.
+/// Evaluates an expression for the tiles of a matrix, whatever their type. In the expression, `$name` is the tiles.
 macro_rules! each_type {
     ($tiles:expr, $name:ident => $ask:expr) => {
         match $tiles {
@@ -52,15 +52,14 @@ macro_rules! each_type {
     };
 }
 
-/// The words of all outputs of a panel for the same four inputs.
 pub(super) type Words = [u8; PANEL * 4];
 
-/// A tile's quants from 0 to 15, two in each byte. The bytes of row `i` hold the four inputs from `4i` on in their lower halves, and the
-/// four inputs from `4i + 16` on in their upper halves.
+/// The quants of a tile, from 0 to 15, two in each byte. The bytes of row `i` hold the four inputs from `4i` on in their lower halves, and the four
+/// inputs from `4i + 16` on in their upper halves.
 #[derive(Clone)]
 pub(super) struct Nibbles(pub [Words; GROUP / 8]);
 
-/// `weight = scale × quant + min`.
+/// A tile of the formats Q4_0 and Q4_1, with `weight = scale × quant + min`.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Q4_1Tile {
@@ -83,7 +82,7 @@ pub(super) struct Q4_KTile {
     pub min_factors: [u8; PANEL],
 }
 
-/// `weight = scale × factor × (quant − 32)`, with quants from 0 to 63 and a factor for each half of the group.
+/// A tile of the format Q6_K, with `weight = scale × factor × (quant − 32)`. Quants are from 0 to 63, and each half of the group has a factor.
 #[derive(Clone)]
 #[expect(non_camel_case_types, reason = "the format's own name")]
 #[repr(align(64))]
@@ -94,7 +93,7 @@ pub(super) struct Q6_KTile {
     pub factors: [[i8; PANEL]; 2],
 }
 
-/// `weight = scale × quant`, with quants from −128 to 127.
+/// A tile of the format Q8_0, with `weight = scale × quant`. Quants are from −128 to 127.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Q8_0Tile {
@@ -102,12 +101,12 @@ pub(super) struct Q8_0Tile {
     pub scales: [u16; PANEL],
 }
 
-/// Weights as half-precision bits.
+/// A tile of half-precision weights, as bits.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct F16Tile(pub [[u16; PANEL]; GROUP]);
 
-/// Weights as the upper 16 bits of single-precision numbers.
+/// A tile of bfloat16 weights: the upper 16 bits of single-precision numbers.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
@@ -116,9 +115,8 @@ pub(super) struct Bf16Tile(pub [[u16; PANEL]; GROUP]);
 #[repr(align(64))]
 pub(super) struct F32Tile(pub [[f32; PANEL]; GROUP]);
 
-/// A tile, into which `put` packs the weights of one output at a time.
 trait Tile: Clone {
-    /// Size in bytes of a block in the file. A block has `BLOCK_GROUPS` groups.
+    /// The size in bytes of a block in the file. A block has `BLOCK_GROUPS` groups.
     const BLOCK_BYTES: usize;
     const BLOCK_GROUPS: usize = 1;
     const ZERO: Self;
@@ -142,7 +140,6 @@ fn singles(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks::<4>().0.iter().map(|number| f32::from_le_bytes(*number))
 }
 
-/// Packs numbers into a column. Returns false if one of them is not finite.
 fn put_column<T: Copy>(
     tile: &mut [[T; PANEL]; GROUP],
     column: usize,
@@ -200,10 +197,9 @@ impl Tile for Q4_1Tile {
 }
 
 impl Q4_1Tile {
-    /// Bytes of a Q4_0 block in the file.
     const Q4_0_BYTES: usize = 18;
 
-    /// Packs a Q4_0 block: `weight = scale × (quant − 8)`.
+    /// Packs a block of the format Q4_0, whose weights are `scale × (quant − 8)`.
     fn put_q4_0(&mut self, column: usize, block: &[u8], _group: usize) -> bool {
         let scale = f16::from_bits(half_at(block, 0));
         // If −8 × scale exceeds the range of half precision, the minimum is infinite and the tensor is refused.
@@ -233,7 +229,7 @@ impl Tile for Q4_KTile {
             let low = packed[group + 4];
             (low & 15 | packed[group - 4] >> 6 << 4, low >> 4 | packed[group] >> 6 << 4)
         };
-        // 32 bytes hold two groups, the first in the low halves of the bytes and the second in the high halves.
+        // In the file, 32 bytes hold two groups, the first in the low halves of the bytes and the second in the high halves.
         let (bytes, shift) = (&block[16 + group / 2 * 32..][..32], group % 2 * 4);
         let pairs: [u8; 16] = std::array::from_fn(|i| bytes[i] >> shift & 15 | (bytes[i + 16] >> shift & 15) << 4);
         self.quants.put(column, &pairs);
@@ -253,8 +249,8 @@ impl Tile for Q6_KTile {
     const ZERO: Self = Self { quants: NO_WORDS, scales: [0; PANEL], factors: [[0; PANEL]; 2] };
 
     fn put(&mut self, column: usize, block: &[u8], group: usize) -> bool {
-        // For every 128 inputs (four groups), 64 bytes have the low four bits of the quants: two groups in the low halves of the bytes, two
-        // in the high halves. 32 more bytes have the high two bits of the quants: each byte has two bits for each of the four groups.
+        // In the file, 64 bytes have the low four bits of the quants of 128 inputs (four groups): two groups in the low halves of the bytes, two in
+        // the high halves. 32 more bytes have the high two bits of these quants: each byte has two bits for each of the four groups.
         let (part, quarter) = (group / 4, group % 4);
         let low = &block[part * 64 + quarter % 2 * 32..][..32];
         let high = &block[128 + part * 32..][..32];
@@ -339,8 +335,7 @@ impl Matrix {
     /// Packs a tensor of this shape.
     ///
     /// # Errors
-    ///
-    /// The tensor is missing, has another shape or an unsupported format, or a number in it is not finite.
+    /// Fails if the tensor is missing, has another shape or an unsupported format, or has a number that is not finite.
     pub fn load(file: &dyn ModelFile, name: &str, outputs: usize, inputs: usize) -> Result<Self, CpuError> {
         Self::load_rows(file, name, outputs, inputs, 0..outputs)
     }
@@ -348,8 +343,7 @@ impl Matrix {
     /// Packs the rows `rows` of a tensor that has `outputs` rows.
     ///
     /// # Errors
-    ///
-    /// As for [`Matrix::load`].
+    /// Fails for the same reasons as [`Matrix::load`].
     pub fn load_rows(
         file: &dyn ModelFile,
         name: &str,
@@ -386,12 +380,11 @@ impl Matrix {
     }
 }
 
-/// Packs all rows with `T::put`. Returns `None` if a number is not finite.
 fn pack<T: Tile>(data: &[u8], outputs: usize) -> Option<Vec<T>> {
     pack_with(data, outputs, T::BLOCK_BYTES, T::put)
 }
 
-/// Packs all rows. A block of a row has `block_bytes` bytes, and `put` packs one group of a block. Returns `None` if a number is not
+/// Packs all rows of a matrix. A block of a row has `block_bytes` bytes, and `put` packs one group of a block. Returns `None` if a number is not
 /// finite.
 fn pack_with<T: Tile>(
     data: &[u8],

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "NVRTC is a C library")]
 
 use super::{
-    CudaError,
+    CompileTarget, CudaError,
     gpu::Driver,
     shape::{SOURCES, Shape},
 };
@@ -10,7 +10,7 @@ use cudarc::nvrtc::{result, sys};
 use std::{
     ffi::{CStr, CString},
     fs,
-    path::Path,
+    path::{Path, PathBuf},
 };
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -29,6 +29,17 @@ pub(super) fn cubin(shape: &Shape, driver: &Driver, kernels_dir: Option<&Path>) 
         tracing::warn!(folder = %folder.display(), %error, "cannot cache the compiled kernels; every start will compile them");
     }
     Ok(code)
+}
+
+/// Compiles the kernels for this model and a GPU that need not be present. Returns the file in the cache.
+pub(super) fn cubin_for(shape: &Shape, target: &CompileTarget<'_>, folder: &Path) -> Result<PathBuf, CudaError> {
+    let CompileTarget { architecture, driver_version, .. } = *target;
+    let file = folder.join(format!("{}.cubin", key(shape, architecture, driver_version)));
+    if kept(&file).is_none() {
+        let code = compile(shape, architecture)?;
+        keep(folder, &file, &code).map_err(|error| CudaError::Compile { log: error.to_string() })?;
+    }
+    Ok(file)
 }
 
 /// Returns the cache key: a hash of everything that the code depends on.
@@ -99,13 +110,16 @@ fn compiled(program: sys::nvrtcProgram, options: &[String]) -> Result<Vec<u8>, S
 }
 
 #[cfg(test)]
+mod resources;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::cuda::shape::Half;
     use std::io::Write;
     use tandem_model::Pairs;
 
-    const QWEN3_8B: Shape = Shape {
+    pub(super) const QWEN3_8B: Shape = Shape {
         half: Half::BFloat16,
         layers: 36,
         width: 4_096,
@@ -128,11 +142,17 @@ mod tests {
         }
     }
 
+    /// Returns whether the tests can compile kernels. Fails if NVRTC should be present and is not.
+    pub(super) fn nvrtc_is_present() -> bool {
+        // SAFETY: as in `compile`.
+        let present = unsafe { sys::is_culib_present() };
+        assert!(present || std::env::var_os("TANDEM_NVRTC").is_none(), "TANDEM_NVRTC is set, but libnvrtc is not found");
+        present
+    }
+
     #[test]
     fn all_kernels_compile_for_every_architecture() {
-        // SAFETY: as in `compile`.
-        if !unsafe { sys::is_culib_present() } {
-            assert!(std::env::var_os("TANDEM_NVRTC").is_none(), "TANDEM_NVRTC is set, but libnvrtc is not found");
+        if !nvrtc_is_present() {
             let skipped = "SKIPPED: no NVRTC; ci/test.sh fetches it (its part `nvrtc`)";
             writeln!(std::io::stderr(), "{skipped}").unwrap();
             return;

@@ -116,6 +116,10 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Creates another stream on the same device. Both streams use the same memory.
     fn new_stream(&self) -> Result<Self, CudaError>;
 
+    /// Creates another stream as `new_stream` does, for copies. A thread that waits for it sleeps, so that it takes no core from the engine's
+    /// thread.
+    fn new_copy_stream(&self) -> Result<Self, CudaError>;
+
     /// Returns the number of streaming multiprocessors.
     fn multiprocessors(&self) -> usize;
 
@@ -160,9 +164,8 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     /// Returns a handle by which other processes of this host can map the memory that was allocated at this address.
     fn export(&self, address: u64) -> Result<IpcHandle, CudaError>;
 
-    /// Maps memory of another process, which may be on any GPU that this GPU can read. Returns its address and its size in bytes. The
-    /// caller must pass the address to `close` once.
-    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError>;
+    /// Maps memory of another process, which may be on any GPU that this GPU can read. The caller must pass the address to `close` once.
+    fn import(&self, exported: &IpcHandle) -> Result<Imported, CudaError>;
 
     /// Unmaps memory of another process after all work of this stream is done.
     fn close(&self, address: u64);
@@ -186,6 +189,14 @@ pub(super) type CommunicatorId = [u8; 128];
 pub(super) type IpcHandle = [u8; 64];
 /// A region of device memory: address and bytes.
 pub(super) type Region = (u64, usize);
+
+/// Mapped memory of another process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Imported {
+    pub address: u64,
+    /// The size of the memory; `None` if the driver does not report it.
+    pub bytes: Option<usize>,
+}
 
 /// One end of a communicator of two ranks. The lengths of the regions must be the same at both ends. After an error the communicator must
 /// not be used again.

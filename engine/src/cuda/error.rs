@@ -12,6 +12,16 @@ pub enum CudaError {
     /// libcuda is not installed.
     #[error("--engine cuda needs an NVIDIA driver, and libcuda.so.1 is not found; install the driver, or use --engine cpu")]
     NoDriver,
+    /// The driver is older than the first one of CUDA 13. `found` is the CUDA version that it supports, such as 12.8.
+    #[error(
+        "the NVIDIA driver supports CUDA {found}, and --engine cuda needs CUDA 13; install driver R580 or later, or use --engine cpu"
+    )]
+    OldDriver { found: String },
+    /// The dynamic linker has found a library of an older CUDA. `package` is the Python wheel that contains a suitable one.
+    #[error(
+        "{library} is version {found}, and --engine cuda needs 13; put the folder of pip's {package} first in LD_LIBRARY_PATH, or remove the older CUDA from it"
+    )]
+    OldLibrary { library: &'static str, found: String, package: &'static str },
     /// The driver has no GPU with this ordinal.
     #[error(
         "there is no GPU number {device}: the driver has {count} GPUs, numbered from 0; \

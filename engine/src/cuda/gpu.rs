@@ -3,6 +3,7 @@
 //! A library is opened before any of its functions is called, because `cudarc` panics if it is missing.
 #![expect(unsafe_code, reason = "the CUDA driver is a C library")]
 
+mod context;
 mod driver;
 mod gemm;
 mod nccl;
@@ -10,19 +11,20 @@ mod tuning;
 
 use super::{
     CudaError,
-    device::{CommunicatorId, Device, Gemm, IpcHandle, Kernel, Launch, Memory, Operands, Region},
+    device::{CommunicatorId, Device, Gemm, Imported, IpcHandle, Launch, Memory, Operands},
     shape::Shape,
 };
+use context::Context;
 use cudarc::driver::{
     result::{self, DriverError, stream::StreamKind},
     sys,
 };
 pub(super) use driver::Driver;
-use gemm::{ChosenAlgorithms, GemmPlans};
+use gemm::GemmPlans;
 use nccl::{Communicator, Nccl, Rank, RankBuffer};
 use std::{
-    ffi::CString,
     os::raw::{c_char, c_void},
+    ptr::null_mut,
     sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
@@ -47,76 +49,15 @@ fn failed(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
     move |source| CudaError::Driver { doing, source: Box::new(source) }
 }
 
-/// A GPU's primary context with the kernels loaded, shared by the weights and all streams of a model.
-pub(super) struct Context {
-    device: sys::CUdevice,
-    context: sys::CUcontext,
-    module: sys::CUmodule,
-    functions: [sys::CUfunction; Kernel::ALL.len()],
-    multiprocessors: usize,
-    chosen: ChosenAlgorithms,
-}
-
-// SAFETY: the driver allows its handles to be used from any thread.
-unsafe impl Send for Context {}
-// SAFETY: the driver allows its handles to be used by several threads at a time; `chosen` has a lock.
-unsafe impl Sync for Context {}
-
-impl Context {
-    fn open(driver: &Driver, cubin: &[u8], shape: &Shape) -> Result<Self, CudaError> {
-        use sys::{
-            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as PROCESSORS,
-            CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_MAX,
-        };
-        let device = driver.device;
-        let _locked = driver_lock();
-        // SAFETY: the driver returned this device. `cubin` outlives the call and was compiled by NVRTC for this device (or read from a file
-        // with a matching hash). The functions belong to the module, which is unloaded only in `drop`.
-        unsafe {
-            let context = result::primary_ctx::retain(device).map_err(failed("opening a context"))?;
-            result::ctx::set_current(context).map_err(failed("opening a context"))?;
-            let module = result::module::load_data(cubin.as_ptr().cast()).map_err(failed("loading the kernels"))?;
-            let mut functions = [std::ptr::null_mut(); Kernel::ALL.len()];
-            for (function, kernel) in functions.iter_mut().zip(Kernel::ALL) {
-                let name = CString::new(kernel.name()).expect("kernel names contain no NUL");
-                *function = result::module::get_function(module, name).map_err(failed("finding a kernel"))?;
-            }
-            for (kernel, bytes) in [(Kernel::AttendPrompt, shape.prompt_bytes()), (Kernel::AttendToken, shape.token_bytes())] {
-                let set = result::function::set_function_attribute(functions[kernel as usize], SHARED_MAX, bytes as i32);
-                set.map_err(failed("reserving shared memory"))?;
-            }
-            let multiprocessors = result::device::get_attribute(device, PROCESSORS);
-            let multiprocessors = multiprocessors.map_err(failed("querying the GPU's attributes"))?.max(1) as usize;
-            Ok(Self { device, context, module, functions, multiprocessors, chosen: ChosenAlgorithms::default() })
-        }
-    }
-
-    /// Makes the context current for this thread. Every driver call needs this first.
-    fn enter(&self) -> Result<(), CudaError> {
-        // SAFETY: the context lives as long as this value.
-        unsafe { result::ctx::set_current(self.context) }.map_err(failed("setting the current context"))
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        if self.enter().is_ok() {
-            let _locked = driver_lock();
-            // SAFETY: no reference to the functions remains, and module and context are released once. Errors cannot be handled here.
-            unsafe {
-                let _ = result::module::unload(self.module);
-                let _ = result::primary_ctx::release(self.device);
-            }
-        }
-    }
-}
-
-/// A CUDA stream of a GPU, with its own staging memory and cuBLASLt plans.
+/// A CUDA stream of a GPU, with its own staging memory and cuBLASLt plans, which are created at their first use.
 pub(super) struct Gpu {
     // Fields are dropped in this order. cuBLASLt's resources belong to the context, so they are dropped before it.
-    gemms: Mutex<GemmPlans>,
-    staging: Mutex<Staging>,
+    gemms: Mutex<Option<GemmPlans>>,
+    staging: Mutex<Option<Staging>>,
     stream: sys::CUstream,
+    /// The event by which a thread that waits for this stream sleeps. Null if it polls instead, which notices the end of a step some
+    /// microseconds earlier and occupies a core.
+    sleeper: sys::CUevent,
     context: Arc<Context>,
 }
 
@@ -129,6 +70,17 @@ unsafe impl Sync for Gpu {}
 struct Staging(*mut u8);
 
 impl Staging {
+    /// Allocates the memory in the thread's current context.
+    fn new() -> Result<Self, CudaError> {
+        let _locked = driver_lock();
+        // SAFETY: the size is not 0; the bytes are zeroed before they are read, and freed once, when the stream is dropped.
+        unsafe {
+            let bytes: *mut c_void = result::malloc_host(STAGING_BYTES, 0).map_err(failed("allocating pinned host memory"))?;
+            bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
+            Ok(Self(bytes.cast()))
+        }
+    }
+
     fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the pointer refers to `STAGING_BYTES` bytes, zeroed when allocated and freed in `drop` only; `&mut self` excludes other
         // references.
@@ -138,28 +90,63 @@ impl Staging {
 
 impl Gpu {
     /// Opens a GPU, loads the kernels in `cubin`, and creates a first stream.
-    pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape) -> Result<Self, CudaError> {
-        Self::of(Arc::new(Context::open(driver, cubin, shape)?))
+    /// `tuning` is whether GEMM algorithms are timed.
+    pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape, tuning: bool) -> Result<Self, CudaError> {
+        Self::of(Arc::new(Context::open(driver, cubin, shape, tuning)?), false)
     }
 
-    fn of(context: Arc<Context>) -> Result<Self, CudaError> {
+    /// Creates a stream. `sleeps` is whether threads sleep while they wait for it.
+    fn of(context: Arc<Context>, sleeps: bool) -> Result<Self, CudaError> {
         context.enter()?;
         let locked = driver_lock();
         let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("creating a stream"))?;
-        // SAFETY: the size is not 0; the bytes are zeroed before they are read, and freed once, in `drop`.
-        let staging = unsafe {
-            let bytes: *mut c_void = result::malloc_host(STAGING_BYTES, 0).map_err(failed("allocating pinned host memory"))?;
-            bytes.cast::<u8>().write_bytes(0, STAGING_BYTES);
-            Staging(bytes.cast())
-        };
+        // The lock is released here, because dropping `own` takes it.
         drop(locked);
-        let gemms = Mutex::new(GemmPlans::new(Arc::clone(&context.chosen))?);
-        Ok(Self { gemms, staging: Mutex::new(staging), stream, context })
+        let mut own = Self { gemms: Mutex::default(), staging: Mutex::default(), stream, sleeper: null_mut(), context };
+        if sleeps {
+            let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32 | sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+            let locked = driver_lock();
+            // SAFETY: the driver writes one handle, which is destroyed once, in `drop`.
+            let created = unsafe { sys::cuEventCreate(&mut own.sleeper, flags) }.result();
+            drop(locked);
+            created.map_err(failed("creating an event"))?;
+        }
+        Ok(own)
     }
 
+    /// Returns when the stream has no work left.
     fn idle(&self) -> Result<(), CudaError> {
-        // SAFETY: the stream is destroyed in `drop` only.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(failed("executing work"))
+        // SAFETY: stream and event are destroyed in `drop` only. If several threads record the event, each of them waits for the last
+        // record, which includes its own work.
+        let waited = unsafe {
+            if self.sleeper.is_null() {
+                result::stream::synchronize(self.stream)
+            } else {
+                let recorded = result::event::record(self.sleeper, self.stream);
+                recorded.and_then(|()| sys::cuEventSynchronize(self.sleeper).result())
+            }
+        };
+        waited.map_err(failed("executing work"))
+    }
+
+    /// Makes a call with the stream's cuBLASLt plans.
+    fn with_gemms<T>(&self, call: impl FnOnce(&mut GemmPlans) -> Result<T, CudaError>) -> Result<T, CudaError> {
+        self.context.enter()?;
+        let mut gemms = self.gemms.lock().expect("no GEMM call panics");
+        match &mut *gemms {
+            Some(gemms) => call(gemms),
+            none => call(none.insert(GemmPlans::new(self.context.chosen.clone())?)),
+        }
+    }
+
+    /// Makes a call with the stream's staging memory.
+    fn with_staging<T>(&self, call: impl FnOnce(&mut [u8]) -> Result<T, CudaError>) -> Result<T, CudaError> {
+        self.context.enter()?;
+        let mut staging = self.staging.lock().expect("no copy panics");
+        match &mut *staging {
+            Some(staging) => call(staging.bytes()),
+            none => call(none.insert(Staging::new()?).bytes()),
+        }
     }
 }
 
@@ -170,9 +157,14 @@ impl Drop for Gpu {
             let _ = self.idle();
             let staging = self.staging.get_mut().expect("no copy panics");
             let _locked = driver_lock();
-            // SAFETY: the stream is idle, and memory and stream are released once.
+            // SAFETY: the stream is idle, and memory, event and stream are released once.
             unsafe {
-                let _ = result::free_host(staging.0.cast());
+                if let Some(staging) = staging {
+                    let _ = result::free_host(staging.0.cast());
+                }
+                if !self.sleeper.is_null() {
+                    let _ = result::event::destroy(self.sleeper);
+                }
                 let _ = result::stream::destroy(self.stream);
             }
         }
@@ -243,7 +235,13 @@ impl Device for Gpu {
         // Work in flight on this stream, such as copies of weights, must end before the new stream reads the memory that it writes.
         self.context.enter()?;
         self.idle()?;
-        Self::of(Arc::clone(&self.context))
+        Self::of(Arc::clone(&self.context), false)
+    }
+
+    fn new_copy_stream(&self) -> Result<Self, CudaError> {
+        self.context.enter()?;
+        self.idle()?;
+        Self::of(Arc::clone(&self.context), true)
     }
 
     fn multiprocessors(&self) -> usize {
@@ -276,33 +274,33 @@ impl Device for Gpu {
     }
 
     fn upload(&self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        self.context.enter()?;
-        let mut staging = self.staging.lock().expect("no copy panics");
-        for (i, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
-            // Wait until the previous copy has read the staging memory.
-            self.idle()?;
-            let staged = &mut staging.bytes()[..chunk.len()];
-            staged.copy_from_slice(chunk);
-            let to = to + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller allocated the destination. The staging memory is not modified before the copy is done: the next iteration,
-            // or the next call, first waits for the stream.
-            unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
-        }
-        Ok(())
+        self.with_staging(|staging| {
+            for (i, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
+                // Wait until the previous copy has read the staging memory.
+                self.idle()?;
+                let staged = &mut staging[..chunk.len()];
+                staged.copy_from_slice(chunk);
+                let to = to + (i * STAGING_BYTES) as u64;
+                // SAFETY: the caller allocated the destination. The staging memory is not modified before the copy is done: the next
+                // iteration, or the next call, first waits for the stream.
+                unsafe { result::memcpy_htod_async(to, staged, self.stream) }.map_err(failed("copying to the GPU"))?;
+            }
+            Ok(())
+        })
     }
 
     fn download(&self, from: u64, into: &mut [u8]) -> Result<(), CudaError> {
-        self.context.enter()?;
-        let mut staging = self.staging.lock().expect("no copy panics");
-        for (i, chunk) in into.chunks_mut(STAGING_BYTES).enumerate() {
-            let staged = &mut staging.bytes()[..chunk.len()];
-            let from = from + (i * STAGING_BYTES) as u64;
-            // SAFETY: the caller allocated the source; the destination is not accessed before the copy is done.
-            unsafe { result::memcpy_dtoh_async(staged, from, self.stream) }.map_err(failed("copying from the GPU"))?;
-            self.idle()?;
-            chunk.copy_from_slice(staged);
-        }
-        Ok(())
+        self.with_staging(|staging| {
+            for (i, chunk) in into.chunks_mut(STAGING_BYTES).enumerate() {
+                let staged = &mut staging[..chunk.len()];
+                let from = from + (i * STAGING_BYTES) as u64;
+                // SAFETY: the caller allocated the source; the destination is not accessed before the copy is done.
+                unsafe { result::memcpy_dtoh_async(staged, from, self.stream) }.map_err(failed("copying from the GPU"))?;
+                self.idle()?;
+                chunk.copy_from_slice(staged);
+            }
+            Ok(())
+        })
     }
 
     fn wait(&self) -> Result<(), CudaError> {
@@ -356,24 +354,25 @@ impl Device for Gpu {
     }
 
     fn gemm(&self, (gemm, operands): (Gemm, Operands)) -> Result<(), CudaError> {
-        self.context.enter()?;
-        self.gemms.lock().expect("no GEMM call panics").run(gemm, operands, self.stream)
+        self.with_gemms(|gemms| gemms.run(gemm, operands, self.stream))
     }
 
     fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
-        self.context.enter()?;
-        let (began, mut prepared) = (Instant::now(), self.gemms.lock().expect("no GEMM call panics"));
-        for (i, (gemm, operands)) in gemms.iter().enumerate() {
-            if began.elapsed() > limit {
-                tracing::info!(
-                    left = gemms.len() - i,
-                    "the time limit for timing GEMMs is reached; the remaining GEMMs will be timed at their first use"
-                );
-                break;
+        let began = Instant::now();
+        self.with_gemms(|prepared| {
+            for (i, (gemm, operands)) in gemms.iter().enumerate() {
+                if began.elapsed() > limit {
+                    let left = gemms.len() - i;
+                    tracing::info!(
+                        left,
+                        "the time limit for timing GEMMs is reached; cuBLASLt's own choices are used for the others"
+                    );
+                    break;
+                }
+                prepared.prepare(*gemm, *operands, self.stream)?;
             }
-            prepared.prepare(*gemm, *operands, self.stream)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     fn capture(&self, work: impl Fn() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
@@ -388,12 +387,13 @@ impl Device for Gpu {
         let recorded = unsafe { result::stream::end_capture(self.stream) }.map_err(failed("capturing a stream"));
         // SAFETY: the captured graph is destroyed once; the executable graph does not refer to it.
         let graph = recorded.and_then(|recorded| unsafe {
-            let graph = result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0));
+            let graph = worked.and_then(|()| {
+                let graph = result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0));
+                graph.map_err(failed("instantiating a graph"))
+            });
             let _ = result::graph::destroy(recorded);
-            graph.map_err(failed("instantiating a graph"))
-        });
-        worked?;
-        let graph = graph?;
+            graph
+        })?;
         Ok(Graph { graph, context: Arc::clone(&self.context) })
     }
 
@@ -412,7 +412,7 @@ impl Device for Gpu {
         Ok(handle.reserved.map(|byte| byte as u8))
     }
 
-    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
+    fn import(&self, exported: &IpcHandle) -> Result<Imported, CudaError> {
         self.context.enter()?;
         let handle = sys::CUipcMemHandle { reserved: exported.map(|byte| byte as c_char) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -425,11 +425,7 @@ impl Device for Gpu {
         let (mut start, mut bytes) = (0, 0);
         // SAFETY: the address was mapped above; the driver writes two values of these types.
         let measured = unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut bytes, address) }.result();
-        if let Err(error) = measured {
-            self.close(address);
-            return Err(failed("querying the size of another process's memory")(error));
-        }
-        Ok((address, bytes))
+        Ok(Imported { address, bytes: measured.is_ok().then_some(bytes) })
     }
 
     fn close(&self, address: u64) {

@@ -11,6 +11,11 @@ use std::collections::HashMap;
 /// in the driver.
 const GRAPHS_MAX: usize = 256;
 
+/// The number of steps after a failed capture until the next one is tried; it doubles with every failure in a row.
+const PAUSE_MIN: u64 = 64;
+/// The most doublings of the pause, which is then about an hour of steps.
+const PAUSE_DOUBLINGS: u32 = 12;
+
 /// The key of a graph: the numbers of rows and partitions to which a step is padded, and the number of alternative tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bucket {
@@ -18,6 +23,8 @@ pub(super) struct Bucket {
     pub partitions: usize,
     /// The number of alternative tokens for which a row can return logprobs.
     pub top_max: usize,
+    /// Whether the step samples. If a row has a constraint, the tokens are sampled after the step, because masks are uploaded in between.
+    pub samples: bool,
 }
 
 /// One engine's LRU cache of graphs.
@@ -29,8 +36,10 @@ pub(super) struct Graphs<D: Device> {
     entries: HashMap<Bucket, Entry<D>>,
     /// The number of steps so far. `Entry::used` counts in these steps.
     steps: u64,
-    /// Whether a capture has failed. From then on, all steps are launched kernel by kernel.
-    disabled: bool,
+    /// The number of captures that have failed since the last successful one.
+    refused: u32,
+    /// Before this step nothing is captured. Buckets that have no graph yet are launched kernel by kernel.
+    capture_from: u64,
 }
 
 struct Entry<D: Device> {
@@ -44,24 +53,26 @@ struct Entry<D: Device> {
 impl<D: Device> Graphs<D> {
     /// Creates an empty cache for an engine whose buffers hold this many rows and partitions.
     pub fn new(rows_max: usize, partitions_max: usize) -> Self {
-        Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, disabled: false }
+        Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, refused: 0, capture_from: 0 }
     }
 
     /// Returns the bucket of a decode step; `None` for other steps. A step is a decode step if a token is sampled from each of its rows,
     /// because then every chunk is a single token.
-    pub fn bucket(&self, batch: &Batch, top_max: usize) -> Option<Bucket> {
+    pub fn bucket(&self, batch: &Batch, top_max: usize, samples: bool) -> Option<Bucket> {
         let rows = batch.rows();
         let bucket = || Bucket {
             rows: padded_rows(rows).min(self.rows_max),
             partitions: batch.partitions.len().next_power_of_two().min(self.partitions_max),
             top_max,
+            samples,
         };
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
     /// Executes the step that `work` launches. The caller must have padded the step to the size `bucket`. The step reads its lists and
     /// writes its results at `addresses`. A bucket's first step is launched directly. The second one is captured, and its graph is replayed
-    /// from then on. If a capture fails, `work` is called a second time. Its result must then be right as well.
+    /// from then on. If a capture fails, `work` is called a second time. Its result must then be right as well. The next capture is tried
+    /// some steps later, because the reason may pass, such as a lack of memory.
     pub fn run(
         &mut self,
         device: &D,
@@ -69,9 +80,6 @@ impl<D: Device> Graphs<D> {
         addresses: [u64; 2],
         work: impl Fn() -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        if self.disabled {
-            return work();
-        }
         if self.addresses != addresses {
             self.entries.clear();
             self.addresses = addresses;
@@ -87,16 +95,21 @@ impl<D: Device> Graphs<D> {
         if let Some(graph) = &entry.graph {
             return device.replay(graph);
         }
+        if used < self.capture_from {
+            return work();
+        }
         match device.capture(&work).and_then(|graph| device.replay(&graph).map(|()| graph)) {
             Ok(graph) => {
                 entry.graph = Some(graph);
+                self.refused = 0;
                 Ok(())
             }
             // If the capture failed because the device is lost, `work` fails as well and returns that error.
             Err(error) => {
-                tracing::warn!(%error, "cannot capture a CUDA graph; decode steps are launched kernel by kernel, which is slower for small batches");
-                self.disabled = true;
-                self.entries.clear();
+                let pause = PAUSE_MIN << self.refused.min(PAUSE_DOUBLINGS);
+                tracing::warn!(%error, steps = pause, "cannot capture a CUDA graph; such decode steps are launched kernel by kernel, which is slower for small batches, and the next capture is tried after this many steps");
+                self.refused += 1;
+                self.capture_from = used + pause;
                 work()
             }
         }

@@ -60,6 +60,7 @@ impl<D: Device> Inputs<D> {
             lists.tables + u64::from(batch.offset_after_tables()) * 16,
             "offsets of adjustments count from the tables"
         );
+        self.numbers(&sampling.words);
         if self.memory.bytes() < self.bytes.len() {
             self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
         }
@@ -82,7 +83,11 @@ impl<D: Device> Inputs<D> {
 
     fn numbers(&mut self, numbers: &[u32]) -> u64 {
         let place = self.list(&[]);
-        self.bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+        let first = self.bytes.len();
+        // A loop over slices of known length copies many numbers at a time. The block tables of a step may have 100,000 numbers.
+        self.bytes.resize(first + 4 * numbers.len(), 0);
+        let into = self.bytes[first..].as_chunks_mut::<4>().0;
+        into.iter_mut().zip(numbers).for_each(|(into, number)| *into = number.to_le_bytes());
         place
     }
 }

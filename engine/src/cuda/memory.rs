@@ -1,6 +1,10 @@
 //! Computes how a device's memory is divided among the buffers of an engine.
 
-use super::{CudaError, CudaLimits, plan::partitions_max, shape::Shape};
+use super::{
+    CudaError, CudaLimits,
+    plan::{partitions_max, prompt_partitions_max},
+    shape::Shape,
+};
 
 /// Percentage of the free memory (after loading the weights) that engines may use. The rest is for cuBLASLt's workspaces, the kernels'
 /// code, the inputs of steps, and other processes.
@@ -25,7 +29,7 @@ pub(super) struct Sizes {
     pub inner: usize,
     /// Rotary position embedding: cosine and sine for each row and pair of dimensions, 32-bit.
     pub rope: usize,
-    /// Attention outputs per partition and head, not yet normalised, 32-bit.
+    /// Attention outputs per partition and head, not yet normalised, 32-bit; for one-token chunks and for tiles of prompts.
     pub partial_outputs: usize,
     /// Softmax maximum and sum per partition and head, 32-bit.
     pub partial_sums: usize,
@@ -35,7 +39,7 @@ pub(super) struct Sizes {
     pub scratch: usize,
     /// Number of rows of logits that are computed at a time.
     pub head_rows_max: usize,
-    /// The largest number of partitions into which the attention of one step is divided.
+    /// The largest number of partitions into which the attention of the one-token chunks of a step is divided.
     pub partitions_max: usize,
     pub capacity_blocks: u32,
 }
@@ -57,6 +61,7 @@ impl Sizes {
         let DeviceBudget { multiprocessors, free_bytes, communicator_bytes } = budget;
         let rows = limits.step_tokens_max as usize;
         let partitions_max = partitions_max(limits.sequences_max as usize, shape, multiprocessors);
+        let partial = partitions_max + prompt_partitions_max(shape, multiprocessors);
         let head_rows_max = rows.min(HEAD_ROWS_MAX);
         let mut sizes = Self {
             residual: rows * shape.width * 4,
@@ -66,8 +71,8 @@ impl Sizes {
             gates: rows * 2 * shape.ffn * 2,
             inner: rows * shape.ffn * 2,
             rope: rows * shape.head_dim * 4,
-            partial_outputs: partitions_max * shape.query_dim() * 4,
-            partial_sums: partitions_max * shape.heads * 8,
+            partial_outputs: partial * shape.query_dim() * 4,
+            partial_sums: partial * shape.heads * 8,
             logits: head_rows_max * shape.vocab_size * 4,
             scratch: head_rows_max * shape.vocab_size * 4,
             head_rows_max,

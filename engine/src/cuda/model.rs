@@ -5,7 +5,7 @@ use super::{
     device::{Device, Memory},
     shape::Shape,
     shard::Shard,
-    weights::{self, MatrixSlice},
+    weights::{self, MatrixSlice, Origin},
 };
 use crate::cpu::{self, CpuError, weights::vector};
 use std::sync::Arc;
@@ -53,6 +53,7 @@ impl<D: Device> Model<D> {
         block_size: usize,
         shared_max: usize,
         shard: Shard,
+        origin: Origin,
         open: impl FnOnce(&Shape) -> Result<D, CudaError>,
     ) -> Result<Self, CudaError> {
         let config = file.config()?;
@@ -62,7 +63,22 @@ impl<D: Device> Model<D> {
         let device = Arc::new(open(&shape)?);
         let ModelConfig { width, ffn, vocab_size, head_dim, .. } = config;
         let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let matrix = |slices: &[MatrixSlice]| Memory::of(&device, &weights::rows(file, half, slices)?);
+        let pattern = match origin {
+            Origin::File => None,
+            Origin::Drawn => Some(Memory::of(&device, &weights::drawn(half))?),
+        };
+        let matrix = |slices: &[MatrixSlice]| match &pattern {
+            None => Memory::of(&device, &weights::rows(file, half, slices)?),
+            Some(pattern) => {
+                let numbers = slices.iter().map(|slice| slice.rows.len() * slice.columns.len()).sum::<usize>();
+                weights::fill(&device, pattern, numbers * 2)
+            }
+        };
+        // Norms and biases are drawn as ones.
+        let vector = |name: &str, len: usize| match &pattern {
+            None => vector(file, name, len),
+            Some(_) => Ok(vec![1.0; len]),
+        };
         let singles = |numbers: Vec<f32>| Memory::of(&device, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>());
         let layer = |i: usize| {
             let name = |part: &str| format!("blk.{i}.{part}.weight");
@@ -74,10 +90,10 @@ impl<D: Device> Model<D> {
                 columns: shard.range(inputs),
                 ..MatrixSlice::whole(name(part), width, inputs)
             };
-            let norm = |part: &str, len| singles(vector(file, &name(part), len)?);
+            let norm = |part: &str, len| singles(vector(&name(part), len)?);
             let biases = || {
                 let bias = |part: &str, len| {
-                    let all = vector(file, &format!("blk.{i}.{part}.bias"), len)?;
+                    let all = vector(&format!("blk.{i}.{part}.bias"), len)?;
                     Ok::<_, CpuError>(all[shard.range(len)].to_vec())
                 };
                 singles([bias("attn_q", queries)?, bias("attn_k", keys)?, bias("attn_v", keys)?].concat())
@@ -97,7 +113,7 @@ impl<D: Device> Model<D> {
         let frequencies: Vec<u8> = config.rope.frequencies.iter().flat_map(|frequency| frequency.to_le_bytes()).collect();
         let layers = (0..config.layers).map(layer).collect::<Result<_, _>>()?;
         let tokens = |name: &str| matrix(&[MatrixSlice::whole(name.to_owned(), vocab_size, width)]);
-        let (embedding, norm) = (tokens("token_embd.weight")?, singles(vector(file, "output_norm.weight", width)?)?);
+        let (embedding, norm) = (tokens("token_embd.weight")?, singles(vector("output_norm.weight", width)?)?);
         let has_head = !config.tied && shard.rank == 0;
         Ok(Self {
             shape,

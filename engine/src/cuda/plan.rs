@@ -7,9 +7,16 @@ use crate::{Chunk, Logits};
 const PARTITION_POSITIONS_MIN: usize = 256;
 /// The slot number of padding rows. No KV is stored for it. kernels/model.cu has the same constant.
 const NO_SLOT: u32 = u32::MAX;
+/// The most rows of a padded decode step.
+const DECODE_ROWS_MAX: usize = 256;
 /// The number of `attend_token` thread blocks per multiprocessor at which partitions aim. A multiprocessor runs two of them at a time; with
 /// more in its queue, few multiprocessors are idle at the end of a launch.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
+
+/// The minimum number of positions of a tile that one thread block of `attend_prompt` processes, if several share them.
+const PART_POSITIONS_MIN: usize = 512;
+/// The number of `attend_prompt` thread blocks that a multiprocessor runs at a time. Tiles are shared only if there are fewer.
+const PROMPT_BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
 /// The lists that describe a step: its rows (one token each, chunk after chunk), and the work items of the attention kernels.
 #[derive(Debug, Default)]
@@ -20,14 +27,18 @@ pub(super) struct Batch {
     pub slots: Vec<u32>,
     /// The chunks' block tables, concatenated.
     pub tables: Vec<u32>,
-    /// Tiles of prompts, each with its first row, its number of tokens, the position of its first token, and its offset in `tables`. Tiles
-    /// that read the most KV come first.
-    pub tiles: Vec<[u32; 4]>,
+    /// The work of `attend_prompt`'s thread blocks: tiles of prompts, or parts of them. An entry has the tile's first row, its number of
+    /// tokens, the position of its first token, its offset in `tables`, the first position that it reads, the position after the last one,
+    /// its partition (after those of one-token chunks), and the number of parts of its tile, 0 for a whole tile. Entries that read the most
+    /// KV come first.
+    pub tiles: Vec<[u32; 8]>,
     /// Partitions of the KV that the tokens of one-token chunks read, each with its row, its first position, the position after its last
     /// one, and its offset in `tables`.
     pub partitions: Vec<[u32; 4]>,
-    /// The tokens of one-token chunks, for which the results of their partitions are combined, each with its row, its first partition, its
-    /// number of partitions, and an unused number.
+    /// The number of one-token chunks.
+    pub single_tokens: usize,
+    /// The tokens for which the results of several partitions are combined: those of one-token chunks, then those of tiles that several
+    /// thread blocks share. Each entry has the token's row, its first partition, its number of partitions, and an unused number.
     pub combined: Vec<[u32; 4]>,
     /// The rows whose logits are returned.
     pub logit_rows: Vec<u32>,
@@ -39,7 +50,8 @@ impl Batch {
     /// Lays out the chunks of a step, for a device with this many multiprocessors.
     pub fn new(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> Self {
         let mut batch = Self::default();
-        let tile_tokens = Shape::PROMPT_ROWS / shape.group();
+        let tile_tokens = shape.tile_tokens();
+        let mut tiles = Vec::new();
         let partition_positions = partition_positions(chunks, shape, multiprocessors);
         for chunk in chunks {
             let (first_row, table) = (batch.tokens.len() as u32, batch.tables.len() as u32);
@@ -58,9 +70,11 @@ impl Batch {
                 let ends = starts.clone().map(|start| (start + partition_positions).min(end) as u32);
                 batch.partitions.extend(starts.zip(ends).map(|(start, end)| [first_row, start as u32, end, table]));
                 batch.combined.push([first_row, first, batch.partitions.len() as u32 - first, 0]);
+                batch.single_tokens += 1;
             } else {
                 for done in (0..len).step_by(tile_tokens) {
-                    batch.tiles.push([first_row + done, (len - done).min(tile_tokens as u32), chunk.start + done, table]);
+                    let tokens = (len - done).min(tile_tokens as u32);
+                    tiles.push(Tile { row: first_row + done, tokens, position: chunk.start + done, table });
                 }
             }
             let rows = match chunk.logits {
@@ -74,8 +88,34 @@ impl Batch {
                 batch.logit_rows.extend(rows);
             }
         }
-        batch.tiles.sort_by_key(|[row, tokens, position, _]| (std::cmp::Reverse(position + tokens), *row));
+        batch.divide(&tiles, shape, multiprocessors);
         batch
+    }
+
+    /// Divides the tiles into parts if there are too few of them to occupy all multiprocessors, as for a short chunk after a long prefix.
+    fn divide(&mut self, tiles: &[Tile], shape: &Shape, multiprocessors: usize) {
+        let wanted = prompt_parts(shape, multiprocessors);
+        let positions: usize = tiles.iter().map(Tile::end).sum();
+        let mut partition = self.partitions.len() as u32;
+        for tile in tiles {
+            let Tile { row, tokens, position, table } = *tile;
+            let end = tile.end();
+            let parts = (wanted * end / positions).min(end / PART_POSITIONS_MIN).max(1);
+            let each = end.div_ceil(parts).next_multiple_of(Shape::TOKEN_POSITIONS);
+            let parts = end.div_ceil(each) as u32;
+            if parts == 1 {
+                self.tiles.push([row, tokens, position, table, 0, end as u32, 0, 0]);
+                continue;
+            }
+            for part in 0..parts {
+                let begin = part * each as u32;
+                let end = (end as u32).min(begin + each as u32);
+                self.tiles.push([row, tokens, position, table, begin, end, partition + part, parts]);
+            }
+            self.combined.extend((0..tokens).map(|token| [row + token, partition + token * parts, parts, 0]));
+            partition += tokens * parts;
+        }
+        self.tiles.sort_by_key(|tile| (std::cmp::Reverse(tile[5] - tile[4]), tile[0], tile[4]));
     }
 
     pub fn rows(&self) -> usize {
@@ -102,6 +142,31 @@ impl Batch {
     }
 }
 
+/// Consecutive tokens of a prompt, whose attention one thread block of each key head can compute.
+struct Tile {
+    row: u32,
+    tokens: u32,
+    position: u32,
+    table: u32,
+}
+
+impl Tile {
+    /// Returns the position after the last one that the tile reads.
+    fn end(&self) -> usize {
+        (self.position + self.tokens) as usize
+    }
+}
+
+/// Returns the number of tiles, or parts of tiles, whose thread blocks occupy all multiprocessors.
+fn prompt_parts(shape: &Shape, multiprocessors: usize) -> usize {
+    PROMPT_BLOCKS_PER_MULTIPROCESSOR * multiprocessors / shape.kv_heads
+}
+
+/// Returns the maximum number of partitions of tiles that several thread blocks share.
+pub(super) fn prompt_partitions_max(shape: &Shape, multiprocessors: usize) -> usize {
+    prompt_parts(shape, multiprocessors) * shape.tile_tokens()
+}
+
 /// Returns the number of positions in a partition. Unless the minimum applies, it is so small that the partitions of all one-token chunks
 /// occupy all multiprocessors.
 fn partition_positions(chunks: &[Chunk<'_>], shape: &Shape, multiprocessors: usize) -> usize {
@@ -121,6 +186,12 @@ pub(super) fn partitions_max(tokens: usize, shape: &Shape, multiprocessors: usiz
 /// numbers occur. Padding costs hardly any time, because a GEMM of few rows takes as long as reading its weights.
 pub(super) fn padded_rows(rows: usize) -> usize {
     rows.next_multiple_of((rows.next_power_of_two() / 4).max(1))
+}
+
+/// Returns the numbers of rows of prompt steps whose GEMMs are planned in advance: the largest step, a half and a quarter of it, if they are
+/// larger than decode steps.
+pub(super) fn prompt_steps(largest: usize) -> impl Iterator<Item = usize> {
+    [largest, largest / 2, largest / 4].into_iter().filter(|rows| *rows > DECODE_ROWS_MAX)
 }
 
 #[cfg(test)]
@@ -164,7 +235,8 @@ mod tests {
         assert_eq!(batch.logit_rows, [70, 71, 72, 73, 373]);
         assert_eq!(batch.slots[..3], [398 * 16 + 14, 398 * 16 + 15, 397 * 16]);
         let mut attended = vec![0; batch.rows()];
-        for [row, tokens, position, table] in &batch.tiles {
+        for [row, tokens, position, table, begin, end, _, parts] in &batch.tiles {
+            assert_eq!((*begin, *end, *parts), (0, position + tokens, 0), "the tiles are too short to be shared");
             assert!((1..=21).contains(tokens), "a tile has 128 rows of 6 heads at most");
             for token in 0..*tokens {
                 attended[(row + token) as usize] += 1;
@@ -185,9 +257,53 @@ mod tests {
             assert_eq!(next, batch.positions[*row as usize] + 1);
         }
         assert!(attended.iter().all(|times| *times == 1));
-        let ends: Vec<u32> = batch.tiles.iter().map(|[_, tokens, position, _]| tokens + position).collect();
+        let ends: Vec<u32> = batch.tiles.iter().map(|tile| tile[5]).collect();
         assert!(ends.is_sorted_by(|longer, shorter| longer >= shorter), "the longest tiles are first");
         assert!(batch.partitions.len() <= partitions_max(2, &SHAPE, 4));
+    }
+
+    #[test]
+    fn short_chunks_after_long_prefixes_are_divided_among_all_multiprocessors() {
+        let tokens: Vec<u32> = (0..500).collect();
+        let blocks: Vec<BlockId> = (0..8_192).map(BlockId).collect();
+        let batch_of = |chunks: &[(usize, u32)], multiprocessors| {
+            let chunks: Vec<_> =
+                chunks.iter().map(|(len, start)| chunk(&tokens[..*len], *start, &blocks, Logits::None)).collect();
+            Batch::new(&chunks, &SHAPE, multiprocessors)
+        };
+        for chunks in [&[(40, 100_000)][..], &[(1, 9_000), (3, 20_000), (50, 700), (1, 3), (500, 60_000)], &[(2, 510)]] {
+            let batch = batch_of(chunks, 132);
+            assert_eq!(batch.single_tokens, chunks.iter().filter(|(len, _)| *len == 1).count());
+            let shared: Vec<_> = batch.tiles.iter().filter(|tile| tile[7] > 0).collect();
+            let partitions = shared.iter().filter(|tile| tile[4] == 0).map(|tile| tile[1] * tile[7]).sum::<u32>() as usize;
+            assert!(partitions <= prompt_partitions_max(&SHAPE, 132));
+            assert!(batch.tiles.len() <= prompt_parts(&SHAPE, 132).max(chunks.iter().map(|(len, _)| len.div_ceil(21)).sum()));
+            // The number of results that each partition gets, and the positions that each token attends to.
+            let mut written = vec![0; batch.partitions.len() + partitions];
+            let mut attended = vec![0; batch.rows()];
+            for [row, tokens, position, _, begin, end, first, parts] in &batch.tiles {
+                assert!(begin % 64 == 0 && begin < end && *end <= position + tokens);
+                for token in 0..*tokens {
+                    attended[(row + token) as usize] += end - begin;
+                    if *parts > 0 {
+                        written[(first + token * parts) as usize] += 1;
+                    }
+                }
+            }
+            for [row, first, parts, _] in &batch.combined[batch.single_tokens..] {
+                assert!(written[*first as usize..(first + parts) as usize].iter().all(|times| *times == 1));
+                assert!(batch.tiles.iter().any(|tile| tile[7] == *parts && (tile[0]..tile[0] + tile[1]).contains(row)));
+            }
+            assert_eq!(written.iter().sum::<u32>() as usize, partitions, "no partition is written twice");
+            for tile in &batch.tiles {
+                assert_eq!(attended[tile[0] as usize], tile[2] + tile[1], "the parts of a tile cover its positions once");
+            }
+        }
+        // 40 tokens are two tiles; with two key heads, 132 parts would make 264 thread blocks, two for each multiprocessor. Parts consist of
+        // whole tiles of positions, so there are a few less.
+        assert_eq!(batch_of(&[(40, 100_000)], 132).tiles.len(), 129);
+        assert_eq!(batch_of(&[(500, 60_000)], 132).tiles.len(), 120, "24 tiles in 5 parts each");
+        assert_eq!(batch_of(&[(500, 60_000)], 12).tiles.len(), 24, "all multiprocessors have work");
     }
 
     #[test]
@@ -196,6 +312,12 @@ mod tests {
         assert!((1..=256).zip(&occurring).all(|(rows, padded)| (rows..=rows * 3 / 2).contains(padded)));
         occurring.dedup();
         assert_eq!(occurring, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]);
+    }
+
+    #[test]
+    fn gemms_of_full_prompt_steps_are_planned_in_advance() {
+        let planned = |largest| prompt_steps(largest).collect::<Vec<_>>();
+        assert_eq!([planned(8_192), planned(600), planned(64)], [vec![8_192, 4_096, 2_048], vec![600, 300], vec![]]);
     }
 
     #[test]

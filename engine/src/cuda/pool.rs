@@ -3,7 +3,7 @@
 
 use super::{
     CudaError,
-    device::{CommunicatorId, Device, IpcHandle, Memory, PeerCommunicator, Region},
+    device::{CommunicatorId, Device, Imported, IpcHandle, Memory, PeerCommunicator, Region},
 };
 use parking_lot::Mutex;
 use std::{
@@ -137,7 +137,7 @@ impl<D: Device> KvMemory for Pool<D> {
         let handle =
             Handle::from_bytes(handle).ok_or_else(|| unreachable("the IPC handle is invalid or from another version"))?;
         if handle.host != host() || handle.host == [0; 16] {
-            return Err(unreachable("the worker is on another host"));
+            return Err(DeviceTransferError::OtherHost);
         }
         if (handle.block_bytes, handle.shards.len()) != (ours.block_bytes as u64, ours.shards.len()) {
             return Err(unreachable("the worker's KV layout or tensor-parallel degree differs"));
@@ -153,9 +153,9 @@ impl<D: Device> KvMemory for Pool<D> {
         }
         let wanted = u64::from(handle.blocks).saturating_mul(handle.block_bytes);
         for (shard, exported) in ours.shards.iter().zip(&handle.shards) {
-            let (address, bytes) = shard.device.import(exported).map_err(failed)?;
+            let Imported { address, bytes } = shard.device.import(exported).map_err(failed)?;
             peer.addresses.push(address);
-            if (bytes as u64) < wanted {
+            if bytes.is_some_and(|bytes| (bytes as u64) < wanted) {
                 return Err(unreachable("the worker's memory is smaller than the IPC handle says"));
             }
         }

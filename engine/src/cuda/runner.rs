@@ -1,5 +1,7 @@
 //! Runs an engine on one device, or on several devices, each of which computes one rank of the model.
 
+pub(super) mod measure;
+
 use super::{
     CudaError, CudaLimits,
     buffers::{Buffers, Gemms},
@@ -8,7 +10,7 @@ use super::{
     inputs::{self, Inputs, Lists},
     memory::{DeviceBudget, Sizes},
     model::{Layer, Model},
-    plan::{Batch, padded_rows},
+    plan::{Batch, padded_rows, prompt_steps},
     pool::{KvShard, Pool},
     sampling::{LOGPROB_BYTES, SampleInputs},
     shape::Shape,
@@ -20,7 +22,7 @@ use tandem_kv::{BlockId, KvMemory};
 /// Number of layers that are enqueued on several ranks before the host waits for them. While about a thousand launches are pending, the
 /// driver blocks further launches. If an all-reduce then waited for a lost rank, the host would be blocked without an error.
 const LAYERS_IN_FLIGHT: usize = 32;
-/// Time limit for planning the GEMMs of decode steps on one device, which usually takes a second or two.
+/// Time limit for planning GEMMs on one device, which usually takes a few seconds.
 const PREPARE_MAX: Duration = Duration::from_secs(20);
 
 /// Executes one worker's steps.
@@ -65,7 +67,8 @@ impl<D: Device> Runner<D> {
             D::wait_all(&devices.iter().map(|device| &**device).collect::<Vec<_>>())?;
         }
         let rows_max = sizes.head_rows_max.min(limits.sequences_max as usize);
-        ranks.iter().zip(&*models).try_for_each(|(rank, model)| rank.prepare(model, rows_max))?;
+        let prompt_rows = limits.step_tokens_max as usize;
+        ranks.iter().zip(&*models).try_for_each(|(rank, model)| rank.prepare(model, rows_max, prompt_rows))?;
         let graphs = (devices.len() == 1).then(|| Graphs::new(rows_max, sizes.partitions_max));
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
@@ -104,8 +107,8 @@ impl<D: Device> Runner<D> {
         }
         let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
-        if batch.rows() > tokens_max || batch.combined.len() > sequences_max {
-            let (tokens, sequences) = (batch.rows(), batch.combined.len());
+        if batch.rows() > tokens_max || batch.single_tokens > sequences_max {
+            let (tokens, sequences) = (batch.rows(), batch.single_tokens);
             return Err(CudaError::StepTooLarge { tokens, sequences, tokens_max, sequences_max });
         }
         if chunks.is_empty() {
@@ -116,8 +119,9 @@ impl<D: Device> Runner<D> {
             _ => None,
         });
         let requests: Vec<SampleRequest<'_>> = requests.collect();
-        let mut sampling = SampleInputs::new(&requests, &[], batch.offset_after_tables(), self.shape().vocab_size);
-        let bucket = self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max()));
+        let mut sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
+        let bucket =
+            self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max(), sampling.constrained.is_empty()));
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
             sampling.pad(bucket.rows);
@@ -134,6 +138,10 @@ impl<D: Device> Runner<D> {
             Step { model, device: &**device, buffers, kv: kv.address(), batch: &batch, lists }
         };
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
+        let upload_masks = || match sampling.constrained.is_empty() {
+            true => Ok(()),
+            false => steps[0].upload_masks(&sampling, &requests),
+        };
         // After the layers, every rank has the residual stream. Only the first rank has the output head.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
         let (logits, mut tokens) = match (bucket, &mut self.graphs) {
@@ -141,12 +149,17 @@ impl<D: Device> Runner<D> {
                 let Rank { device, inputs, buffers, .. } = &self.ranks[0];
                 graphs.run(device, bucket, [inputs.memory.address(), buffers.sampled.address()], || {
                     layers()?;
-                    first.sample(0, bucket.rows, bucket.top_max)
+                    if bucket.samples { first.sample(0, bucket.rows, bucket.top_max) } else { Ok(()) }
                 })?;
+                if !bucket.samples {
+                    upload_masks()?;
+                    first.sample(0, bucket.rows, bucket.top_max)?;
+                }
                 (Vec::new(), first.read(0, bucket.rows, &sampling)?)
             }
             _ => {
                 layers()?;
+                upload_masks()?;
                 (first.logits(self.sizes.head_rows_max)?, first.sampled_tokens(self.sizes.head_rows_max, &sampling)?)
             }
         };
@@ -202,9 +215,9 @@ impl<D: Device> Rank<D> {
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to. The first layer suffices, because all layers
-    /// have the same shapes.
-    fn prepare(&self, model: &Model<D>, rows_max: usize) -> Result<(), CudaError> {
+    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps. The first
+    /// layer suffices, because all layers have the same shapes.
+    fn prepare(&self, model: &Model<D>, rows_max: usize, prompt_rows: usize) -> Result<(), CudaError> {
         let Some(layer) = model.layers.first() else { return Ok(()) };
         let buffers = &self.buffers;
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
@@ -214,7 +227,11 @@ impl<D: Device> Rank<D> {
             let head = (model.shard.rank == 0).then(|| buffers.head_gemm(model, rows));
             [qkv, attention_out, gates, down].into_iter().chain(head)
         });
-        self.device.prepare(&gemms.collect::<Vec<_>>(), PREPARE_MAX)
+        let prompts = prompt_steps(prompt_rows).flat_map(|rows| {
+            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
+            [qkv, attention_out, gates, down]
+        });
+        self.device.prepare(&gemms.chain(prompts).collect::<Vec<_>>(), PREPARE_MAX)
     }
 
     /// Returns the address of this rank's shard of a block.
@@ -272,7 +289,7 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        let shard = |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_stream()?), kv: Arc::clone(&rank.kv) });
+        let shard = |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_copy_stream()?), kv: Arc::clone(&rank.kv) });
         let shards: Result<_, CudaError> = self.ranks.iter().map(shard).collect();
         let shards = shards
             .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))
@@ -328,14 +345,19 @@ impl<D: Device> Step<'_, D> {
     }
 
     fn feed_forward(&self, index: usize) -> Result<(), CudaError> {
-        let (layer, ffn, rows, buffers) = (&self.model.layers[index], self.model.shape.ffn, self.batch.rows(), self.buffers);
-        self.norm(rows, 0, &layer.ffn_norm)?;
+        let layer = &self.model.layers[index];
+        self.norm(self.batch.rows(), 0, &layer.ffn_norm)?;
         let Gemms { gates, down, .. } = self.gemms(layer);
         self.device.gemm(gates)?;
-        // A thread of the kernel computes eight numbers.
-        let blocks = (rows * ffn / 8).div_ceil(Kernel::Swiglu.threads() as usize);
-        self.launch(Kernel::Swiglu, [blocks, 1, 1], [buffers.gates.address(), buffers.inner.address(), ffn as u64, rows as u64])?;
+        self.swiglu()?;
         self.device.gemm(down)
+    }
+
+    fn swiglu(&self) -> Result<(), CudaError> {
+        let (ffn, rows, buffers) = (self.model.shape.ffn, self.batch.rows(), self.buffers);
+        // A thread of the kernel computes eight numbers.
+        let blocks = (ffn / 8).div_ceil(Kernel::Swiglu.threads() as usize);
+        self.launch(Kernel::Swiglu, [rows, blocks, 1], [buffers.gates.address(), buffers.inner.address(), ffn as u64])
     }
 
     /// Returns the logits of `logit_rows`, computed `each` rows at a time.
@@ -365,20 +387,31 @@ impl<D: Device> Step<'_, D> {
         Ok(tokens)
     }
 
+    /// Uploads the masks of the rows with a constraint, after all work that is enqueued now. So the masks may be computed while that work
+    /// runs.
+    fn upload_masks(&self, sampling: &SampleInputs, requests: &[SampleRequest<'_>]) -> Result<(), CudaError> {
+        let masks = sampling.masks(requests, self.model.shape.vocab_size);
+        self.device.upload(self.lists.tables + 4 * sampling.words_from as u64, &masks)
+    }
+
     /// Enqueues the output head and the sampling for `rows` entries of `sampled_rows` from `first` on, with up to `top_max` alternatives
     /// per row.
     fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
+        self.head(rows, self.lists.sampled_rows + (first * 4) as u64)?;
+        self.launch_sampling(first, rows, top_max)
+    }
+
+    fn launch_sampling(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
         let (buffers, lists) = (self.buffers, &self.lists);
-        self.head(rows, lists.sampled_rows + (first * 4) as u64)?;
         let tokens = buffers.sampled.address();
         let arguments = [
             buffers.logits.address(),
             buffers.scratch.address(),
             self.model.shape.vocab_size as u64,
             lists.sample_settings + SampleInputs::offset(first),
-            // Offsets of adjustments are relative to this address.
+            // Offsets of adjustments and of words are relative to this address.
             lists.tables,
-            0,
+            lists.tables,
             tokens,
             tokens + (rows * LOGPROB_BYTES) as u64,
             top_max as u64,
@@ -407,8 +440,6 @@ impl<D: Device> Step<'_, D> {
     }
 
     fn store_kv(&self, index: usize, layer: &Layer<D>) -> Result<(), CudaError> {
-        /// Heads per thread block of the kernel.
-        const HEADS: usize = 4;
         let shape = &self.model.shape;
         let optional = |memory: &Option<Memory<D>>| memory.as_ref().map_or(0, Memory::address);
         let arguments = [
@@ -422,27 +453,30 @@ impl<D: Device> Step<'_, D> {
             index as u64,
             f32_argument(self.model.eps),
         ];
-        let grid = [self.batch.rows(), (shape.heads + 2 * shape.kv_heads).div_ceil(HEADS), 1];
+        let grid = [self.batch.rows(), (shape.heads + 2 * shape.kv_heads).div_ceil(shape.store_heads()), 1];
         self.launch(Kernel::StoreKv, grid, arguments)
     }
 
-    /// Computes attention: prompts by tiles, single tokens by partitions.
+    /// Computes attention: prompts by tiles, single tokens by partitions. Tiles that several thread blocks share have partitions, too.
     fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
+        let (outs, sums) = (buffers.partial_outputs.address(), buffers.partial_sums.address());
         // The kernels compute exponentials as powers of two.
         let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
         let (tiles, partitions, combined) = (self.batch.tiles.len(), self.batch.partitions.len(), self.batch.combined.len());
         if tiles > 0 {
             let launch =
                 Launch { kernel: Kernel::AttendPrompt, grid: [tiles, shape.kv_heads, 1], shared_bytes: shape.prompt_bytes() };
-            self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.tiles, attended, index as u64, scale])?;
+            let arguments = &mut [qkv, self.kv, lists.tables, lists.tiles, attended, outs, sums, index as u64, scale];
+            self.device.launch(launch, arguments)?;
         }
         if partitions > 0 {
-            let (outs, sums) = (buffers.partial_outputs.address(), buffers.partial_sums.address());
             let grid = [partitions, shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
             let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
             self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.partitions, outs, sums, index as u64, scale])?;
+        }
+        if combined > 0 {
             self.launch(Kernel::Combine, [combined, shape.heads, 1], [outs, sums, lists.combined, attended])?;
         }
         Ok(())

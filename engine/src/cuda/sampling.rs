@@ -1,9 +1,12 @@
 //! Encodes sampling requests for `kernels/sampling.cu`, and decodes its results.
 
 use crate::{SampleRequest, SampledToken, TokenLogprob, TokenLogprobs};
+use tandem_grammar::Mask;
 
 /// Bytes of the kernel's `SampleSettings`.
 const SETTINGS_BYTES: usize = 56;
+/// The size of the kernel's `Adjustment` in words.
+const ADJUSTMENT_WORDS: usize = 4;
 /// Bytes of the kernel's `TokenLogprob`.
 pub(super) const LOGPROB_BYTES: usize = 8;
 /// The numbers of alternatives for which a row of results may have slots. There are few, because the number is part of a CUDA graph's key.
@@ -11,7 +14,7 @@ pub(super) const LOGPROB_BYTES: usize = 8;
 const TOPS: [usize; 3] = [0, 5, 20];
 /// Bytes of a row's results, unless a request asks for more alternatives than the API allows.
 pub(super) const ROW_BYTES: usize = (1 + TOPS[TOPS.len() - 1]) * LOGPROB_BYTES;
-/// The kernel's value for "no logprobs".
+/// The kernel's value for "no logprobs", "no mask" and "the likeliest alternatives".
 const NONE: u32 = u32::MAX;
 
 /// The sampling inputs of a step's rows.
@@ -21,25 +24,47 @@ pub(super) struct SampleInputs {
     pub settings: Vec<u8>,
     /// The kernel's `Adjustment` of each token whose logit is changed, row after row.
     pub adjustments: Vec<u8>,
+    /// Masks and lists of tokens, to which the settings have offsets.
+    pub words: Vec<u32>,
+    /// The rows with a constraint. Their masks come first in `words`, but with all bits 0: they may still be computed, and are uploaded
+    /// shortly before the tokens are sampled.
+    pub constrained: Vec<usize>,
+    /// The offset of `words`, counted in words from where offsets of adjustments count.
+    pub words_from: usize,
     /// The number of alternatives that each row requests; `None` if the row does not even request the sampled token's logprob.
     pub tops: Vec<Option<u32>>,
 }
 
 impl SampleInputs {
-    /// Encodes requests in the order of the rows. `masks` has the offset of each row's mask in 32-bit words; rows beyond the end of `masks`
-    /// have no mask. `first` is the offset of the first adjustment, as a number of adjustments.
-    pub fn new(requests: &[SampleRequest<'_>], masks: &[u32], mut first: u32, vocab_size: usize) -> Self {
+    /// Encodes requests in the order of the rows. `first` is the offset of the first adjustment, as a number of adjustments. The words follow
+    /// the adjustments.
+    pub fn new(requests: &[SampleRequest<'_>], mut first: u32, vocab_size: usize) -> Self {
         let mut all = Self::default();
-        for (row, request) in requests.iter().enumerate() {
+        let mask_words = vocab_size.div_ceil(32);
+        let constrained = (0..requests.len()).filter(|row| requests[*row].is_constrained());
+        all.constrained.extend(constrained);
+        all.words.resize(all.constrained.len() * mask_words, 0);
+        let changes: Vec<Vec<_>> = requests.iter().map(|request| request.adjustments(vocab_size).collect()).collect();
+        let words_from = (first as usize + changes.iter().map(Vec::len).sum::<usize>()) * ADJUSTMENT_WORDS;
+        all.words_from = words_from;
+        let place = |words: &mut Vec<u32>, list: &[u32]| {
+            words.extend(list);
+            (words_from + words.len() - list.len()) as u32
+        };
+        for (row, (request, changes)) in requests.iter().zip(changes).enumerate() {
             let s = request.sampling();
-            let top = s.logprobs.map(|top| top.min(vocab_size as u32));
-            let mask = masks.get(row).map_or(-1, |mask| *mask as i32);
-            let mut adjustments = 0u32;
-            for adjustment in request.adjustments(vocab_size) {
+            let alternatives = Some(s.logprob_token_ids.as_slice()).filter(|tokens| !tokens.is_empty());
+            let top = s.logprobs.map(|top| alternatives.map_or(top.min(vocab_size as u32), |tokens| tokens.len() as u32));
+            let alternatives = alternatives.map_or(NONE, |tokens| place(&mut all.words, tokens));
+            let mask = match all.constrained.binary_search(&row) {
+                Ok(place) => (words_from + place * mask_words) as u32,
+                Err(_) => request.mask(vocab_size).map_or(NONE, |mask| place(&mut all.words, mask.words())),
+            };
+            let adjustments = changes.len() as u32;
+            for adjustment in changes {
                 let numbers = [adjustment.token, adjustment.count, adjustment.seen.into()].map(u32::to_le_bytes);
                 all.adjustments.extend(numbers.as_flattened());
                 all.adjustments.extend(adjustment.bias.to_le_bytes());
-                adjustments += 1;
             }
             let into = &mut all.settings;
             into.extend(request.uniform().to_le_bytes());
@@ -47,8 +72,7 @@ impl SampleInputs {
                 .map(f32::to_le_bytes);
             into.extend(singles.as_flattened());
             into.extend([s.top_k, first, adjustments].map(u32::to_le_bytes).as_flattened());
-            into.extend(mask.to_le_bytes());
-            into.extend([top.unwrap_or(NONE), 0].map(u32::to_le_bytes).as_flattened());
+            into.extend([mask, top.unwrap_or(NONE), alternatives].map(u32::to_le_bytes).as_flattened());
             first += adjustments;
             all.tops.push(top);
         }
@@ -56,11 +80,18 @@ impl SampleInputs {
         all
     }
 
+    /// Returns the masks of the rows with a constraint. Waits until they are computed.
+    pub fn masks(&self, requests: &[SampleRequest<'_>], vocab_size: usize) -> Vec<u8> {
+        let mask = |row: &usize| requests[*row].mask(vocab_size).unwrap_or_else(|| Mask::all(vocab_size));
+        let masks = self.constrained.iter().map(mask);
+        masks.flat_map(|mask| mask.words().iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>()).collect()
+    }
+
     /// Appends padding rows, whose tokens are not read; they are sampled greedily.
     pub fn pad(&mut self, rows: usize) {
         for _ in self.rows()..rows {
-            // All settings are 0, except mask and top, whose values mean that they are absent.
-            self.settings.extend([[0; 44].as_slice(), &[0xff; 8], &[0; 4]].concat());
+            // All settings are 0, except mask, top and alternatives, whose values mean that they are absent.
+            self.settings.extend([[0; 44].as_slice(), &[0xff; 12]].concat());
             self.tops.push(None);
         }
         debug_assert_eq!(self.settings.len(), self.rows() * SETTINGS_BYTES);

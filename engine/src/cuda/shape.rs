@@ -110,10 +110,22 @@ impl Shape {
 
     /// Rows per tile of a prompt: one for each token and each query head that shares the tile's key head.
     pub const PROMPT_ROWS: usize = 128;
+    /// Threads per thread block of `store_kv`.
+    pub const STORE_THREADS: usize = 128;
     /// Query heads per thread block of `attend_token`.
     pub const TOKEN_ROWS: usize = 16;
     /// Positions that a thread block of `attend_token` processes at a time.
     pub const TOKEN_POSITIONS: usize = 64;
+
+    /// Returns the number of tokens in a tile of a prompt.
+    pub fn tile_tokens(&self) -> usize {
+        Self::PROMPT_ROWS / self.group()
+    }
+
+    /// Returns the number of heads that a thread block of `store_kv` stores: a thread has eight elements.
+    pub fn store_heads(&self) -> usize {
+        Self::STORE_THREADS / (self.head_dim / 8).next_power_of_two()
+    }
 
     fn head_pad(&self) -> usize {
         self.head_dim.next_multiple_of(16)

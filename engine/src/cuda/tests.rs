@@ -17,11 +17,12 @@ use super::{
     sampling::{LOGPROB_BYTES, SampleInputs},
     shape::{Half, Shape},
     shard::Shard,
+    weights,
 };
 use crate::{
     Chunk, Engine, EngineError, Logits, SampleRequest, SampledToken, StepOutput,
     cpu::tests::{Random, Sizes, file, gguf, goldens},
-    sampling::{Sampler, Sampling},
+    sampling::{MaskThreads, Prepared, Sampler, Sampling},
 };
 use emulated::Emulated;
 use std::sync::Arc;

@@ -1,9 +1,13 @@
 //! Converts a model's tensors to row-major 16-bit floats.
 
-use super::{CudaError, shape::Half};
+use super::{
+    CudaError,
+    device::{Device, Memory},
+    shape::Half,
+};
 use crate::cpu::{CpuError, weights::Matrix};
 use half::{bf16, f16};
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 use tandem_model::{ModelFile, TensorType};
 
 /// Returns the 16-bit type in which a model is computed. It is the type of the model's weights if that has 16 bits, otherwise bfloat16,
@@ -11,6 +15,41 @@ use tandem_model::{ModelFile, TensorType};
 pub(super) fn half_of(file: &dyn ModelFile) -> Result<Half, CudaError> {
     let kind = file.tensor("blk.0.attn_q.weight")?.kind;
     Ok(if kind == TensorType::F16 { Half::Float16 } else { Half::BFloat16 })
+}
+
+/// Where a model's weights come from. Its configuration always comes from the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    File,
+    /// Random numbers, which are made on the device. Only the file's headers are read, so that the speed of a large model can be measured
+    /// without its weights.
+    Drawn,
+}
+
+/// The bytes of random numbers that are copied to the device; drawn matrices repeat them.
+const DRAWN_BYTES: usize = 4 << 20;
+
+/// Returns random weights with a mean of 0 and a deviation of about 0.02, from which `fill` makes matrices of any size.
+pub(super) fn drawn(half: Half) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let numbers = (0..DRAWN_BYTES / 2).map(|_| {
+        // A linear congruential generator, whose upper bits are random enough for weights.
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 * 0.07 - 0.035
+    });
+    match half {
+        Half::Float16 => numbers.flat_map(|number| f16::from_f32(number).to_le_bytes()).collect(),
+        Half::BFloat16 => numbers.flat_map(|number| bf16::from_f32(number).to_le_bytes()).collect(),
+    }
+}
+
+/// Returns device memory of this size, filled with repetitions of `pattern`.
+pub(super) fn fill<D: Device>(device: &Arc<D>, pattern: &Memory<D>, bytes: usize) -> Result<Memory<D>, CudaError> {
+    let memory = Memory::new(device, bytes)?;
+    for at in (0..bytes).step_by(pattern.bytes()) {
+        device.copy(pattern.address(), memory.address() + at as u64, pattern.bytes().min(bytes - at))?;
+    }
+    Ok(memory)
 }
 
 /// A range of rows and columns of a matrix in the file.
@@ -66,11 +105,13 @@ fn append(file: &dyn ModelFile, half: Half, slice: &MatrixSlice, into: &mut Vec<
         Half::Float16 => 0x7c00,
         Half::BFloat16 => 0x7f80,
     };
-    let finite = into[first..].as_chunks::<2>().0.iter().all(|bits| u16::from_le_bytes(*bits) & exponent != exponent);
-    match (finite, as_it_is) {
-        (true, _) => Ok(()),
-        (false, true) => Err(CpuError::NotFinite { name: name.to_owned() }.into()),
+    // All numbers are looked at even after one that is not finite, so that the compiler can vectorise the loop.
+    let infinite =
+        into[first..].as_chunks::<2>().0.iter().fold(false, |any, bits| any | (u16::from_le_bytes(*bits) & exponent == exponent));
+    match (infinite, as_it_is) {
+        (false, _) => Ok(()),
+        (true, true) => Err(CpuError::NotFinite { name: name.to_owned() }.into()),
         // `load_rows` has checked that all numbers of the matrix are finite, so the conversion to 16 bits overflowed.
-        (false, false) => Err(CudaError::BeyondHalf { name: name.to_owned() }),
+        (true, false) => Err(CudaError::BeyondHalf { name: name.to_owned() }),
     }
 }

@@ -5,16 +5,15 @@ use std::sync::Arc;
 use tandem_kv::{BlockId, BlockWrite, Ticket};
 use tokio::sync::Notify;
 
-/// A write that has ended.
 pub(super) struct EndedWrite {
     pub ticket: Ticket,
     pub indices: Vec<u32>,
-    /// Whether all blocks were written. If not, none of them counts as written.
+    /// True if all blocks were written. Otherwise none of them counts as written.
     pub complete: bool,
 }
 
-/// The ended writes that the engine's thread has not handled yet. There are at most as many writes as blocks in use, because each write has
-/// at least one block that no other write has.
+/// The ended writes that the engine's thread has not handled yet. There are at most as many as blocks in use, because each write has at least one
+/// block that no other write has.
 #[derive(Clone, Default)]
 pub(super) struct EndedWrites(Arc<Mutex<Vec<EndedWrite>>>);
 

@@ -1,10 +1,11 @@
-//! Owns an engine and its scheduler: handles commands, runs steps, and sends events.
+//! The loop of an engine's thread: it handles commands, runs steps, and sends events.
 
 use super::{
     EngineSettings,
     block_write::{EndedWrite, EndedWrites, ReservedWrite},
 };
 use crate::machine::{Action, JobId, Machine};
+use crate::sampling::Prepared;
 use crate::sim::SimClock;
 use crate::{Engine, EngineError, Event, Generate, Prefill, Refusal, WriteRefused, ticket};
 use bytes::Bytes;
@@ -15,17 +16,16 @@ use tandem_kv::{BlockAccess, BlockWrite, KvBatch, Load, Snapshot, StepStats, Tic
 use tokio::sync::{Notify, broadcast, mpsc, mpsc::error::TrySendError, oneshot, watch};
 use tokio::time::Instant;
 
-/// The most events of a job that occur at most once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last
-/// event.
+/// The number of a job's events that occur at most once: `Scheduled` or `Reserved`, `Started`, `PromptLogprobs`, `Computed`, and the last event.
 const SINGLE_EVENTS: usize = 5;
-/// The most batches of KV events by which a slow subscriber may lag. A subscriber that lags further has to start again from a snapshot.
+/// A slow subscriber may lag behind by at most this many batches of KV events. A subscriber that lags further has to start again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
-/// The least time between two checks of the invariants.
+/// Minimum time between two checks of the invariants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(10);
 
 pub(super) enum Command {
     Prefill(Prefill, oneshot::Sender<Result<Accepted, Refusal>>),
-    Generate(Generate, oneshot::Sender<Result<Accepted, Refusal>>),
+    Generate(Box<Generate>, Option<Arc<Prepared>>, oneshot::Sender<Result<Accepted, Refusal>>),
     SendBlocks { job: JobId, indices: Vec<u32>, access: BlockAccess },
     Write { ticket: Ticket, index: u32, payload: Bytes, reply: oneshot::Sender<Result<(), WriteRefused>> },
     BeginWrite { ticket: Ticket, indices: Vec<u32>, reply: oneshot::Sender<Result<Box<dyn BlockWrite>, WriteRefused>> },
@@ -36,7 +36,6 @@ pub(super) enum Command {
 
 pub(super) type Accepted = (JobId, mpsc::Receiver<Event>);
 
-/// The sending end of a job's events.
 struct Subscriber {
     events: mpsc::Sender<Event>,
     /// The number of buffered events at which the job pauses. A prefill never pauses: it holds its blocks whether they were sent or not, so
@@ -49,21 +48,19 @@ pub(super) struct Driver {
     engine: Box<dyn Engine>,
     machine: Machine,
     commands: mpsc::Receiver<Command>,
-    /// The jobs are sorted by id, so that the blocks of several cancelled jobs are always released in the same order.
+    /// Jobs are sorted by id, so that the blocks of several cancelled jobs are always released in the same order.
     jobs: BTreeMap<JobId, Subscriber>,
-    /// The number of buffered events at which a generation pauses, from the settings.
     pub max_buffered_events: usize,
     next_job: JobId,
     wake: Arc<Notify>,
     ended_writes: EndedWrites,
     batches: broadcast::Sender<Arc<KvBatch>>,
     pub load: watch::Sender<Load>,
-    /// Time at which the current step or command began; `None` while the engine is idle.
+    /// The time at which the current step or command began; `None` while the engine is idle.
     pub busy_since: watch::Sender<Option<Instant>>,
     started: Instant,
     sim_clock: SimClock,
     last_audit: Option<Duration>,
-    /// Whether the device has failed permanently.
     is_lost: bool,
 }
 
@@ -100,14 +97,14 @@ impl Driver {
     pub async fn run(mut self) {
         loop {
             self.busy_since.send_replace(Some(Instant::now()));
-            // Only the commands that are queued now are handled: others may arrive meanwhile, and running sequences must not wait for them.
+            // Only the commands that are queued now are handled. Others may arrive meanwhile, and running sequences must not wait for them.
             for _ in 0..self.commands.len() {
                 let Ok(command) = self.commands.try_recv() else { break };
                 self.handle_command(command);
             }
             self.end_writes();
             self.update_backpressure();
-            // The clock is read only once, so that the plan and the wait below agree about which deadlines have passed.
+            // The clock is read only once, so that the plan and the wait for a deadline agree about which deadlines have passed.
             let now = self.now();
             let plan = self.machine.plan(now);
             let succeeded = self.run_actions();
@@ -115,7 +112,7 @@ impl Driver {
                 return;
             }
             if !succeeded {
-                // The sequences of this plan have ended, so it is not executed.
+                // This plan contains sequences that have ended, so it is not executed.
                 continue;
             }
             let Some(plan) = plan else {
@@ -153,7 +150,7 @@ impl Driver {
             if self.is_lost {
                 return;
             }
-            // Yields, so that the other tasks of a simulation's runtime can run between two steps.
+            // Other tasks of a simulation's runtime must be able to run between two steps.
             tokio::task::yield_now().await;
         }
     }
@@ -169,18 +166,18 @@ impl Driver {
                 let blocks = prefill.prompt.len().div_ceil(self.machine.info().block_size as usize);
                 self.accept(reply, blocks, usize::MAX, |machine, job| machine.prefill(job, prefill, now));
             }
-            Command::Generate(generate, reply) => {
+            Command::Generate(generate, prepared, reply) => {
                 // Each sample needs capacity for two more events: one more token in the step that fills the buffer, and its last event.
                 let samples = (generate.samples as usize).max(generate.generated.len());
                 let (max, capacity) = (self.max_buffered_events, self.max_buffered_events + 2 * samples);
-                self.accept(reply, capacity, max, |machine, job| machine.generate(job, generate, now));
+                self.accept(reply, capacity, max, |machine, job| machine.generate_constrained(job, *generate, prepared, now));
             }
             Command::SendBlocks { job, indices, access } => self.machine.send_blocks(job, indices, access),
             Command::BeginWrite { ticket, indices, reply } => {
                 let begun = self.machine.begin_write(ticket, &indices, now);
                 let (ended, wake) = (self.ended_writes.clone(), Arc::clone(&self.wake));
                 let write = |blocks| ReservedWrite { ticket, indices, blocks, complete: false, ended, wake };
-                // If the caller no longer waits, the write is dropped here, which ends the write.
+                // If the caller no longer waits, the write is dropped with the reply, which ends the write.
                 let _ = reply.send(begun.map(|blocks| Box::new(write(blocks)) as _));
             }
             Command::Refuse { ticket, why, reply } => {
@@ -204,7 +201,7 @@ impl Driver {
                 let _ = reply.send(written);
             }
             Command::Watch(reply) => {
-                // The snapshot includes all changes up to now, so earlier subscribers must get them first.
+                // The snapshot includes all changes up to now, so earlier subscribers must receive these changes first.
                 self.publish(None);
                 let _ = reply.send((self.machine.snapshot(), self.batches.subscribe()));
             }
@@ -227,7 +224,7 @@ impl Driver {
             self.jobs.insert(job, Subscriber { events, max_buffered_events, paused: false });
             (job, receiver)
         });
-        // If the caller no longer waits, the receiver is dropped here, which cancels the job.
+        // If the caller no longer waits, the job's receiver is dropped with the reply, which cancels the job.
         let _ = reply.send(accepted);
     }
 
@@ -262,7 +259,6 @@ impl Driver {
         self.machine.fail();
     }
 
-    /// Carries out the machine's actions. Returns false if the device failed at one of them; then all jobs have ended.
     fn run_actions(&mut self) -> bool {
         let mut failure = None;
         for action in self.machine.take_actions() {
@@ -286,7 +282,7 @@ impl Driver {
         }
         let Some(error) = failure else { return true };
         self.fail(&error);
-        // The actions that `Machine::fail` has added only send the last events of the jobs.
+        // `Machine::fail` has added actions that only send the last events of the jobs.
         self.run_actions();
         false
     }
@@ -294,12 +290,11 @@ impl Driver {
     fn emit(&self, job: JobId, event: Event) {
         if let Some(Subscriber { events, .. }) = self.jobs.get(&job) {
             let sent = events.try_send(event);
-            // If the channel is closed, `update_backpressure` cancels the job before the next step.
+            // A closed channel is not an error: `update_backpressure` cancels the job before the next step.
             assert!(!matches!(sent, Err(TrySendError::Full(_))), "a job's channel has capacity for all its events");
         }
     }
 
-    /// Checks the invariants of an idle engine, unless the last check was less than [`AUDIT_INTERVAL`] ago.
     fn audit(&mut self, now: Duration) {
         if self.last_audit.is_none_or(|last| now - last >= AUDIT_INTERVAL) {
             self.last_audit = Some(now);
@@ -314,7 +309,7 @@ impl Driver {
             self.load.send_replace(batch.load.clone());
         }
         if load_changed || step.is_some() || !batch.events.is_empty() || !batch.included_request_ids.is_empty() {
-            // The send fails only if there is no subscriber.
+            // Publishing fails only if there is no subscriber.
             let _ = self.batches.send(Arc::new(batch));
         }
     }

@@ -1,3 +1,4 @@
+mod constrained;
 mod devices;
 mod fairness;
 
@@ -20,7 +21,6 @@ fn start() -> EngineHandle {
     start_with(SimEngine::new(SimSettings::default()), SETTINGS)
 }
 
-/// Starts an engine on a device whose steps take no time.
 fn start_device(device: impl Engine) -> EngineHandle {
     spawn(EngineHandle::simulated(Box::new(device), SimClock::default(), SETTINGS, 7))
 }
@@ -64,7 +64,7 @@ async fn dropped_job_releases_its_blocks() {
 async fn submission_dropped_before_it_resolves_releases_its_blocks() {
     let engine = start();
     let mut submitting = Box::pin(engine.generate(Generate { kv: crate::KvSource::Remote, ..generate(10) }));
-    // Polls `submitting` once, which submits the job. The future is dropped later, after the engine has answered.
+    // The first poll submits the job. The future is dropped later, after the engine has answered.
     std::future::poll_fn(|context| std::task::Poll::Ready(submitting.as_mut().poll(context).is_pending())).await;
     engine.wait_for_load(|load| load.in_use_blocks > 0).await;
     drop(submitting);
@@ -83,7 +83,7 @@ async fn event_stream_ends_after_the_last_sample_has_finished() {
     assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
 }
 
-/// Runs two jobs. The events of one job, which has two samples, are not read. The events of the other job are read.
+/// The events of one job, which has two samples, are not read. The events of the other job are read.
 #[tokio::test(start_paused = true)]
 async fn job_is_paused_while_its_events_are_not_read() {
     const BUFFERED_MAX: usize = 10;
@@ -97,7 +97,6 @@ async fn job_is_paused_while_its_events_are_not_read() {
     let mut unread = engine.generate(two()).await.expect("the job fits in the cache");
     let mut read = engine.generate(generate(200)).await.expect("the job fits in the cache");
     while read.next().await.is_some() {}
-    // Half an hour of simulated time passes, in which steps run.
     tokio::time::sleep(Duration::from_secs(1_800)).await;
     assert!((BUFFERED_MAX..BUFFERED_MAX + 3).contains(&unread.events.len()), "{} events are buffered", unread.events.len());
     let mut received = Vec::new();
@@ -178,7 +177,6 @@ async fn cache_subscriber_receives_every_change_once() {
     assert_eq!(stored, hashes);
 }
 
-/// The step with the long prompt takes five minutes, which counts as a hang. Afterwards the device computes steps again.
 #[tokio::test(start_paused = true)]
 async fn hung_future_resolves_only_while_a_step_exceeds_the_time_limit() {
     let sim = SimSettings { prefill_overhead: Duration::from_secs(300), ..SimSettings::default() };

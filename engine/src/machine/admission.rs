@@ -1,9 +1,10 @@
-//! Submission of jobs, and admission: which waiting sequences get blocks, and when.
+//! Submits jobs, and admits waiting sequences: decides which of them get blocks, and when.
 
 use super::fair::{Shares, due};
 use super::sequence::{JobId, Order, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
 use super::waiting::{Due, PrefixOwner, Queued};
 use super::{Action, Machine, Sampler};
+use crate::sampling::Prepared;
 use crate::{CachedTokens, Event, Generate, Generated, KvSource, Prefill, Refusal};
 use std::{
     cmp::Reverse,
@@ -13,28 +14,27 @@ use std::{
 };
 use tandem_kv::Wanted;
 
-/// How long a sequence waits for a prefix owner that computes its blocks: half the time limit for a first token. An owner takes longer only
-/// if other sequences delay it.
+/// The time for which a sequence waits for a prefix owner that computes its blocks: half the time limit for a first token. A prefix owner takes
+/// longer only if other sequences delay it.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// How long a sequence waits for its prefix owner if the KV of one of the two comes from another worker: half of the time for which the
+/// The time for which a sequence waits for its prefix owner if the KV of one of the two comes from another worker: half of the time for which the
 /// prefill worker of a remote prompt waits for a ticket.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
-/// The number of earlier prompts with which a new prompt is compared, the latest first. It is large enough to detect a burst, and bounds
-/// the work when the queue is long.
+/// A new prompt is compared with this many earlier prompts, the latest first. The number is large enough to detect a burst of equal prompts, and
+/// bounds the work when the queue is long.
 const COMPARED_PROMPTS_MAX: usize = 64;
 
-/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps. So later prompts
-/// leave the blocks to earlier ones. The number is large enough that the ticket of a transfer arrives before its prompt is computed.
+/// A new prompt gets blocks only while the prompts of its account that precede it need less than this many full steps. So later prompts leave the
+/// blocks to earlier ones. The number is large enough that the ticket of a transfer arrives before its prompt is computed.
 const LOOKAHEAD_STEPS: usize = 4;
 
 impl Machine {
     /// Queues a prefill. `job` must be greater than the ids of all earlier jobs.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] if the request can never run on this engine, or the queue is full.
+    /// Returns a [`Refusal`] if the request can never run on this engine, or if the queue is full.
     pub fn prefill(&mut self, job: JobId, prefill: Prefill, now: Duration) -> Result<(), Refusal> {
         prefill.check(&self.info)?;
         self.check_queue()?;
@@ -45,12 +45,23 @@ impl Machine {
         Ok(())
     }
 
-    /// Queues a generation. `job` must be greater than the ids of all earlier jobs.
+    /// Queues a generation without a constraint.
+    #[cfg(test)]
+    pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
+        self.generate_constrained(job, generate, None, now)
+    }
+
+    /// Queues a generation. `job` must be greater than the ids of all earlier jobs. `prepared` is the compiled constraint, if there is one.
     ///
     /// # Errors
-    ///
-    /// [`Refusal`] if the request can never run on this engine, or the queue is full.
-    pub fn generate(&mut self, job: JobId, generate: Generate, now: Duration) -> Result<(), Refusal> {
+    /// Returns a [`Refusal`] if the request can never run on this engine, or if the queue is full.
+    pub fn generate_constrained(
+        &mut self,
+        job: JobId,
+        generate: Generate,
+        prepared: Option<Arc<Prepared>>,
+        now: Duration,
+    ) -> Result<(), Refusal> {
         generate.check(&self.info)?;
         self.check_queue()?;
         let len_max = generate.len_max(&self.info);
@@ -66,7 +77,7 @@ impl Machine {
             KvSource::Handle => return Err(Refusal::Unsupported("this worker's engine cannot pull KV with a KV handle".into())),
         };
         let prompt = Prompt {
-            sampler: Sampler::new(generate.sampling, &generate.prompt),
+            sampler: Sampler::new(generate.sampling, &generate.prompt).with_constraint(prepared),
             samples,
             boundary,
             len_max,
@@ -83,7 +94,7 @@ impl Machine {
     }
 
     fn check_queue(&self) -> Result<(), Refusal> {
-        // Only new sequences count. Preempted sequences were accepted before, and clients that do not read may keep many of them in the
+        // Preempted sequences do not count towards the limit: they were accepted before, and clients that do not read may keep many of them in the
         // queue.
         if self.waiting.len_new() >= self.settings.queue_max as usize { Err(Refusal::Full) } else { Ok(()) }
     }
@@ -96,8 +107,8 @@ impl Machine {
             let earlier = self.waiting.iter().rev().map(|queued| &queued.sequence).chain(self.running.iter().rev());
             let computed_here = earlier.filter(|other| other.computes_prompt() && other.namespace == sequence.namespace);
             let prefixes = computed_here.take(COMPARED_PROMPTS_MAX).map(|other| (other.job, sequence.in_common(other, size)));
-            // If the new sequence has an equally long prefix in common with several jobs, the latest of them is expected to compute the
-            // prefix. So if one job of a burst is cancelled, only the job after it loses its expected prefix.
+            // If the new sequence has an equally long common prefix with several jobs, the latest of them is expected to compute the prefix. So if
+            // one job of a burst is cancelled, only the job after it loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
         let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
@@ -109,7 +120,6 @@ impl Machine {
         self.waiting.push(Queued { sequence, cached_blocks, expected_prefix, prefix_owner: None });
     }
 
-    /// Returns how many leading blocks of a sequence are cached now.
     pub(super) fn cached_prefix(&self, sequence: &Sequence) -> usize {
         let reuse_max = sequence.reuse_max_blocks(self.info.block_size as usize);
         self.cache.overlap(&sequence.namespace, &sequence.tokens, reuse_max as u32) as usize
@@ -141,7 +151,6 @@ impl Machine {
         while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
-    /// Admits candidates. Returns true if a sequence was preempted: that sequence waits again, so the order has changed.
     fn admit_in_order(&mut self, now: Duration) -> bool {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
@@ -160,7 +169,7 @@ impl Machine {
             let Some(candidate) = account.next.take() else { continue };
             let job = candidate.job();
             if shares.before(&account.account, job) >= self.settings.batch_max as usize {
-                // The account's other candidates come even later in the fair order, so none of them is tried.
+                // The account's other candidates come later in the fair order, so they cannot be admitted either.
                 continue;
             }
             match self.admit_one(candidate, &shares, now) {
@@ -192,8 +201,9 @@ impl Machine {
         let (account, job) = (Arc::clone(&sequence.account), sequence.job);
         let size = self.info.block_size as usize;
         let len_blocks = sequence.target().div_ceil(size);
-        // Spare blocks: one for each growing sequence before the candidate, and one if the candidate's last prompt token begins a block.
-        // Without spare blocks the candidate would preempt one of those sequences in the next step, or would be preempted itself.
+        // The candidate is admitted only if one spare block remains for each growing sequence before it, and one for itself if its last prompt token
+        // begins a block. Without these spare blocks, the candidate would preempt one of those sequences in the next step, or would be preempted
+        // itself.
         let grows_next = matches!(sequence.role, Role::Prompt(_)) && sequence.target().is_multiple_of(size);
         let wanted = Wanted {
             reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
@@ -214,7 +224,6 @@ impl Machine {
         self.start(sequence, first_time, now)
     }
 
-    /// Starts one more sample of a prompt whose KV is complete.
     fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admission {
         let parent = self.forking.iter().find(|parent| parent.job == job && !parent.paused);
         let Some(parent) = parent else { return Admission::Deferred };
@@ -276,7 +285,7 @@ impl Machine {
         let owners = running.iter().chain(reserved.iter()).filter(in_progress).filter_map(|other| {
             let blocks = sequence.in_common(other, size);
             let (gained, awaited) = (blocks.checked_sub(other.committed)?, other.blocks.len() - other.committed);
-            // Received blocks can be matched only when all of them have been received. So waiting for a remote prompt pays only if at least
+            // Received blocks can be matched only when all of them have been received. So waiting for a remote prompt saves work only if at least
             // half of the awaited blocks are shared.
             let pays = gained > 0 && (!other.is_remote() || gained * 2 >= awaited);
             pays.then_some(PrefixOwner { order: other.order, blocks, waiting_since })
@@ -289,7 +298,6 @@ impl Machine {
         owner.is_some()
     }
 
-    /// Starts a sequence that has just got its blocks.
     fn start(&mut self, sequence: Sequence, first_time: bool, now: Duration) -> Admission {
         let job = sequence.job;
         if sequence.is_remote() {
@@ -308,7 +316,6 @@ impl Machine {
     }
 }
 
-/// The result of an attempt to admit a candidate.
 enum Admission {
     /// The candidate takes part in the next steps.
     Runs,
@@ -327,7 +334,6 @@ enum Admission {
 #[derive(Clone, Copy)]
 enum Candidate {
     Preempted(Order),
-    /// A sample of a forking job.
     Sample(JobId),
     New(Due),
 }
@@ -340,11 +346,10 @@ impl Candidate {
     }
 }
 
-/// An account's candidates during one round of admission.
+/// The candidates of an account during one round of admission.
 struct AccountCandidates {
     account: Arc<str>,
     next: Option<Candidate>,
-    /// The samples and preempted sequences that were deferred in this round, by their order.
     skipped: BTreeSet<Order>,
     /// The new prompt that was tried last; `None` if no new prompt was tried in this round.
     new_after: Option<Due>,

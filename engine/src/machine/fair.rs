@@ -1,11 +1,10 @@
-//! Fair sharing of a worker between accounts and requests. Pure: no clocks, no blocks.
+//! Shares a worker fairly between accounts and requests, without clocks and blocks.
 //!
-//! Three rules, explained in ADR 021:
-//! - *Places in a step* are held for as long as a sequence runs: [`Shares`] gives each account one place in rotation and, inside an
-//!   account, each request one place in rotation, until all places are taken. This order decides which sequence is next and which is last.
+//! ADR 021 explains the three rules:
+//! - *Places in a step* are held for as long as a sequence runs: [`Shares`] gives each account one place in rotation and, inside an account, each
+//!   request one place in rotation, until all places are taken. This order decides which sequence is next and which is last.
 //! - *Prompt tokens* are spent: [`RoundRobin`] allots each step's tokens to accounts by deficit round robin (Shreedhar and Varghese 1996).
-//! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device
-//!   equally.
+//! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device equally.
 
 use super::sequence::JobId;
 use std::{
@@ -13,33 +12,31 @@ use std::{
     sync::Arc,
 };
 
-/// The number of an account's prompt tokens that are computed before the next account's round. It is about the length of a short prompt, so
-/// that a short prompt is computed in the first step after its arrival. With a larger quantum, long prompts of other accounts would delay
-/// short prompts.
+/// In each round, this many prompt tokens of an account are computed before those of the next account. It is about the length of a short prompt, so
+/// that a short prompt is computed in the first step after its arrival. With a larger quantum, long prompts of other accounts would delay short
+/// prompts.
 pub(super) const QUANTUM_TOKENS: usize = 256;
 
-/// Returns when a prompt of `cost` tokens is due, in prompt tokens computed by this worker since its start. Prompts of one account are
-/// computed one after another in this order.
+/// Returns the time at which a prompt of `cost` tokens is due. Time is counted in prompt tokens that this worker has computed since its start.
 ///
-/// The prompt is due when it would be done if all prompts of its account were computed at the same speed: at `computed`, plus its own cost,
-/// plus the tokens of each other prompt that would be computed by then. `others` has the remaining tokens of the account's other prompts.
-/// So equal prompts are computed in the order of their arrival. A short prompt precedes a long one, but short prompts that arrive later do
-/// not do so forever, because `computed` grows beyond the due value of the long prompt.
+/// The prompt is due when it would be done if all prompts of its account were computed at the same speed: at `computed`, plus its own cost, plus the
+/// tokens of each other prompt that would be computed by then. `others` has the remaining tokens of the account's other prompts. So equal prompts are
+/// computed in the order of their arrival. A short prompt precedes a long one. Short prompts that arrive later do not delay a long prompt forever,
+/// because `computed` grows until it exceeds the time at which the long prompt is due.
 pub(super) fn due(computed: u64, cost: usize, others: impl Iterator<Item = usize>) -> u64 {
     computed + (others.map(|other| other.min(cost)).sum::<usize>() + cost) as u64
 }
 
 /// The number of sequences that hold a place in the steps, by account and request.
 ///
-/// The *fair order* of an account's sequences: the first sequence of each of its requests, the oldest request first, then the second
-/// sequence of each, and so on. The fair order of all sequences: the first of each account, then the second of each account, and so on.
+/// The *fair order* of an account's sequences begins with the first sequence of each of its requests, the oldest request first; the second sequence
+/// of each follows, and so on. The fair order of all sequences begins with the first sequence of each account; the second of each follows, and so on.
 #[derive(Debug, Default)]
 pub(super) struct Shares(BTreeMap<Arc<str>, Share>);
 
 #[derive(Debug, Default)]
 struct Share {
     total: usize,
-    /// The number of sequences of each job that has at least one.
     jobs: BTreeMap<JobId, usize>,
 }
 
@@ -61,15 +58,14 @@ impl Shares {
         share.jobs.iter().map(|(other, count)| (*count).min(own + usize::from(*other < job))).sum()
     }
 
-    /// Returns how many sequences would precede one more sequence of this job in the fair order. Among the sequences at the same position
-    /// in their accounts, those of other accounts are assumed to precede.
+    /// Returns how many sequences would precede one more sequence of this job in the fair order. If sequences have the same position in their
+    /// accounts, those of other accounts are assumed to precede.
     pub fn before(&self, account: &str, job: JobId) -> usize {
         let own = self.before_in_account(account, job);
         let others = self.0.iter().filter(|(other, _)| ***other != *account);
         own + others.map(|(_, share)| share.total.min(own + 1)).sum::<usize>()
     }
 
-    /// Returns the job of the last sequence in the fair order; `None` if there are no sequences.
     pub fn last(&self) -> Option<JobId> {
         let last_of = |share: &Share| share.jobs.iter().map(|(job, count)| (*count, *job)).max();
         let accounts = self.0.values().filter_map(|share| Some((share.total, last_of(share)?.1)));
@@ -99,7 +95,6 @@ pub(super) fn fair_order(sequences: &[(&str, JobId)]) -> Vec<usize> {
     rounds.into_iter().map(|(_, _, index)| index).collect()
 }
 
-/// Deficit round robin over the accounts that have prompt tokens to compute.
 #[derive(Debug, Default)]
 pub(super) struct RoundRobin(VecDeque<Round>);
 
@@ -110,7 +105,6 @@ struct Round {
     credit: usize,
 }
 
-/// Prompt tokens that one sequence has to compute.
 #[derive(Clone, Debug)]
 pub(super) struct Demand {
     pub account: Arc<str>,
@@ -118,7 +112,7 @@ pub(super) struct Demand {
 }
 
 impl RoundRobin {
-    /// Splits a step's `budget` of tokens: returns the tokens for each demand, by its index. The demands of one account are met one after
+    /// Splits a step's `budget` of tokens. Returns the number of tokens for each demand, by its index. The demands of one account are met one after
     /// another, in their order. An account without further demands leaves the rotation and loses the rest of its quantum.
     pub fn allot(&mut self, demands: &[Demand], mut budget: usize) -> Vec<usize> {
         let mut allotted = vec![0; demands.len()];

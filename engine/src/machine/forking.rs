@@ -1,7 +1,7 @@
 //! Forks a prompt into its samples.
 //!
-//! A prompt whose KV is complete stays in `forking` with its blocks, and starts one more sample whenever the fair order has a place for it.
-//! So a request holds the blocks of one prompt and of its running samples, however many samples it has.
+//! A prompt whose KV is complete stays in `forking` with its blocks, and starts one more sample whenever the fair order has a place for it. So a
+//! request holds the blocks of its prompt and of its running samples only, however many samples it has.
 
 use super::{
     Action, Machine,
@@ -31,15 +31,20 @@ impl Machine {
             self.actions.push(Action::Emit(job, Event::PromptLogprobs(logprobs.rows)));
         }
         let (boundary, len_max) = (prompt.boundary, prompt.len_max);
-        let at_limit = |generated: &mut Generated| boundary + generated.tokens.len() >= len_max;
-        let finished: Vec<Generated> = prompt.samples.extract_if(.., at_limit).collect();
+        let end = |Generated { sample, tokens }: &Generated| match boundary + tokens.len() >= len_max {
+            _ if prompt.sampler.is_complete_from_start(*sample) => Some(FinishReason::Complete),
+            true => Some(FinishReason::Length),
+            false => None,
+        };
+        let finished: Vec<(u32, FinishReason)> = prompt.samples.iter().filter_map(|of| Some((of.sample, end(of)?))).collect();
+        prompt.samples.retain(|of| !finished.iter().any(|(sample, _)| *sample == of.sample));
         if prompt.samples.is_empty() {
             release(&mut self.cache, &mut parent);
         } else {
             self.forking.push(parent);
         }
-        for Generated { sample, .. } in finished {
-            self.finish(job, sample, FinishReason::Length);
+        for (sample, reason) in finished {
+            self.finish(job, sample, reason);
         }
     }
 
@@ -54,7 +59,7 @@ impl Machine {
         let prompt = prompt_of(parent);
         let last = prompt.samples.len() == 1;
         let known = prompt.boundary + prompt.samples[0].tokens.len();
-        // A sample that begins with the last prompt token gets the block for this token when it grows.
+        // If a sample begins with the last prompt token, the block for this token is allocated when the sample grows.
         let known_blocks = if known == prompt_len { 0 } else { known.div_ceil(size) };
         let fresh = held.max(known_blocks) - if last { held } else { full };
         let counts = self.cache.counts();
@@ -92,7 +97,6 @@ impl Machine {
         release(&mut self.cache, &mut parent);
     }
 
-    /// Preempts the youngest forking prompt; returns whether there was one.
     pub(super) fn preempt_youngest_forking(&mut self) -> bool {
         let Some(youngest) = self.forking.len().checked_sub(1) else { return false };
         self.preempt_forking(youngest);
@@ -115,11 +119,10 @@ impl Machine {
     }
 }
 
-/// Returns a sample, without blocks, of a prompt whose KV is complete.
 fn sample_of(parent: &mut Sequence, generated: Generated) -> Sequence {
     let Prompt { sampler, boundary, len_max, .. } = prompt_of(parent);
     let (boundary, number) = (*boundary, generated.sample);
-    let sampler = sampler.for_sample(number).resumed(&generated.tokens);
+    let sampler = sampler.for_sample(number, &generated.tokens);
     let role = Role::Sample(Box::new(Sample { number, sampler, len_max: *len_max }));
     let tokens = [&parent.tokens[..boundary], &generated.tokens].concat();
     Sequence {

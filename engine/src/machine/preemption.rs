@@ -1,4 +1,4 @@
-//! Growth of running sequences, and preemption: decides which sequences release their blocks when no block is free.
+//! Lets running sequences grow, and preempts sequences: decides which sequences release their blocks when no block is free.
 
 use super::{
     Machine,
@@ -9,9 +9,8 @@ use super::{
 };
 
 impl Machine {
-    /// Allocates the block that the next token of each running sequence needs. While no block is free, one of the following releases its
-    /// blocks, the first one that exists: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the
-    /// fair order.
+    /// Allocates the block that the next token of each running sequence needs. While no block is free, a sequence releases its blocks. The order of
+    /// preference is: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair order.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -33,10 +32,10 @@ impl Machine {
 
     /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// A paused sequence is preempted first. Otherwise the last sequence in the fair order is preempted, if its owner has more than its
-    /// share. An owner is an account; if both sequences belong to one account, an owner is a request. An owner has more than its share if
-    /// afterwards it still has at least as many sequences as the owner of `job`, and if it now holds more blocks than the owner of `job`
-    /// will hold. So each owner keeps its first sequence, and two owners never preempt each other alternately.
+    /// A paused sequence is preempted first. Otherwise the last sequence in the fair order is preempted, if its owner has more than a fair share. An
+    /// owner is an account; if both sequences belong to one account, an owner is a request. An owner has more than a fair share if two conditions
+    /// hold. After the preemption it still has at least as many sequences as the owner of `job`. Before the preemption it holds more blocks than the
+    /// owner of `job` will hold. So each owner keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
@@ -55,8 +54,6 @@ impl Machine {
         preempts
     }
 
-    /// Returns the index of the running sequence that is last in the fair order; `None` if there is none. Sequences of the job `excluded`
-    /// are ignored.
     fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
         let mut shares = Shares::default();
         for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {
@@ -66,13 +63,12 @@ impl Machine {
         self.running.iter().rposition(|sequence| sequence.job == job)
     }
 
-    /// Counts the in-flight sequences that satisfy `is_owned`, and their blocks.
     fn holdings(&self, is_owned: impl Fn(&Sequence) -> bool) -> Holdings {
         let mut holdings = Holdings::default();
         let mut previous = None;
         for sequence in self.running.iter().chain(&self.reserved).filter(|sequence| is_owned(sequence)) {
             holdings.sequences += 1;
-            // The samples of a job share the full blocks of its prompt, so these are counted only once.
+            // The samples of a job share the full blocks of its prompt, so these blocks are counted only once.
             let shared = if previous == Some(sequence.job) { sequence.prompt_len / self.info.block_size as usize } else { 0 };
             holdings.blocks += sequence.blocks.len().saturating_sub(shared);
             previous = Some(sequence.job);
@@ -95,20 +91,20 @@ impl Machine {
     fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         release(&mut self.cache, &mut sequence);
-        // The records of the computed chunks are dropped, because these chunks are computed again or their blocks are found in the cache.
+        // The records of the computed chunks are dropped, because the chunks are computed again or their blocks are found in the cache.
         sequence.chunks.clear();
         self.preemptions += 1;
         self.requeue(sequence);
     }
 
-    /// Queues a sequence that has released its blocks. It precedes all sequences of its account that have not had blocks yet.
+    /// Queues a sequence that has released its blocks. It precedes all sequences of its account that have never had blocks.
     pub(super) fn requeue(&mut self, mut sequence: Sequence) {
         sequence.computed = 0;
         sequence.committed = 0;
         if let Role::Prompt(prompt) = &mut sequence.role
             && let Some(logprobs) = &mut prompt.logprobs
         {
-            // The prompt's logprobs are computed again. The first row stays: it belongs to the first token, which has no logprob.
+            // The prompt's logprobs are computed again. The first row stays, because the first token never has a logprob.
             logprobs.rows.truncate(1);
         }
         let cached_blocks = self.cached_prefix(&sequence);
@@ -123,9 +119,9 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Returns whether the owner of `self` may lose a sequence, so that the owner of `other` gains one with `blocks` blocks. Afterwards the
-    /// owner of `self` must still have at least as many sequences as the owner of `other`. And the owner of `self` must now have more
-    /// blocks than the owner of `other` has afterwards.
+    /// Returns whether the owner of `self` may lose a sequence so that the owner of `other` gains one with `blocks` blocks. Afterwards the owner of
+    /// `self` must still have at least as many sequences as the owner of `other`. In addition, the owner of `self` must now have more blocks than the
+    /// owner of `other` has afterwards.
     fn exceed(self, other: Self, blocks: usize) -> bool {
         self.sequences >= other.sequences + 2 && self.blocks > other.blocks + blocks
     }

@@ -1,9 +1,9 @@
-//! The speed of the device: a fixed time for each step and a time for each token, fitted to the latest steps.
+//! Estimates the speed of the device from the latest steps: a fixed time for each step and a time for each token.
 //!
-//! There are two linear functions (*lines*): the time for a number of prompt tokens, and the time for a number of decoding sequences. Each
-//! is fitted by weighted least squares. If a step computes both, each line is fitted to the step's duration minus the time that the other
-//! line predicts. Without enough steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per
-//! token says nothing about a longer prompt.
+//! There are two linear functions (*lines*): the time for a number of prompt tokens, and the time for a number of decoding sequences. Each is fitted
+//! by weighted least squares. If a step computes both, each line is fitted to the step's duration minus the time that the other line predicts.
+//! Without enough steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per token says nothing about a
+//! longer prompt.
 
 use tandem_kv::StepStats;
 
@@ -15,20 +15,20 @@ pub(super) struct Rates {
     prefill_measurements: u64,
 }
 
-/// The factor by which the weights of older steps are multiplied after each full chunk of prompt tokens, or after each step with decoding
+/// The factor by which the weights of older steps are multiplied after each long step with prompt tokens, or after each step with decoding
 /// sequences.
 const DECAY: f64 = 0.9;
 
-/// The number of tokens from which a step counts as long. Shorter steps have about equal weights. The times of longer steps vary more, so
-/// their weights decrease with the square of their length. If the mean length of the steps is at least this number, there is a rate even if
-/// all steps are equally long, because then the fixed time is small compared with the time for the tokens.
+/// A step with at least this many prompt tokens counts as long. Shorter steps have about equal weights. The times of longer steps vary more, so their
+/// weights decrease with the square of their length. If the mean length of the steps is at least this number, there is a rate even if all steps are
+/// equally long, because then the fixed time is small compared with the time for the tokens.
 const LONG_STEP_TOKENS: f64 = 64.0;
 
-/// A slope is determined only if the lengths differ enough: the weighted sum of their squared deviations from the mean must reach this
-/// number. A very long step among many steps of a few tokens adds about four times as much.
+/// A line's slope is determined only if the lengths of the steps differ enough: the weighted sum of their squared deviations from the mean must reach
+/// this number. A very long step among many steps of a few tokens adds about four times as much.
 const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
-/// The number of its standard errors that a slope must exceed to be significant.
+/// A slope is significant if it exceeds its standard error at least by this factor.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
@@ -44,12 +44,13 @@ impl Rates {
         // the step.
         let decode_part = || self.decode.line().map(|line| line.seconds(sequences)).or(self.decode.mean());
         let prefill_seconds = if sequences > 0.0 { decode_part().map(|part| seconds - part) } else { Some(seconds) };
-        let prefill_part = || self.prefill.line().map(|line| line.seconds(tokens));
+        let prefill_part = || self.prefill.line().or_else(|| self.prefill.scaled()).map(|line| line.seconds(tokens));
         let decode_seconds = if tokens > 0.0 { prefill_part().map(|part| seconds - part) } else { Some(seconds) };
         if let Some(prefill_seconds) = prefill_seconds.filter(|seconds| tokens > 0.0 && *seconds > 0.0) {
-            // The evidence decays with tokens, not with steps, so that many steps of a few tokens do not displace a long step.
-            let is_added = self.prefill.record(tokens, prefill_seconds, DECAY.powf(tokens / f64::from(chunk_budget)));
+            // Short steps let the evidence decay only in proportion to their tokens, so that many of them do not displace a long step.
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
+            let decay = if is_long { DECAY } else { DECAY.powf(tokens / f64::from(chunk_budget)) };
+            let is_added = self.prefill.record(tokens, prefill_seconds, decay);
             self.prefill_measurements += u64::from(is_added && is_long);
         }
         // In a step with a long chunk, the decode time is the small difference between the duration and the predicted prefill time, and may
@@ -85,11 +86,14 @@ impl Rates {
 /// The length of a step (prompt tokens or decoding sequences) and its duration in seconds.
 type Observation = (f64, f64);
 
-/// Weighted least squares over steps, with decaying weights: `y` seconds as a linear function of `x` tokens or sequences.
+/// Weighted least squares over steps, with decaying weights. The duration of a step, `y` seconds, is a linear function of its length, `x` tokens or
+/// sequences.
 #[derive(Debug, Default)]
 struct Regression {
-    /// For each length class, the latest steps, the oldest first: up to two, which wait for a third step.
+    /// The latest steps of each length class, the oldest first. At most two wait until there is a third one.
     latest: [Vec<Observation>; LENGTH_CLASSES],
+    /// The last line through steps of different lengths.
+    last_line: Option<Line>,
     samples: f64,
     weight: f64,
     x: f64,
@@ -99,7 +103,7 @@ struct Regression {
     yy: f64,
 }
 
-/// The duration of a step in seconds: a fixed time, and a time for each token or sequence.
+/// The duration of a step in seconds as a function of its length: a fixed time, and a time for each token or sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Line {
     fixed: f64,
@@ -107,8 +111,8 @@ struct Line {
 }
 
 impl Regression {
-    /// Takes the latest three steps of similar length and adds the one with the median time per token. Returns false, and adds nothing, if
-    /// there are fewer than three. A single outlier, such as a stalled step or a device's first step, is never the median.
+    /// Adds the one of the latest three steps of similar length that has the median time per token. Returns false, and adds nothing, if there are
+    /// fewer than three. A single outlier, such as a stalled step or a device's first step, is never the median.
     fn record(&mut self, x: f64, y: f64, decay: f64) -> bool {
         let latest = &mut self.latest[(x.log2() as usize).min(LENGTH_CLASSES - 1)];
         latest.push((x, y));
@@ -127,18 +131,27 @@ impl Regression {
         for (sum, added) in [samples, weight, x, y, xx, xy, yy].into_iter().zip(added) {
             *sum = *sum * decay + added;
         }
+        self.last_line = self.line().or(self.last_line);
     }
 
-    /// Returns the weighted mean duration of the steps, in seconds; `None` before the first step was added.
     fn mean(&self) -> Option<f64> {
         (self.weight > 0.0).then(|| self.y / self.weight)
     }
 
-    /// Returns the line through the steps. If the steps are long but their lengths too similar for its slope, returns the line through the
-    /// steps and the origin, without a fixed time. Returns `None` without enough evidence.
+    /// Returns the line through the steps. If the steps are long but their lengths too similar for its slope, returns the last line, scaled
+    /// to the speed of the steps, or without one the line through the steps and the origin, which has no fixed time. Returns `None` without
+    /// enough evidence.
     fn rate(&self) -> Option<Line> {
         let is_long = || self.weight > 0.0 && self.x / self.weight >= LONG_STEP_TOKENS;
-        self.line().or_else(|| is_long().then(|| self.through_zero()))
+        self.line().or_else(|| is_long().then(|| self.scaled().unwrap_or_else(|| self.through_zero())))
+    }
+
+    /// Returns the last line through steps of different lengths, with its fixed time and its slope multiplied by the factor with which it
+    /// fits the mean of the latest steps: a device that becomes slower needs longer for both.
+    fn scaled(&self) -> Option<Line> {
+        let last = self.last_line?;
+        let factor = (self.y / self.weight) / last.seconds(self.x / self.weight);
+        Some(Line { fixed: last.fixed * factor, each: last.each * factor })
     }
 
     /// Returns the line through steps of different lengths; `None` while the lengths are too similar, or the times vary too much.
@@ -162,7 +175,6 @@ impl Regression {
 }
 
 impl Line {
-    /// Returns the seconds of a step of this length.
     fn seconds(self, x: f64) -> f64 {
         self.fixed + self.each * x
     }
@@ -202,12 +214,12 @@ mod tests {
     fn tiny_prompts_alone_give_no_prefill_rate() {
         let mut rates = after(&vec![(1, 0); 1_000]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.prefill_fixed_ms()), (0.0, 0.0));
-        // Tiny prompts neither hide nor displace the rate once there is evidence.
+        // Once there is a rate, tiny prompts do not change it.
         (0..3).for_each(|_| step(&mut rates, 400, 0, 1.0));
         (0..3_000).for_each(|_| step(&mut rates, 2, 0, 1.0));
         assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.01), "{rates:?}");
         assert!(is_near(rates.prefill_fixed_ms(), 4.0, 0.01), "{rates:?}");
-        // Evidence that is never renewed decays to nothing.
+        // Without new evidence, the rate becomes unknown after some time.
         (0..100_000).for_each(|_| step(&mut rates, 2, 0, 1.0));
         assert_eq!(rates.prefill_tokens_per_second(), 0.0, "{rates:?}");
     }
@@ -220,7 +232,7 @@ mod tests {
         assert_eq!(rates.prefill_measurements(), 1);
         step(&mut rates, 512, 0, 1.0);
         assert_eq!(rates.prefill_measurements(), 2);
-        // If the budget is smaller than a long step, a full chunk counts as long.
+        // If a step's budget is smaller than a long step, a full chunk counts as a long step.
         let mut rates = Rates::default();
         let stats = StepStats { prefill_tokens: 16, decode_tokens: 0, duration: Duration::from_millis(5) };
         (0..3).for_each(|_| rates.record(&stats, 16));
@@ -228,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_with_one_number_of_tokens_give_the_rate_for_that_number() {
+    fn steps_of_equal_length_give_the_rate_for_that_length() {
         let rates = after(&[(512, 0); 3]);
         assert!(is_near(rates.prefill_tokens_per_second(), 512.0 / seconds(512, 0), 0.001), "{rates:?}");
         assert_eq!(rates.prefill_fixed_ms(), 0.0);
@@ -236,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn mixed_steps_count_for_the_prefill_and_the_decode_rate() {
+    fn steps_with_prefill_and_decode_update_both_rates() {
         let mut steps = vec![(0, 20); 3];
         steps.extend((0..50).map(|at| (1 + at * 97 % 512, 20)));
         let rates = after(&steps);
@@ -246,6 +258,20 @@ mod tests {
         // If all steps have both prompt tokens and decoding sequences, the time of neither kind can be determined.
         let rates = after(&steps[3..]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
+    }
+
+    #[test]
+    fn cached_documents_keep_the_fixed_time_apart_and_follow_a_slower_device() {
+        let mut rates = after(&[(512, 0), (512, 0), (512, 0), (92, 0)].repeat(10));
+        // Each document is cached except for 92 tokens, whose steps take almost twice as long as their share of a long step.
+        for _ in 0..1_000 {
+            step(&mut rates, 92, 0, 1.0);
+            assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0, 0.01), "{rates:?}");
+            assert!(is_near(rates.prefill_fixed_ms(), 4.0, 0.01), "{rates:?}");
+        }
+        (0..25).for_each(|_| step(&mut rates, 92, 0, 3.0));
+        assert!(is_near(rates.prefill_tokens_per_second(), 20_000.0 / 3.0, 0.1), "{rates:?}");
+        assert!(is_near(rates.prefill_fixed_ms(), 12.0, 0.1), "{rates:?}");
     }
 
     #[test]
@@ -290,7 +316,7 @@ mod tests {
             }
         }
 
-        /// If one step among prompts of any lengths is stalled, the rate is right, or there is no rate.
+        /// One step among prompts of any lengths is stalled. Afterwards the rate is right, or there is no rate.
         #[test]
         fn one_stalled_step_does_not_change_the_rate(
             lengths in vec(prop_oneof![1..8_u32, 1..=BUDGET, Just(BUDGET)], 1..60),
@@ -302,8 +328,7 @@ mod tests {
             for (at, length) in lengths.iter().enumerate() {
                 step(&mut rates, *length, 0, if at == stalled { stall } else { 1.0 });
                 let rate = rates.prefill_tokens_per_second();
-                // If all steps have the same length, the rate includes the fixed time, which is more than half of the time of a step with
-                // 64 tokens.
+                // If all steps have the same length, the rate includes the fixed time, which is more than half of the time of a step with 64 tokens.
                 prop_assert!(rate == 0.0 || (8_500.0..20_500.0).contains(&rate), "{} after {:?}", rate, &lengths[..=at]);
                 prop_assert!(rates.prefill_fixed_ms() < 4.2, "{:?}", rates);
             }

@@ -1,10 +1,12 @@
 //! Receives another worker's KV into reserved blocks, which are written between steps, or by another thread or device while steps run.
-//! The KV is not used or cached until the worker that computed it has confirmed that all of its blocks were written ([`Machine::confirm`]).
-//! The confirmation comes on the stream that this worker opened to that worker. Before it, the blocks could be forged by an attacker that
-//! has the ticket. Each block is written only once, so after a forged block the genuine block is refused, and a refused write ends the
+//!
+//! The KV is not used or cached until the worker that computed it has confirmed that all of its blocks were written ([`Machine::confirm`]). The
+//! confirmation arrives on the stream that this worker opened to that worker. Before the confirmation, an attacker that has the ticket could have
+//! forged the blocks. Each block is written only once, so after a forged block the genuine block is refused, and a refused write ends the
 //! reservation.
-//! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation
-//! ends earlier.
+//!
+//! A write that runs concurrently with the steps cannot be interrupted. Its blocks stay in use until it has ended, even if the reservation ends
+//! earlier.
 
 use super::{
     Action, Machine,
@@ -17,16 +19,14 @@ use std::{
 };
 use tandem_kv::{BlockId, PrefixCache, Ticket};
 
-/// The number of tickets of ended reservations that are remembered, so that a late write is not counted as a write with a guessed ticket.
-/// It is more than the number of transfers that can be in flight. The tickets take 16 KiB.
+/// This many tickets of ended reservations are remembered, so that a late write is not counted as a write with a guessed ticket. The number exceeds
+/// the number of transfers that can be in flight. The tickets take 16 KiB.
 const SPENT_MAX: usize = 1_024;
 
-/// What is remembered of reservations that have ended: their tickets, and their blocks that are still being written.
+/// The tickets of ended reservations, and the blocks of these reservations that are still being written.
 #[derive(Debug, Default)]
 pub(super) struct EndedReservations {
-    /// The ended reservations' blocks that are still being written, by ticket and index in the prompt.
     writing: BTreeMap<(Ticket, u32), BlockId>,
-    /// The ended reservations' tickets, the most recent last.
     spent: VecDeque<Ticket>,
 }
 
@@ -64,8 +64,7 @@ impl Machine {
     /// Returns the block into which another worker's content for `index` is to be written. The block counts as written from now on.
     ///
     /// # Errors
-    ///
-    /// [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
+    /// Returns [`WriteRefused`] if the ticket does not allow the write. Most refusals also end the reservation.
     pub fn write(&mut self, ticket: Ticket, index: u32, len_bytes: usize, now: Duration) -> Result<BlockId, WriteRefused> {
         let block_bytes = self.info.block_bytes;
         let Some(sequence) = self.reservation(ticket) else { return Err(self.not_live(ticket)) };
@@ -82,12 +81,11 @@ impl Machine {
         Ok(sequence.blocks[index as usize])
     }
 
-    /// Returns the blocks that another thread or device is to write while steps run. If one of the blocks is not missing, the whole write
-    /// is refused. Every write that was begun must be ended with [`Machine::end_write`].
+    /// Returns the blocks that another thread or device is to write while steps run. If one of the blocks is not missing, the whole write is refused.
+    /// Every write that was begun must be ended with [`Machine::end_write`].
     ///
     /// # Errors
-    ///
-    /// As for [`Machine::write`].
+    /// Fails for the same reasons as [`Machine::write`].
     pub fn begin_write(&mut self, ticket: Ticket, indices: &[u32], now: Duration) -> Result<Vec<BlockId>, WriteRefused> {
         let Some(sequence) = self.reservation(ticket) else { return Err(self.not_live(ticket)) };
         let remote = remote(sequence);
@@ -144,8 +142,8 @@ impl Machine {
         self.actions.push(Action::End(sequence.job));
     }
 
-    /// To be called when the worker that computed the KV has confirmed that all of it was written. Offers the full blocks to the cache and
-    /// starts the prompt. Does nothing while blocks are missing or being written.
+    /// Offers the received blocks to the cache and starts the prompt. Must be called when the worker that computed the KV has confirmed that all of
+    /// it was written. Does nothing while blocks are missing or being written.
     pub fn confirm(&mut self, ticket: Ticket, now: Duration) {
         let Some(place) = self.place(ticket) else { return };
         let Remote { missing, writing, .. } = remote(&mut self.reserved[place]);
@@ -193,7 +191,7 @@ fn remote(sequence: &mut Sequence) -> &mut Remote {
     }
 }
 
-/// Releases all blocks, the last first, so that the cache evicts the end of a prompt before its beginning.
+/// Releases all blocks of a sequence. The last block is released first, so that the cache evicts the end of a prompt before its beginning.
 pub(super) fn release(cache: &mut PrefixCache, sequence: &mut Sequence) {
     for block in sequence.blocks.drain(..).rev() {
         cache.release(block);

@@ -1,4 +1,4 @@
-//! Reports the blocks of prefills that another worker needs, when they are computed.
+//! Reports the computed blocks of prefills that must be sent to other workers.
 
 use super::{
     Action, Machine,
@@ -24,8 +24,8 @@ impl Machine {
         self.report_sent_prefills();
     }
 
-    /// Reports the prefills that are computed and whose requested blocks have all been reported. A prefill keeps its blocks until its job
-    /// is dropped, even if they were copied in order to be sent. So these copies never take more memory than the cache.
+    /// Reports that prefills are complete: all tokens are computed, and all requested blocks were reported. A prefill keeps its blocks until its job
+    /// is dropped, even if the blocks were copied in order to be sent. So these copies never take more memory than the cache.
     pub(super) fn report_sent_prefills(&mut self) {
         for sequence in &mut self.held {
             if let Role::Prefill(sending) = &mut sequence.role
@@ -39,7 +39,6 @@ impl Machine {
     }
 }
 
-/// Reports the blocks that are wanted and computed, in the order of their indices.
 pub(super) fn report_ready_blocks(actions: &mut Vec<Action>, sequence: &mut Sequence, block_size: usize) {
     let computed = match sequence.remaining() {
         0 => sequence.blocks.len(),

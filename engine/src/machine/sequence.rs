@@ -1,12 +1,12 @@
-//! One sequence of tokens and its blocks.
+//! A sequence of tokens, and the blocks that hold its KV.
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
 
-/// A job's number on its engine. Numbers grow in the order of submission.
+/// The number of a job on its engine. Numbers grow in the order of submission.
 pub(crate) type JobId = u64;
-/// The job of a sequence, and the number of its sample in the job (0 for a prompt). Values sort by the submission of the jobs.
+/// The job of a sequence, and the number of its sample in the job (0 for a prompt). Values are ordered by the submission of their jobs.
 pub(super) type Order = (JobId, u32);
 
 /// A prompt or a sample: its tokens, how far their KV is computed, and the blocks that hold the KV.
@@ -14,20 +14,17 @@ pub(super) type Order = (JobId, u32);
 pub(super) struct Sequence {
     pub job: JobId,
     pub order: Order,
-    /// The request's account; empty if the request has none.
     pub account: Arc<str>,
-    /// The due value of the job's prompt (`fair::due`): prompts of one account are computed in this order.
+    /// The due value of the job's prompt (`fair::due`). Prompts of one account are computed in the order of these values.
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
     /// The number of tokens that all samples of the job share: the prompt, and the common beginning of the tokens that resumed samples had
     /// generated.
     pub prompt_len: usize,
-    /// The sequence's blocks, each pinned once for this sequence. Empty while the sequence waits.
+    /// The sequence's blocks, each pinned once for this sequence. A waiting sequence has none.
     pub blocks: Vec<BlockId>,
-    /// The number of leading tokens whose KV is in the blocks.
     pub computed: usize,
-    /// The number of leading blocks that were offered to the cache.
     pub committed: usize,
     /// Whether backpressure pauses the sequence because its job's event buffer is full. Nothing is computed for a paused sequence, and its
     /// blocks are the first to be taken for other sequences.
@@ -35,14 +32,13 @@ pub(super) struct Sequence {
     /// Whether the prompt may reuse blocks of the prefix cache.
     pub cache_reads: bool,
     pub submitted: Duration,
-    /// Time from submission until blocks were first allocated; `None` before that.
+    /// The time from submission to the first allocation of blocks; `None` before that.
     pub queue_time: Option<Duration>,
-    /// The steps that computed chunks of the prompt.
     pub chunks: Vec<PrefillChunk>,
     pub role: Role,
 }
 
-/// The most chunks that are recorded for a prompt. All later chunks are added to the last one.
+/// Maximum number of chunks that are recorded for a prompt. All later chunks are merged into the last one.
 const CHUNKS_MAX: usize = 64;
 
 /// The kind of a sequence, with the state that only this kind has.
@@ -52,31 +48,28 @@ pub(super) enum Role {
     Prefill(Sending),
     /// A prompt without its last token. When its KV is complete it forks a sequence of role `Sample` for each of its samples.
     Prompt(Box<Prompt>),
-    /// One continuation of a prompt.
     Sample(Box<Sample>),
 }
 
-/// The blocks of a prefill that are sent to another worker.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
     /// The indices in the prompt of the requested blocks that are not reported yet, in descending order, and the form in which the blocks
     /// are reported. `None` until the job requests blocks.
     pub wanted: Option<(Vec<u32>, BlockAccess)>,
-    /// Whether `Computed` was reported: the whole prefill is computed, and every requested block was reported.
+    /// Whether the event `Computed` was reported: the whole prefill is computed, and every requested block was reported.
     pub all_reported: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub sampler: Sampler,
-    /// The samples to start; at least one.
     pub samples: Vec<Generated>,
     /// The number of tokens before the first generated token of a sample: the length of the request's prompt.
     pub boundary: usize,
-    /// The most tokens that a sample may have, the prompt included.
+    /// Maximum number of tokens of a sample, including the prompt.
     pub len_max: usize,
     pub logprobs: Option<PromptLogprobs>,
-    /// The reservation for another worker's KV; `None` if the KV is computed here, and after all of it was received.
+    /// The reservation for KV from another worker; `None` if this engine computes the KV, and after all of the KV was received.
     pub remote: Option<Remote>,
 }
 
@@ -86,10 +79,9 @@ pub(super) struct PromptLogprobs {
     pub rows: Vec<Option<TokenLogprobs>>,
 }
 
-/// A reservation that another worker's KV is written into.
+/// A reservation of blocks into which another worker's KV is written.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    /// The one-time right of another worker to write the blocks; `None` before blocks are allocated.
     pub ticket: Option<Ticket>,
     /// The indices in the prompt of the blocks that are neither written nor being written.
     pub missing: Vec<u32>,
@@ -103,12 +95,11 @@ pub(super) struct Remote {
 pub(super) struct Sample {
     pub number: u32,
     pub sampler: Sampler,
-    /// The most tokens that the sample may have, the prompt included.
+    /// Maximum number of tokens of the sample, including the prompt.
     pub len_max: usize,
 }
 
 impl Sequence {
-    /// Returns a sequence without blocks. All its tokens belong to the prompt.
     pub fn new(
         job: JobId,
         account: Arc<str>,
@@ -145,12 +136,11 @@ impl Sequence {
         }
     }
 
-    /// Returns how many leading blocks may come from the cache.
     pub fn reuse_max_blocks(&self, block_size: usize) -> usize {
         if self.cache_reads { (self.tokens.len() - 1) / block_size } else { 0 }
     }
 
-    /// Returns how many leading blocks this sequence may reuse once `other` has computed up to its target.
+    /// Returns how many leading blocks of `other` this sequence may reuse once `other` has computed all tokens up to its target.
     pub fn in_common(&self, other: &Self, block_size: usize) -> usize {
         let equal = other.tokens[..other.target()].iter().zip(&self.tokens).take_while(|(a, b)| a == b).count();
         (equal / block_size).min(self.reuse_max_blocks(block_size))
@@ -181,7 +171,6 @@ impl Sequence {
         matches!(&self.role, Role::Prompt(prompt) if prompt.remote.is_some())
     }
 
-    /// Returns how many samples of a prompt have not started.
     pub fn samples_left(&self) -> usize {
         match &self.role {
             Role::Prompt(prompt) => prompt.samples.len(),

@@ -19,7 +19,6 @@ use bytes::Bytes;
 use std::collections::BTreeMap;
 use tandem_kv::{BlockAccess, HashKey, Namespace, Ticket, TokenId};
 
-/// The scheduler, its engine, and the events of all jobs.
 struct World {
     machine: Machine,
     engine: SimEngine,
@@ -70,7 +69,6 @@ impl World {
         payload
     }
 
-    /// Runs a step; returns false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -167,7 +165,7 @@ fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     }
 }
 
-/// Returns the blocks of a prompt's KV, computed by another scheduler.
+/// Returns the blocks of a prompt's KV, which another scheduler computes.
 fn kv(prompt: &[TokenId]) -> Vec<(u32, Bytes)> {
     let mut source = World::new(4_096, SETTINGS);
     source.machine.prefill(0, prefill(prompt.to_vec()), source.now).expect("the job fits in the cache");
@@ -187,7 +185,7 @@ fn alone(mut job: Generate) -> Vec<Vec<TokenId>> {
 }
 
 #[test]
-fn repeated_prompt_has_all_full_blocks_before_its_last_token_cached() {
+fn repeated_prompt_finds_all_full_blocks_before_its_last_token_in_the_cache() {
     for (len, expected) in [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (100, 96)] {
         let mut world = World::new(64, SETTINGS);
         let job = generate(prompt("the cache never changes the answer", len), 5);
@@ -331,7 +329,7 @@ fn reservations_are_revoked_before_a_running_sequence_is_preempted() {
 fn sequence_that_would_be_preempted_immediately_is_not_admitted() {
     let mut world = World::new(4, SETTINGS);
     for id in 0..2 {
-        // 17 tokens: the last one begins a block.
+        // A prompt of 17 tokens has one full block, and its last token begins a second one.
         world
             .machine
             .generate(id, generate(prompt(["first", "second"][id as usize], 17), 30), world.now)
@@ -426,7 +424,7 @@ fn sample_without_max_tokens_ends_at_the_cache_capacity() {
     job.samples = 2;
     world.machine.generate(0, job, world.now).expect("the job fits in the cache");
     world.run();
-    // Two full blocks are shared, and each sample has three of its own.
+    // The two samples share two full blocks, and each has three blocks of its own.
     assert_eq!([world.tokens(0, 0).len(), world.tokens(0, 1).len()], [40, 40]);
     world.assert_idle();
 }

@@ -1,4 +1,4 @@
-//! The sequences that wait for blocks and for a place in the steps. Waiting sequences hold no blocks.
+//! The sequences that wait for blocks and for a place in the batch. Waiting sequences hold no blocks.
 
 use super::sequence::{JobId, Order, Sequence};
 use std::{
@@ -21,7 +21,6 @@ pub(super) struct Waiting {
 #[derive(Debug)]
 pub(super) struct Queued {
     pub sequence: Sequence,
-    /// The number of the sequence's leading blocks that were in the cache at the last search.
     pub cached_blocks: usize,
     /// The earlier job that is expected to compute the longest prefix of this prompt, and the length of this prefix in blocks; `None` if no
     /// such job was found when the sequence was queued.
@@ -35,21 +34,19 @@ pub(super) struct Queued {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PrefixOwner {
     pub order: Order,
-    /// The number of leading blocks that both sequences need.
     pub blocks: usize,
     pub waiting_since: Duration,
 }
 
-/// The waiting sequences of one account.
 #[derive(Debug, Default)]
 struct AccountQueue {
-    /// Sequences that had blocks before. They precede the sequences in `new`.
+    /// Sequences that had blocks before they were preempted. They precede the sequences in `new`.
     preempted: BTreeSet<Order>,
     /// Sequences that have not had blocks yet, in the order in which they are due.
     new: BTreeSet<Due>,
 }
 
-/// A prompt's due value ([`super::fair::due`]) and its age. Of prompts with equal due values, the oldest is first.
+/// A prompt's due value ([`super::fair::due`]) and its age. If several prompts have the same due value, the oldest is first.
 pub(super) type Due = (u64, Order);
 
 impl Waiting {
@@ -101,7 +98,6 @@ impl Waiting {
         self.sequences.range_mut((job, 0)..=(job, u32::MAX)).map(|(_, queued)| &mut queued.sequence)
     }
 
-    /// Iterates over all waiting sequences in the order of arrival.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Queued> {
         self.sequences.values()
     }
@@ -110,13 +106,12 @@ impl Waiting {
         self.accounts.keys()
     }
 
-    /// Iterates over an account's sequences that had blocks before.
     pub fn preempted(&self, account: &str) -> impl Iterator<Item = Order> {
         self.accounts.get(account).into_iter().flat_map(|queue| queue.preempted.iter().copied())
     }
 
-    /// Returns the first of the account's prompts that have not had blocks yet and are due after `after`. If `after` is `None`, returns the
-    /// first of all of these prompts.
+    /// Returns the account's first prompt that has never had blocks and is due after `after`. If `after` is `None`, all of the account's prompts that
+    /// have never had blocks are considered.
     pub fn next_new(&self, account: &str, after: Option<Due>) -> Option<Due> {
         let queue = self.accounts.get(account)?;
         queue.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()
@@ -130,7 +125,7 @@ impl Waiting {
         self.sequences.is_empty()
     }
 
-    /// Returns the number of sequences that have not had blocks yet.
+    /// Returns the number of sequences that have never had blocks.
     pub fn len_new(&self) -> usize {
         self.new
     }
@@ -138,11 +133,10 @@ impl Waiting {
     /// Checks that the queues of the accounts contain exactly the waiting sequences.
     ///
     /// # Errors
-    ///
-    /// The first violation.
+    /// Returns the first violation that is found.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         for (order, Queued { sequence, .. }) in &self.sequences {
-            ensure(*order == sequence.order, "a waiting sequence is not found by its order")?;
+            ensure(*order == sequence.order, "a waiting sequence is listed under the order of another one")?;
             ensure(sequence.blocks.is_empty(), "a waiting sequence holds blocks")?;
             let listed = self.accounts.get(&sequence.account).is_some_and(|queue| match sequence.queue_time {
                 Some(_) => queue.preempted.contains(order),

@@ -1,4 +1,4 @@
-//! Penalties and biases by token, updated with every generated token, so that no step has to read a sequence's whole history.
+//! The penalties and biases of each token, which are updated with every generated token, so that no step has to read a sequence's whole history.
 
 use std::collections::HashMap;
 use tandem_kv::TokenId;
@@ -7,14 +7,14 @@ use tandem_kv::TokenId;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Adjustment {
     pub token: TokenId,
-    /// How often the token was generated; 0 if no penalty depends on it.
+    /// The number of times that the token was generated; 0 if no penalty depends on it.
     pub count: u32,
     /// Whether the token is in the prompt or the output; false if there is no repetition penalty.
     pub seen: bool,
     pub bias: f32,
 }
 
-/// The tokens whose logits differ or may differ from the model's, each once, in the order in which they were added.
+/// The changes to logits by penalties and biases. Each token whose logit may change is listed once, in the order in which the tokens were added.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Changes {
     all: Vec<Adjustment>,
@@ -22,7 +22,6 @@ pub(super) struct Changes {
 }
 
 impl Changes {
-    /// Returns the changes to this token's logit, initially none.
     pub fn of(&mut self, token: TokenId) -> &mut Adjustment {
         let new = || {
             self.all.push(Adjustment { token, ..Adjustment::default() });

@@ -1,29 +1,30 @@
-//! Sampling requests for devices that sample on their own, and the tokens that these devices return.
+//! Sampling requests for devices that sample tokens themselves, and the tokens that these devices return.
 
 use super::{Sampler, TokenLogprobs, changes::Adjustment, uniform};
+use tandem_grammar::Mask;
 use tandem_kv::TokenId;
 
-/// How the token that follows a chunk is sampled.
+/// A request to sample the token that follows a chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRequest<'a> {
     sampler: &'a Sampler,
     position: u32,
 }
 
-/// A sampled token.
+/// A token that a device has sampled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// The token's id.
+    /// The id of the token.
     pub token: TokenId,
-    /// Logprobs of the token and the likeliest alternatives; `None` unless [`Sampling::logprobs`](super::Sampling::logprobs) is set.
+    /// The logprobs of the token and of its alternatives; `None` unless [`Sampling::logprobs`](super::Sampling::logprobs) is set.
     pub logprobs: Option<TokenLogprobs>,
 }
 
 impl SampleRequest<'_> {
-    /// Samples on the host from a row of logits.
+    /// Samples a token on the host from a row of logits.
     #[cfg(test)]
     pub(crate) fn on_host(&self, row: &[f32]) -> SampledToken {
-        self.sampler.clone().sample(row, self.position)
+        self.sampler.sample(row, self.position)
     }
 
     pub(crate) fn sampling(&self) -> &super::Sampling {
@@ -35,13 +36,24 @@ impl SampleRequest<'_> {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
+    /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. If the sample has a constraint, waits for the tokens that it
+    /// allows.
+    pub(crate) fn mask(&self, vocab_size: usize) -> Option<Mask> {
+        self.sampler.mask(vocab_size)
+    }
+
+    /// Returns whether the sample has a constraint. The mask of a constraint may not be computed yet.
+    pub(crate) fn is_constrained(&self) -> bool {
+        self.sampler.constrained.is_some()
+    }
+
     /// Returns an [`Adjustment`] for every token whose logit differs from the model's. Together they make the changes that
     /// `Sampler::adjusted` makes.
     pub(crate) fn adjustments(&self, vocab_size: usize) -> impl Iterator<Item = Adjustment> {
         let sampler = self.sampler;
-        let barred = |token| sampler.generated_len < sampler.sampling.min_tokens && sampler.is_stop(token);
+        let barred: Vec<TokenId> = sampler.barred().collect();
         let now = move |change: &Adjustment| Adjustment {
-            bias: if barred(change.token) { f32::NEG_INFINITY } else { change.bias },
+            bias: if barred.contains(&change.token) { f32::NEG_INFINITY } else { change.bias },
             ..*change
         };
         sampler.changes.iter().filter(move |change| (change.token as usize) < vocab_size).map(now)

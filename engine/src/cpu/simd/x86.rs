@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C, and AVX-512 with VNNI.
+//! Vector operations for AVX2 with FMA and F16C, and for AVX-512 with VNNI.
 //!
 //! Values of both types are created only by [`Avx2::detect`] and [`Avx512::detect`].
 #![expect(unsafe_code, reason = "SIMD instructions are called by intrinsics")]
@@ -6,11 +6,11 @@
 use super::Simd;
 use std::arch::x86_64::*;
 
-/// AVX2, FMA and F16C.
+/// The instruction sets AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx2(());
 
-/// AVX-512 (F, BW, VL, VNNI) in addition to AVX2, FMA and F16C.
+/// The instruction sets AVX-512 (F, BW, VL and VNNI), AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx512(());
 
@@ -34,15 +34,13 @@ impl Avx512 {
     }
 }
 
-/// Defines operations of a processor's instruction set.
 macro_rules! instructions {
     ($($(#[$doc:meta])* $name:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)? = $value:expr;)*) => {
         $(
             $(#[$doc])*
             #[inline(always)]
             fn $name(self $(, $argument: $kind)*) $(-> $result)? {
-                // SAFETY: `self` proves that the processor has the instructions. Pointers are to slices of the length that is loaded or
-                // stored.
+                // SAFETY: `self` proves that the processor has the instructions. Each pointer is to a slice of the length that is loaded or stored.
                 unsafe { $value }
             }
         )*
@@ -54,7 +52,7 @@ impl Simd for Avx2 {
     type Floats = __m256;
     type Ints = __m256i;
     type Bytes = __m256i;
-    /// Sums of products, as 16-bit integers: two in each 32-bit lane.
+    /// Sums of products as 16-bit integers, two in each 32-bit lane.
     type Sums = __m256i;
 
     instructions! {

@@ -1,4 +1,4 @@
-//! The golden models, saved in the layout of Hugging Face's libraries, give the same logits.
+//! Tests that the golden models, saved in the layout of Hugging Face's libraries, give the same logits.
 
 use super::{goldens, *};
 use safetensors::{Dtype, tensor::TensorView};
@@ -35,7 +35,6 @@ fn unpermuted(data: &[u8], rows: usize, head_dim: usize) -> Vec<u8> {
     (0..rows).flat_map(|at| data[from(at) * row..][..row].to_vec()).collect()
 }
 
-/// Saves the model of a GGUF file as a Hugging Face directory whose weights are in `shards` files.
 fn save(gguf: &Gguf, rope: &str, shards: usize, into: &Path) {
     let config = ModelConfig::read(gguf).unwrap();
     let family = gguf.str("general.architecture").unwrap();
@@ -83,7 +82,7 @@ fn model(name: &str) -> Gguf {
 }
 
 #[test]
-fn model_directories_give_the_reference_logits() {
+fn hugging_face_directories_give_the_reference_logits() {
     const YARN: &str = r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":24}"#;
     const LINEAR: &str = r#"{"type":"linear","factor":4.0}"#;
     for (name, rope, shards) in [
@@ -147,6 +146,6 @@ fn directory_error_names_the_missing_or_unsupported_entry() {
     std::fs::write(folder.path().join("model.safetensors.index.json"), r#"{"weight_map":{"a":"../x.safetensors"}}"#).unwrap();
     assert!(
         matches!(HfDirectory::open(folder.path()), Err(ModelError::Malformed { .. })),
-        "a file outside of the folder is refused"
+        "a file outside the folder is refused"
     );
 }

@@ -6,10 +6,8 @@ use serde::Deserialize;
 #[derive(Deserialize)]
 pub(crate) struct Golden {
     pub model: String,
-    /// The SHA-256 of the model file that the reference read.
     revision: String,
     pub tokens: Vec<TokenId>,
-    /// The logits of the last token.
     pub logits: Vec<f64>,
 }
 
@@ -28,7 +26,6 @@ pub(crate) const LLAMA: Sizes = Sizes {
 /// A model whose matrices have multiples of 256 inputs, and whose heads have more than width ÷ heads elements.
 const WIDE: Sizes = Sizes { family: "qwen3", layers: 1, width: 256, heads: 8, head_dim: 64, ffn: 256, vocab: 33, ..LLAMA };
 
-/// Returns models that cover every weight format, every family, and every method of context extension.
 pub(crate) fn models() -> Vec<(&'static str, Writer)> {
     let llama = |kind| file(Sizes { kind, ..LLAMA }, 21);
     let qwen2 = |kind| file(Sizes { family: "qwen2", kind, ..LLAMA }, 22);
@@ -63,7 +60,6 @@ pub(crate) fn goldens() -> Vec<Golden> {
     serde_json::from_str(include_str!("../../../../ci/goldens/small.json")).unwrap()
 }
 
-/// Runs a model's golden tokens and compares the last logits; returns all logits.
 pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
     let golden = goldens().into_iter().find(|golden| golden.model == name).unwrap();
     let all = run(engine, &golden.tokens, &scattered(0, 1), &[]);
@@ -73,7 +69,7 @@ pub(super) fn compare(name: &str, engine: &mut CpuEngine) -> Vec<f32> {
     let error = (errors / squares).sqrt();
     // The errors come from 8-bit activations where weights are quantised, and from keys and values in half precision.
     let bound = if name.contains("-q") { 0.04 } else { 1e-3 };
-    assert!(error < bound, "{name}: wrong by {error} of the logits' size");
+    assert!(error < bound, "the relative error of the logits of {name} is {error}");
     all
 }
 
@@ -95,7 +91,7 @@ fn small_models_give_the_reference_logits() {
 /// Writes the model files that `make_small.py` reads. That script documents the procedure.
 #[test]
 #[ignore = "writes files for ci/goldens/make_small.py"]
-fn small_models_are_written_for_the_reference() {
+fn small_models_are_written_for_the_reference_script() {
     let folder = std::env::var_os("TANDEM_SMALL_MODELS").expect("TANDEM_SMALL_MODELS must name a folder");
     for (name, writer) in models() {
         let file = writer.finish();

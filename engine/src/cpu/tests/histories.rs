@@ -1,4 +1,4 @@
-//! Tests the scheduler on this back end: a request's tokens and probabilities have the same bits, whatever else the worker computes.
+//! Tests that a request's tokens and probabilities have the same bits, whatever other requests the worker computes.
 
 use super::*;
 use crate::{
@@ -9,7 +9,6 @@ use proptest::{prelude::*, test_runner::TestRunner};
 use std::{cell::Cell, collections::BTreeMap, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 
-/// An engine and its scheduler, without a thread.
 struct Worker {
     machine: Machine,
     engine: CpuEngine,
@@ -38,7 +37,6 @@ impl Worker {
         self.machine.check_invariants().unwrap();
     }
 
-    /// Runs a step. Returns false if there was nothing to compute.
     fn step(&mut self) -> bool {
         self.now += Duration::from_millis(1);
         let plan = self.machine.plan(self.now);
@@ -50,7 +48,6 @@ impl Worker {
         true
     }
 
-    /// Returns the tokens that a job generated, with the bits of their logprobs and of their alternatives' logprobs.
     fn generated(&self, job: JobId) -> Vec<(u32, TokenId, Vec<u32>)> {
         let token = |event: &Event| match event {
             Event::Token { sample, token, logprobs: Some(logprobs) } => {
@@ -75,13 +72,13 @@ impl Worker {
 
 #[derive(Clone, Debug)]
 struct Request {
-    /// The number of the request's family. All prompts of a family have a common prefix.
+    /// Requests with the same number have prompts with a common prefix.
     family: u64,
     len: usize,
     max_tokens: u32,
     samples: u32,
     greedy: bool,
-    /// Number of steps before the next request arrives.
+    /// The number of steps before the next request arrives.
     steps: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Each kernel gives the same bits with all instruction sets that this processor has.
+//! Tests that each kernel gives the same bits with all instruction sets of this processor.
 
 use super::*;
 use crate::cpu::{
@@ -20,7 +20,6 @@ fn wild(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| number(random)).collect()
 }
 
-/// Returns the bits of a kernel's result. Fails if they differ between instruction sets.
 fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     let mut results = Isa::available().into_iter().map(|isa| {
         let mut out = vec![0.0; len];
@@ -34,7 +33,7 @@ fn same(len: usize, mut kernel: impl FnMut(Isa, &mut Vec<f32>)) -> Vec<u32> {
     result
 }
 
-/// Every weight format that has a kernel, with the number of weights that share a scale.
+/// The weight formats that have a kernel, each with the number of weights that share a scale.
 const KINDS: [(u32, usize); 8] = [
     (kind::Q4_0, 32),
     (kind::Q4_1, 32),
@@ -117,8 +116,7 @@ proptest! {
             rotate(isa, out, row_len, &angles, &rope, 0.3);
             attend(isa, &layout, &kv, Place { start: before, ..place }, 0..kv_heads, out, &mut Scratch::default());
         });
-        prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "values beyond the positions do not count");
-        // Each head of each token is computed separately.
+        prop_assert!(together.iter().all(|bits| f32::from_bits(*bits).is_finite()), "values after the last position have no effect");
         let group_len = group * head_dim;
         let alone: Vec<u32> = (0..new * kv_heads).flat_map(|piece| same(group_len, |isa, out| {
             let (token, head) = (piece / kv_heads, piece % kv_heads);

@@ -1,4 +1,4 @@
-//! The bits of a result depend only on tokens, positions and the KV before them.
+//! Tests that the bits of a result depend only on tokens, positions and the KV before them.
 
 use super::*;
 use proptest::prelude::*;
@@ -25,7 +25,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn logits_and_kv_have_the_same_bits_for_any_chunks(
+    fn logits_and_kv_have_the_same_bits_for_any_division_into_chunks(
         seed in any::<u64>(), len in 1usize..90, lens in prop::collection::vec(1usize..24, 1..12),
     ) {
         for sizes in all_sizes() {
@@ -45,7 +45,6 @@ proptest! {
             let model = model(sizes);
             let sequences: Vec<_> = shapes.iter().enumerate().map(|(i, (before, new))| (tokens(seed ^ i as u64, before + new, sizes.vocab), *before)).collect();
             let all_blocks: Vec<_> = (0..sequences.len()).map(|i| scattered(i as u32, 6)).collect();
-            // Each sequence has a sixth of the KV memory, which is enough for 40 tokens.
             let sequences: Vec<_> = sequences.into_iter().map(|(mut tokens, before)| { tokens.truncate(40); (tokens, before.min(29)) }).collect();
             let mut together = engine(&model);
             let mut expected = Vec::new();
@@ -92,13 +91,13 @@ fn decode_on_copied_blocks_gives_logits_with_the_same_bits() {
         decode.write_block(*to, &payload).unwrap();
         let mut again = vec![0; payload.len()];
         decode.read_block(*to, &mut again).unwrap();
-        assert!(again == payload, "a block is read as it was written");
+        assert!(again == payload, "a block that is read equals the block that was written");
     }
     let last = Chunk { tokens: &tokens[60..], start: 60, blocks: &to, logits: Logits::Last };
     let logits = decode.step(&[last]).unwrap().into_logits();
     assert_eq!(bits(&logits), bits(&expected[60 * QUANTISED.vocab as usize..]));
 
-    // To show that the KV is really read: if one number in it is changed, the logits change.
+    // If one number of the KV is changed, the logits change, which shows that the engine reads the KV.
     let mut block = vec![0; payload.len()];
     decode.read_block(to[3], &mut block).unwrap();
     block[1] ^= 0x40;

@@ -4,7 +4,7 @@ use super::*;
 use crate::cpu::weights::Matrix;
 use tandem_model::ModelFile;
 
-/// The errors must not exceed those that 8-bit activations can cause.
+/// The allowed error is the largest that the quantisation of activations to 8 bits can cause.
 #[test]
 fn products_of_each_weight_format_match_its_dequantised_weights() {
     for (kind, inputs) in [
@@ -51,7 +51,6 @@ fn is_quantised(kind: u32) -> bool {
     ![kind::F32, kind::F16, kind::BF16].contains(&kind)
 }
 
-/// Returns GGUF's number for a format.
 fn number(kind: TensorType) -> u32 {
     match kind {
         TensorType::F32 => kind::F32,
@@ -66,7 +65,7 @@ fn number(kind: TensorType) -> u32 {
     }
 }
 
-/// The simplest implementation of a complete model, in double precision. Returns all logits of one sequence.
+/// Computes all logits of one sequence in double precision, without caches or batches.
 fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
     let weights = |name: &str| {
         let tensor = file.tensor(name).unwrap();
@@ -92,7 +91,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
             }
         }
     };
-    // The projection includes the biases, or the norms of heads, that some model families have.
+    // Some model families have biases or norms of heads, which the projection includes.
     let project = |layer: u32, part: &str, x: &[f64]| -> Vec<f64> {
         let mut out = multiply(&format!("blk.{layer}.{part}.weight"), x);
         if sizes.family == "qwen2" {
@@ -145,7 +144,7 @@ fn forward(file: &Gguf, sizes: Sizes, tokens: &[TokenId]) -> Vec<f64> {
 }
 
 #[test]
-fn model_logits_match_those_in_double_precision() {
+fn model_logits_match_a_double_precision_reference() {
     let floats = [kind::F32, kind::F16, kind::BF16].map(|kind| Sizes { kind, ..ODD });
     let tied = Sizes { kind: kind::F16, tied: true, ..QUANTISED };
     let quantised = [kind::Q4_0, kind::Q4_1, kind::Q8_0].map(|kind| Sizes { kind, ..QUANTISED });
@@ -157,7 +156,7 @@ fn model_logits_match_those_in_double_precision() {
 }
 
 #[test]
-fn logits_with_extended_context_match_those_in_double_precision() {
+fn logits_with_extended_context_match_a_double_precision_reference() {
     let file = || file(QWEN3, 8).u32("qwen3.rope.scaling.original_context_length", 16).f32("qwen3.rope.scaling.factor", 4.0);
     compare(gguf(file().str("qwen3.rope.scaling.type", "yarn")), QWEN3);
     compare(gguf(file().str("qwen3.rope.scaling.type", "linear")), QWEN3);
@@ -178,5 +177,5 @@ fn compare(file: Gguf, sizes: Sizes) {
     let squares: f64 = expected.iter().map(|logit| logit * logit).sum();
     let errors: f64 = logits.iter().zip(&expected).map(|(logit, expected)| (f64::from(*logit) - expected).powi(2)).sum();
     let error = (errors / squares).sqrt();
-    assert!(error < all, "the logits of {sizes:?} are wrong by {error} of their size");
+    assert!(error < all, "the relative error of the logits of {sizes:?} is {error}");
 }

@@ -1,4 +1,4 @@
-//! Unsupported models and invalid steps are refused.
+//! Tests that unsupported models and invalid steps are refused.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn non_finite_weights_are_refused() {
     damaged("blk.0.attn_k.weight", kind::Q4_1, 96, 32, vec![0; 96 * 20], 42, &f16::NAN.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q8_0, 96, 32, vec![0; 96 * 34], 34, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &infinite);
-    // In the next tensor the scale is finite, but the weights are not.
+    // The scale of the next tensor is finite, but its weights are not.
     damaged("blk.0.attn_k.weight", kind::Q4_0, 96, 32, vec![0; 96 * 18], 36, &f16::MAX.to_le_bytes());
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 144, &infinite);
     damaged("blk.0.attn_k.weight", kind::Q4_K, 256, 64, vec![0; 64 * 144], 146, &infinite);
@@ -90,7 +90,7 @@ fn invalid_steps_are_refused_and_change_no_kv() {
         (chunk(&good, 0, &blocks[..1]), "blocks"),
         (chunk(&good[..4], 0, &beyond_memory), "blocks"),
     ] {
-        // If the invalid chunk follows a valid one, the valid chunk is not computed either.
+        // The valid chunk before the invalid one is not computed either.
         let error = engine.step(&[chunk(&other, 0, &blocks), bad]).expect_err(what);
         assert!(error.to_string().contains(what), "{error} does not say {what}");
         assert!(engine.kv == kv, "a refused step has written");

@@ -1,4 +1,4 @@
-// Runs a kernel by name, with a pointer to each argument as for cuLaunchKernel. Built by engine/src/cuda/tests/emulated.rs.
+// Runs a kernel by name, with a pointer to each argument as for cuLaunchKernel. Built by engine/src/cuda/tests/emulated.rs and by gpu.cpp.
 
 #include "shim.h"
 #include <sys/mman.h>
@@ -26,12 +26,15 @@ template <class... A> void unpack_all(void (*kernel)(A...), void **arguments) {
     unpack(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
+template <class... A> constexpr u32 count(void (*)(A...)) { return sizeof...(A); }
+
 struct Entry {
     const char *name;
     void (*run)(void **);
+    u32 parameters;
 };
 
-#define ENTRY(name) {#name, [](void **arguments) { unpack_all(name, arguments); }}
+#define ENTRY(name) {#name, [](void **arguments) { unpack_all(name, arguments); }, count(name)}
 const Entry ENTRIES[] = {ENTRY(embed),         ENTRY(rms_norm),     ENTRY(rope),   ENTRY(store_kv), ENTRY(swiglu),
                          ENTRY(attend_prompt), ENTRY(attend_token), ENTRY(combine), ENTRY(sample)};
 
@@ -166,8 +169,16 @@ extern "C" void release(unsigned char *memory, size_t bytes) {
     munmap(memory + bytes - pages_of(bytes), pages_of(bytes) + page_bytes());
 }
 
+/// Returns the number of a kernel's parameters; 0 if there is no kernel of this name.
+extern "C" u32 parameters(const char *name) {
+    for (const Entry &entry : ENTRIES) {
+        if (strcmp(entry.name, name) == 0) return entry.parameters;
+    }
+    return 0;
+}
+
 /// The constants that engine/src/cuda/shape.rs repeats.
-extern "C" void constants(u32 into[4]) {
-    const u32 all[4] = {PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES};
+extern "C" void constants(u32 into[5]) {
+    const u32 all[5] = {PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES, HEADS_A_BLOCK};
     memcpy(into, all, sizeof all);
 }

@@ -139,6 +139,8 @@ template <class T> T value_of(u64 bits) {
 
 static inline float __uint_as_float(u32 bits) { return emulation::value_of<float>(bits); }
 static inline u32 __float_as_uint(float number) { return static_cast<u32>(emulation::bits_of(number)); }
+static inline double cospi(double half_turns) { return std::cos(M_PI * std::fmod(half_turns, 2.0)); }
+static inline double sinpi(double half_turns) { return std::sin(M_PI * std::fmod(half_turns, 2.0)); }
 static inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
 static inline int __ffs(u32 bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
@@ -196,6 +198,11 @@ DEVICE u32 ballot(bool yes) {
     u32 lanes = 0;
     for (int lane = 0; lane < emulation::LANES; lane++) lanes |= static_cast<u32>(shown[lane].words[0]) << lane;
     return lanes;
+}
+
+DEVICE void add_shared(u32 *low, u32 *high, u64 value) {
+    const u64 sum = (static_cast<u64>(*high) << 32 | *low) + value;
+    *low = static_cast<u32>(sum), *high = static_cast<u32>(sum >> 32);
 }
 
 /// The fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type". For a lane, let `group` =

@@ -5,10 +5,29 @@ use crate::cuda::CudaError;
 use cudarc::{
     cublaslt,
     driver::{result, sys},
+    nvrtc,
 };
 
 /// The lowest major compute capability that has asynchronous copies and bfloat16 (Ampere).
 const CAPABILITY_MIN: i32 = 8;
+
+/// The lowest version of the driver and its libraries. Older drivers lack functions that cudarc calls for CUDA 13, and it panics then.
+const VERSION_MIN: i32 = 13_000;
+/// The lowest version of cuBLASLt, which counts in other units than the driver.
+const BLAS_VERSION_MIN: usize = 130_000;
+
+/// Returns a version that CUDA encodes as 1000 × major + 10 × minor, such as 13.0 for 13000.
+fn version_text(version: i32) -> String {
+    format!("{}.{}", version / 1_000, version % 1_000 / 10)
+}
+
+/// Returns the version of NVRTC; `None` if it is not installed. It is needed only if the cache has no kernels for the model and the GPU.
+fn nvrtc_version() -> Option<String> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the first call only tries to open the library, the second one writes two integers.
+    let found = unsafe { nvrtc::sys::is_culib_present() && nvrtc::sys::nvrtcVersion(&mut major, &mut minor).result().is_ok() };
+    found.then(|| format!("{major}.{minor}"))
+}
 
 /// The CUDA driver, and one GPU.
 pub(in crate::cuda) struct Driver {
@@ -29,6 +48,12 @@ impl Driver {
             return Err(CudaError::NoDriver);
         }
         result::init().map_err(failed("initialising"))?;
+        let mut version = 0;
+        // SAFETY: the driver writes its version as one integer.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("querying its version"))?;
+        if version < VERSION_MIN {
+            return Err(CudaError::OldDriver { found: version_text(version) });
+        }
         let count = result::device::get_count().map_err(failed("counting GPUs"))?;
         if i64::from(device) >= i64::from(count) {
             return Err(CudaError::NoDevice { device, count });
@@ -36,15 +61,19 @@ impl Driver {
         if !blas {
             return Err(CudaError::NoLibrary { library: "libcublasLt.so.13", package: "nvidia-cublas" });
         }
+        // SAFETY: the library was opened above; the call takes nothing and returns a number.
+        let blas = unsafe { cublaslt::sys::cublasLtGetVersion() };
+        if blas < BLAS_VERSION_MIN {
+            let found = format!("{}.{}", blas / 10_000, blas / 100 % 100);
+            return Err(CudaError::OldLibrary { library: "libcublasLt.so", found, package: "nvidia-cublas" });
+        }
         let handle = result::device::get(device as i32).map_err(failed("opening the GPU"))?;
         use sys::CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
             CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
         };
-        let mut version = 0;
-        // SAFETY: the driver returned this device. The driver writes its version as one integer.
+        // SAFETY: the driver returned this device.
         let (major, minor, shared) = unsafe {
-            sys::cuDriverGetVersion(&mut version).result().map_err(failed("querying its version"))?;
             let attribute = |which| result::device::get_attribute(handle, which).map_err(failed("querying the GPU's attributes"));
             (attribute(MAJOR)?, attribute(MINOR)?, attribute(SHARED)?)
         };
@@ -73,8 +102,30 @@ impl Driver {
         Ok(found)
     }
 
-    /// Returns the architecture as the compiler names it, such as `sm_90`.
+    /// Returns the versions of the driver and its libraries, and the name of the GPU.
+    pub fn describe(&self) -> String {
+        let name = result::device::get_name(self.device).unwrap_or_else(|_| "unknown GPU".to_owned());
+        // SAFETY: `find` has opened the library; the call takes nothing and returns a number.
+        let blas = unsafe { cublaslt::sys::cublasLtGetVersion() };
+        let missing = || "missing".to_owned();
+        format!(
+            "{name}, {}, driver for CUDA {}, cuBLASLt {}.{}.{}, NVRTC {}, NCCL {}",
+            self.architecture(),
+            version_text(self.version),
+            blas / 10_000,
+            blas / 100 % 100,
+            blas % 100,
+            nvrtc_version().unwrap_or_else(missing),
+            Nccl::load().ok().and_then(|nccl| nccl.version()).unwrap_or_else(missing),
+        )
+    }
+
+    /// Returns the architecture as the compiler names it, such as `sm_80`. For Hopper it is `sm_90a`, whose additional instructions exist
+    /// on no other architecture.
     pub fn architecture(&self) -> String {
-        format!("sm_{}{}", self.capability.0, self.capability.1)
+        match self.capability {
+            (9, 0) => "sm_90a".to_owned(),
+            (major, minor) => format!("sm_{major}{minor}"),
+        }
     }
 }

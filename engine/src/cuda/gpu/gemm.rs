@@ -2,7 +2,7 @@
 
 use super::{
     driver_lock,
-    tuning::{Clock, fastest, timed_at},
+    tuning::{Clock, fastest, is_timed},
 };
 use crate::cuda::{
     CudaError,
@@ -14,10 +14,7 @@ use cudarc::{
         result::{self, CublasError},
         sys::{self, cublasComputeType_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t, cublasStatus_t},
     },
-    driver::{
-        result as driver,
-        sys::{CUstream, CUstreamCaptureStatus},
-    },
+    driver::{result as driver, sys::CUstream},
 };
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -43,7 +40,8 @@ pub(super) struct GemmPlans {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     plans: HashMap<Gemm, Plan>,
-    chosen: ChosenAlgorithms,
+    /// `None` if algorithms are not timed: cuBLASLt's first proposal is used.
+    chosen: Option<ChosenAlgorithms>,
 }
 
 /// The layouts and candidate algorithms of a GEMM.
@@ -54,7 +52,6 @@ pub(super) struct Plan {
     outputs: sys::cublasLtMatrixLayout_t,
     /// The first algorithm is used. The others are candidates, which are removed when timing has chosen an algorithm.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
-    uses: usize,
     accumulates: bool,
 }
 
@@ -72,7 +69,7 @@ fn failed(source: CublasError) -> CudaError {
 
 impl GemmPlans {
     /// Creates a cuBLASLt handle and a workspace in the thread's current context.
-    pub fn new(chosen: ChosenAlgorithms) -> Result<Self, CudaError> {
+    pub fn new(chosen: Option<ChosenAlgorithms>) -> Result<Self, CudaError> {
         let _locked = driver_lock();
         let handle = result::create_handle().map_err(failed)?;
         // SAFETY: the size is not 0; the workspace is freed once, in `drop`.
@@ -87,48 +84,53 @@ impl GemmPlans {
         }
     }
 
-    /// Enqueues a GEMM on the stream, with the algorithm that its plan has chosen.
+    /// Enqueues a GEMM on the stream, with the algorithm that its plan has chosen, or else with cuBLASLt's first proposal.
     pub fn run(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
-        let target = Target { handle: self.handle, workspace: self.workspace, stream };
-        let plan = self.prepare(gemm, operands, stream)?;
+        let target = self.target(stream);
+        let plan = self.plan(gemm)?;
         plan.run(target, &plan.algorithms[0], operands).map_err(failed)
     }
 
-    /// Returns the GEMM's plan, which the first call creates. Times the plan's algorithms once the plan has been used as often as
-    /// `timed_at` returns. Does not write the outputs.
-    pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<&Plan, CudaError> {
+    /// Plans a GEMM, and times its algorithms if another stream has not done so. Does not write the outputs.
+    pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
+        let (target, chosen) = (self.target(stream), self.chosen.clone());
+        let plan = self.plan(gemm)?;
+        if let Some(chosen) = chosen.filter(|_| plan.algorithms.len() > 1) {
+            // The lock is held during the timing. Two streams that time the same GEMM at the same time would disturb each other, and might
+            // choose different algorithms.
+            let mut chosen = chosen.lock().expect("timing does not panic");
+            let algorithm = match chosen.get(&gemm) {
+                Some(algorithm) => *algorithm,
+                None => plan.algorithms[fastest(&plan.times(target, gemm, operands)?)],
+            };
+            chosen.insert(gemm, algorithm);
+            plan.algorithms = vec![algorithm];
+        }
+        Ok(())
+    }
+
+    fn target(&self, stream: CUstream) -> Target {
+        Target { handle: self.handle, workspace: self.workspace, stream }
+    }
+
+    /// Returns the GEMM's plan, which the first call creates.
+    fn plan(&mut self, gemm: Gemm) -> Result<&mut Plan, CudaError> {
         if self.plans.len() >= PLANS_MAX {
             // GEMMs that are running do not need their plans any more, because cuBLASLt has read them.
             self.plans.clear();
         }
-        let target = Target { handle: self.handle, workspace: self.workspace, stream };
-        let plan = match self.plans.entry(gemm) {
+        Ok(match self.plans.entry(gemm) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(place) => place.insert(Plan::new(self.handle, gemm)?),
-        };
-        plan.uses = plan.uses.saturating_add(1);
-        if plan.algorithms.len() > 1 {
-            // The lock is held during the timing. Two streams that time the same GEMM at the same time would disturb each other, and might
-            // choose different algorithms.
-            let mut chosen = self.chosen.lock().expect("timing does not panic");
-            if let Some(algorithm) = chosen.get(&gemm) {
-                plan.algorithms = vec![*algorithm];
-            } else if timed_at(gemm.rows).is_some_and(|uses| plan.uses >= uses) && !is_capturing(stream)? {
-                let algorithm = plan.algorithms[fastest(&plan.times(target, gemm, operands)?)];
-                chosen.insert(gemm, algorithm);
-                plan.algorithms = vec![algorithm];
+            Entry::Vacant(place) => {
+                let mut plan = Plan::new(self.handle, gemm)?;
+                let chosen = self.chosen.as_ref().map(|chosen| chosen.lock().expect("timing does not panic"));
+                if let Some(algorithm) = chosen.and_then(|chosen| chosen.get(&gemm).copied()) {
+                    plan.algorithms = vec![algorithm];
+                }
+                place.insert(plan)
             }
-        }
-        Ok(plan)
+        })
     }
-}
-
-/// Returns whether the stream is being captured. During a capture nothing can be timed.
-fn is_capturing(stream: CUstream) -> Result<bool, CudaError> {
-    // SAFETY: the stream belongs to the caller and is alive.
-    let status = unsafe { driver::stream::is_capturing(stream) };
-    let status = status.map_err(|source| CudaError::Driver { doing: "querying the capture status", source: Box::new(source) })?;
-    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl Drop for GemmPlans {
@@ -162,7 +164,7 @@ impl Plan {
         let (weights, inputs, outputs) =
             (layout(halves, inputs, outputs)?, layout(halves, inputs, rows)?, layout(out, outputs, rows)?);
         let preference = result::create_matmul_pref().map_err(failed)?;
-        let wanted = if timed_at(rows).is_some() { CANDIDATES } else { 1 };
+        let wanted = if is_timed(rows) { CANDIDATES } else { 1 };
         // SAFETY: all handles were created above, and attributes are passed with their sizes. The vector has capacity for as many results
         // as are requested, and cuBLASLt reports how many of them it has written.
         let found = unsafe {
@@ -195,7 +197,7 @@ impl Plan {
         if algorithms.is_empty() {
             return Err(failed(CublasError(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
-        Ok(Self { operation, weights, inputs, outputs, algorithms, uses: 0, accumulates: epilogue == Epilogue::AddSingle })
+        Ok(Self { operation, weights, inputs, outputs, algorithms, accumulates: epilogue == Epilogue::AddSingle })
     }
 
     /// Enqueues the GEMM with this algorithm.

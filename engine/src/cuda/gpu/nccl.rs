@@ -81,6 +81,7 @@ pub(in crate::cuda) struct Nccl {
     receive: TransferFn,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     /// The library must stay loaded while its functions are used.
     _library: Library,
 }
@@ -130,9 +131,18 @@ impl Nccl {
                 receive: *library.get("ncclRecv").ok()?,
                 all_reduce: *library.get("ncclAllReduce").ok()?,
                 error_string: *library.get("ncclGetErrorString").ok()?,
+                get_version: *library.get("ncclGetVersion").ok()?,
                 _library: library,
             })
         }
+    }
+
+    /// Returns the library's version, such as 2.28.0; `None` if the library does not report it.
+    pub fn version(&self) -> Option<String> {
+        let mut version = 0;
+        // SAFETY: the function writes one integer.
+        self.check(unsafe { (self.get_version)(&mut version) }).ok()?;
+        Some(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
     }
 
     /// Returns a new id, which all ranks of one communicator must use.

@@ -9,12 +9,8 @@ use cudarc::driver::{
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// GEMMs of prompt steps are timed only if the number of tokens is a multiple of this number. Such steps occur often, because a full step
-/// has as many tokens as the worker's chunk budget.
+/// GEMMs of prompt steps are timed only if the number of tokens is a multiple of this number, as usual chunk budgets are.
 const PROMPT_ROWS: usize = 256;
-/// The number of the use, from 1, at which a GEMM of prompt steps is timed. Each layer uses the GEMM once per step, so it is timed in its
-/// second or third step.
-const PROMPT_USES: usize = 64;
 /// The number of runs of each algorithm. The fastest run counts, because the first run may include the time to load code.
 const RUNS: usize = 4;
 /// The time limit in milliseconds for all runs of one GEMM, not counting the first run of each algorithm. Algorithms that are not timed by
@@ -29,12 +25,11 @@ const MARGIN: f32 = 0.02;
 /// read from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
-/// Returns the number of the use, from 1, at which a GEMM of this many rows is timed; `None` if it is never timed. Timing takes as long as
-/// about thirty uses, so only frequent shapes are timed. GEMMs of padded decode steps are timed at their first use, which precedes the
-/// capture of a graph.
-pub(super) fn timed_at(rows: usize) -> Option<usize> {
+/// Whether GEMMs of this many rows are timed when an engine is created. Timing takes as long as about thirty uses, so only frequent shapes
+/// are timed: those of padded decode steps and of full prompt steps.
+pub(super) fn is_timed(rows: usize) -> bool {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
-    if is_padded_decode { Some(1) } else { rows.is_multiple_of(PROMPT_ROWS).then_some(PROMPT_USES) }
+    is_padded_decode || rows.is_multiple_of(PROMPT_ROWS)
 }
 
 /// Returns the index of the algorithm to use. `times` has the time of each algorithm in milliseconds. The first algorithm with a known time
@@ -157,8 +152,7 @@ mod tests {
 
     #[test]
     fn only_frequent_row_counts_are_timed() {
-        let timed = |uses| (1..1_100).filter(|rows| timed_at(*rows) == Some(uses)).collect::<Vec<_>>();
-        assert_eq!(timed(1), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]);
-        assert_eq!(timed(PROMPT_USES), [512, 768, 1_024]);
+        let timed: Vec<usize> = (1..1_100).filter(|rows| is_timed(*rows)).collect();
+        assert_eq!(timed, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 768, 1_024]);
     }
 }

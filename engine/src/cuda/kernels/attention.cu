@@ -2,7 +2,7 @@
 //
 // FlashAttention-2 (Dao 2023): scores are computed for a tile of positions at a time, with an online softmax, so that no more than a tile
 // is in memory. Rows are *packed*: the GROUP query heads of one key head are rows of one matrix, token by token, so that keys are read once
-// for all these heads. Scores are scaled by log2(e), so that exponentials are powers of two.
+// for all these heads. The scale of the scores includes log2(e), so that exponentials are powers of two.
 
 /// Distance of two rows in shared memory, in elements. A row has 16 bytes more than a head, so that the eight rows of a matrix are in
 /// different banks.
@@ -11,61 +11,75 @@ constexpr int STRIDE = HEAD_PAD + 8;
 /// Online softmax of 16 packed rows, as accumulator fragments: a lane holds rows lane / 4 and lane / 4 + 8, and two of every eight columns.
 struct Softmax {
     float out[HEAD_PAD / 8][4];
-    /// The maximum score so far, and the lane's share of the sum of exponentials.
+    /// The maximum scaled score so far, and the lane's share of the sum of exponentials.
     float max[2], sum[2];
 
     DEVICE_MEMBER void clear() {
+#pragma unroll
         for (int n = 0; n < HEAD_PAD / 8; n++) {
+#pragma unroll
             for (int i = 0; i < 4; i++) out[n][i] = 0;
         }
+#pragma unroll
         for (int half = 0; half < 2; half++) max[half] = -INFINITY_F, sum[half] = 0;
     }
 
-    /// Updates maximum and sum with the scores of 8 × TILES positions, rescales the output, and replaces the scores by their exponentials.
-    template <int TILES> DEVICE_MEMBER void update(float scores[TILES][4]) {
+    /// Updates maximum and sum with the scores of 8 × TILES positions, and rescales the output. Returns the exponentials of the scaled scores
+    /// as first operands of `multiply_add`, one for every 16 positions.
+    template <int TILES> DEVICE_MEMBER void update(float scores[TILES][4], float scale, u32 powers[TILES / 2][4]) {
+#pragma unroll
         for (int half = 0; half < 2; half++) {
-            float most = max[half];
+            float most = -INFINITY_F;
+#pragma unroll
             for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
             most = fmaxf(most, shuffle_xor(most, 1));
             most = fmaxf(most, shuffle_xor(most, 2));
-            // While all scores are masked, the base may be any finite number.
-            const float base = most == -INFINITY_F ? 0.0f : most;
-            const float kept = exp2_fast(max[half] - base);
+            most = fmaxf(max[half], most * scale);
+            // While all scores are masked, the base may be any finite number. The scale is applied by the fused operation that subtracts it.
+            const float base = most == -INFINITY_F ? 0.0f : most, kept = exp2_fast(max[half] - base);
             max[half] = most;
             sum[half] *= kept;
-            for (int n = 0; n < HEAD_PAD / 8; n++) out[n][half * 2] *= kept, out[n][half * 2 + 1] *= kept;
-            for (int n = 0; n < TILES; n++) {
-                for (int i = half * 2; i < half * 2 + 2; i++) {
-                    scores[n][i] = exp2_fast(scores[n][i] - base);
-                    sum[half] += scores[n][i];
-                }
-            }
-        }
-    }
-
-    /// Adds the values of 16 positions, weighted by the exponentials of the scores. `first` and `second` have the exponentials of eight
-    /// positions each.
-    DEVICE_MEMBER void accumulate(const float first[4], const float second[4], const half_t *values, int lane) {
-        const u32 powers[4] = {narrow_pair(first[0], first[1]), narrow_pair(first[2], first[3]), narrow_pair(second[0], second[1]),
-                               narrow_pair(second[2], second[3])};
-        const half_t *row = values + (lane % 16) * STRIDE + lane / 16 * 8;
+            // After the first tiles the maxima rarely change, so most outputs need no rescaling.
+            if (ballot(kept != 1.0f)) {
 #pragma unroll
-        for (int n = 0; n < HEAD_PAD / 8; n += 2) {
-            u32 b[4];
-            load_matrices_transposed(b, row + n * 8);
-            multiply_add(out[n], powers, b[0], b[1]);
-            multiply_add(out[n + 1], powers, b[2], b[3]);
+                for (int n = 0; n < HEAD_PAD / 8; n++) out[n][half * 2] *= kept, out[n][half * 2 + 1] *= kept;
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float first = exp2_fast(fmaf(scores[n][half * 2], scale, -base));
+                const float second = exp2_fast(fmaf(scores[n][half * 2 + 1], scale, -base));
+                sum[half] += first + second;
+                powers[n / 2][n % 2 * 2 + half] = narrow_pair(first, second);
+            }
         }
     }
 
     /// Adds the sums of all lanes that hold parts of the same row.
     DEVICE_MEMBER void finish() {
+#pragma unroll
         for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
             sum[half] += shuffle_xor(sum[half], 2);
         }
     }
 };
+
+/// Adds the values of 16 positions to the outputs of DEPTH fragments of rows, weighted by the exponentials `powers[m][place]`. The values are
+/// loaded once for all fragments.
+template <int DEPTH, int PLACES>
+DEVICE void accumulate(Softmax softmax[DEPTH], u32 powers[DEPTH][PLACES][4], int place, const half_t *values, int lane) {
+    const half_t *row = values + (lane % 16) * STRIDE + lane / 16 * 8;
+#pragma unroll
+    for (int n = 0; n < HEAD_PAD / 8; n += 2) {
+        u32 b[4];
+        load_matrices_transposed(b, row + n * 8);
+#pragma unroll
+        for (int m = 0; m < DEPTH; m++) {
+            multiply_add(softmax[m].out[n], powers[m][place], b[0], b[1]);
+            multiply_add(softmax[m].out[n + 1], powers[m][place], b[2], b[3]);
+        }
+    }
+}
 
 /// Loads 16 rows × 16 elements as the first operand of `multiply_add`.
 DEVICE void load_rows(u32 to[4], const half_t *rows, int lane) { load_matrices(to, rows + (lane % 16) * STRIDE + lane / 16 * 8); }
@@ -107,83 +121,112 @@ constexpr int PROMPT_TILE = SMALL_SHARED_MEMORY ? 32 : 64;
 /// Bytes of shared memory: queries, and two tiles each of keys and values, one in use while the other is being copied.
 constexpr int PROMPT_BYTES = (PROMPT_ROWS + 4 * PROMPT_TILE) * STRIDE * 2;
 
-/// Attention of consecutive tokens. One thread block per tile and key head. An entry of `tiles` has the first row, the number of tokens
-/// (PROMPT_ROWS / GROUP at most), the position of the first token, and the offset of the sequence's block table in `tables`. The tokens'
-/// own KV must already be in `pool`.
-KERNEL(PROMPT_WARPS * 32)
-attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *tiles, half_t *out, int layer, float scale) {
-    DYNAMIC_SHARED(shared);
-    half_t *queries = reinterpret_cast<half_t *>(shared);
-    half_t *keys = queries + PROMPT_ROWS * STRIDE, *values = keys + 2 * PROMPT_TILE * STRIDE;
-    const int4 tile = tiles[blockIdx.x];
-    const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int rows = tile.y * GROUP, end = tile.z + tile.y;
-    const u32 *table = tables + tile.w;
-    const int steps = (end + PROMPT_TILE - 1) / PROMPT_TILE;
+/// The work of a thread block of `attend_prompt`: consecutive tokens of a sequence, and the positions that they attend to.
+struct __align__(16) PromptTile {
+    /// The first row, the number of tokens (PROMPT_ROWS / GROUP at most), the position of the first token, and the offset of the sequence's
+    /// block table.
+    int row, tokens, position, table;
+    /// The positions to which this block attends: from `begin`, a multiple of PROMPT_TILE, to before `end`.
+    int begin, end;
+    /// If several blocks share the tile's positions, the partition to which this block writes the first token's results, and the number of
+    /// these blocks, which is the distance to the next token's partition. Otherwise 0 blocks.
+    int partition, parts;
+};
 
-    copy_queries(queries, qkv, tile.x, kv_head * GROUP, rows, PROMPT_ROWS, thread, PROMPT_WARPS * 32, GROUP);
-    copy_kv(keys, values, pool, table, 0, end, PROMPT_TILE, layer, kv_head, thread, PROMPT_WARPS * 32);
-    copy_commit();
-    Softmax softmax[PROMPT_DEPTH];
+/// A block's queries, and its tiles of keys and values in shared memory.
+struct PromptOperands {
+    const half_t *queries, *keys, *values;
+    float scale;
+    int warp_row, lane;
+};
+
+/// Updates the outputs of a warp with a tile of positions from `first` on. If `masked`, positions after a row's own token, the first of which
+/// has position `token`, are not attended to.
+DEVICE void attend_tile(Softmax softmax[PROMPT_DEPTH], const PromptOperands &in, bool masked, int first, int token) {
+    float scores[PROMPT_DEPTH][PROMPT_TILE / 8][4];
 #pragma unroll
-    for (int m = 0; m < PROMPT_DEPTH; m++) softmax[m].clear();
-    const int first_row = warp * PROMPT_DEPTH * 16;
-    for (int step = 0; step < steps; step++) {
-        const int stage = step % 2 * PROMPT_TILE * STRIDE, first = step * PROMPT_TILE;
-        if (step + 1 < steps) {
-            const int next = (step + 1) % 2 * PROMPT_TILE * STRIDE;
-            copy_kv(keys + next, values + next, pool, table, first + PROMPT_TILE, end, PROMPT_TILE, layer, kv_head, thread,
-                    PROMPT_WARPS * 32);
+    for (int m = 0; m < PROMPT_DEPTH; m++) {
+#pragma unroll
+        for (int n = 0; n < PROMPT_TILE / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[m][n][i] = 0;
         }
-        copy_commit();
-        copy_wait<1>();
-        block_sync();
-        float scores[PROMPT_DEPTH][PROMPT_TILE / 8][4];
+    }
+    // More steps of this loop at a time would need more registers than there are.
+#pragma unroll 2
+    for (int k = 0; k < HEAD_PAD; k += 16) {
+        u32 a[PROMPT_DEPTH][4];
 #pragma unroll
-        for (int m = 0; m < PROMPT_DEPTH; m++) {
+        for (int m = 0; m < PROMPT_DEPTH; m++) load_rows(a[m], in.queries + (in.warp_row + m * 16) * STRIDE + k, in.lane);
 #pragma unroll
-            for (int n = 0; n < PROMPT_TILE / 8; n++) {
-                for (int i = 0; i < 4; i++) scores[m][n][i] = 0;
+        for (int n = 0; n < PROMPT_TILE / 8; n += 2) {
+            u32 b[4];
+            load_keys(b, in.keys + n * 8 * STRIDE + k, in.lane);
+#pragma unroll
+            for (int m = 0; m < PROMPT_DEPTH; m++) {
+                multiply_add(scores[m][n], a[m], b[0], b[1]);
+                multiply_add(scores[m][n + 1], a[m], b[2], b[3]);
             }
         }
-#pragma unroll
-        for (int k = 0; k < HEAD_PAD; k += 16) {
-            u32 a[PROMPT_DEPTH][4];
-#pragma unroll
-            for (int m = 0; m < PROMPT_DEPTH; m++) load_rows(a[m], queries + (first_row + m * 16) * STRIDE + k, lane);
-#pragma unroll
-            for (int n = 0; n < PROMPT_TILE / 8; n += 2) {
-                u32 b[4];
-                load_keys(b, keys + stage + n * 8 * STRIDE + k, lane);
-#pragma unroll
-                for (int m = 0; m < PROMPT_DEPTH; m++) {
-                    multiply_add(scores[m][n], a[m], b[0], b[1]);
-                    multiply_add(scores[m][n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-        // Causal mask; only the last tiles have positions after a token's own.
-        const bool masked = first + PROMPT_TILE > tile.z;
+    }
+    // Only the last tiles have positions after a token's own, so most tiles skip this block.
+    if (masked) {
 #pragma unroll
         for (int m = 0; m < PROMPT_DEPTH; m++) {
 #pragma unroll
             for (int n = 0; n < PROMPT_TILE / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    scores[m][n][i] *= scale;
-                    if (masked) {
-                        const int token = tile.z + (first_row + m * 16 + lane / 4 + i / 2 * 8) / GROUP;
-                        const int position = first + n * 8 + lane % 4 * 2 + i % 2;
-                        if (position > token) scores[m][n][i] = -INFINITY_F;
-                    }
+                    const int own = token + (in.warp_row + m * 16 + in.lane / 4 + i / 2 * 8) / GROUP;
+                    if (first + n * 8 + in.lane % 4 * 2 + i % 2 > own) scores[m][n][i] = -INFINITY_F;
                 }
             }
-            softmax[m].update<PROMPT_TILE / 8>(scores[m]);
-#pragma unroll
-            for (int n = 0; n < PROMPT_TILE / 8; n += 2) {
-                softmax[m].accumulate(scores[m][n], scores[m][n + 1], values + stage + n * 8 * STRIDE, lane);
-            }
         }
+    }
+    u32 powers[PROMPT_DEPTH][PROMPT_TILE / 16][4];
+#pragma unroll
+    for (int m = 0; m < PROMPT_DEPTH; m++) {
+        softmax[m].template update<PROMPT_TILE / 8>(scores[m], in.scale, powers[m]);
+    }
+#pragma unroll
+    for (int n = 0; n < PROMPT_TILE / 16; n++) {
+        accumulate<PROMPT_DEPTH, PROMPT_TILE / 16>(softmax, powers, n, in.values + n * 16 * STRIDE, in.lane);
+    }
+}
+
+/// Attention of consecutive tokens. One thread block per tile and key head. The tokens' own KV must already be in `pool`. Blocks that share a
+/// tile write to `partial_outputs` and `partial_sums`, as `attend_token` does; the others write to `out`.
+KERNEL(PROMPT_WARPS * 32)
+attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const PromptTile *tiles, half_t *out, float *partial_outputs,
+              float2 *partial_sums, int layer, float scale) {
+    DYNAMIC_SHARED(shared);
+    half_t *queries = reinterpret_cast<half_t *>(shared);
+    half_t *keys = queries + PROMPT_ROWS * STRIDE, *values = keys + 2 * PROMPT_TILE * STRIDE;
+    // The tile is in shared memory, because registers are scarce in the loop.
+    __shared__ PromptTile tile;
+    const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread == 0) tile = tiles[blockIdx.x];
+    block_sync();
+    const int steps = (tile.end - tile.begin + PROMPT_TILE - 1) / PROMPT_TILE;
+    copy_queries(queries, qkv, tile.row, kv_head * GROUP, tile.tokens * GROUP, PROMPT_ROWS, thread, PROMPT_WARPS * 32, GROUP);
+    copy_kv(keys, values, pool, tables + tile.table, tile.begin, tile.end, PROMPT_TILE, layer, kv_head, thread, PROMPT_WARPS * 32);
+    copy_commit();
+    Softmax softmax[PROMPT_DEPTH];
+#pragma unroll
+    for (int m = 0; m < PROMPT_DEPTH; m++) softmax[m].clear();
+    const int first_row = warp * PROMPT_DEPTH * 16;
+    for (int step = 0; step < steps; step++) {
+        const int stage = step % 2 * PROMPT_TILE * STRIDE, first = tile.begin + step * PROMPT_TILE;
+        if (step + 1 < steps) {
+            const int next = (step + 1) % 2 * PROMPT_TILE * STRIDE;
+            copy_kv(keys + next, values + next, pool, tables + tile.table, first + PROMPT_TILE, tile.end, PROMPT_TILE, layer, kv_head, thread,
+                    PROMPT_WARPS * 32);
+        }
+        copy_commit();
+        copy_wait<1>();
+        block_sync();
+        const PromptOperands operands = {queries, keys + stage, values + stage, scale, first_row, lane};
+        attend_tile(softmax, operands, first + PROMPT_TILE > tile.position + 1, first, tile.position);
         block_sync();
     }
 #pragma unroll
@@ -192,10 +235,20 @@ attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const in
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = first_row + m * 16 + lane / 4 + half * 8;
-            if (row >= rows) continue;
+            if (row >= tile.tokens * GROUP) continue;
+            const int token = row / GROUP, head = kv_head * GROUP + row % GROUP;
+            if (tile.parts > 0) {
+                const u64 place = (static_cast<u64>(tile.partition) + token * tile.parts) * HEADS + head;
+                float2 *pairs = reinterpret_cast<float2 *>(partial_outputs + place * HEAD_DIM);
+#pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; n++) {
+                    pairs[n * 4 + lane % 4] = make_float2(softmax[m].out[n][half * 2], softmax[m].out[n][half * 2 + 1]);
+                }
+                if (lane % 4 == 0) partial_sums[place] = make_float2(softmax[m].max[half], softmax[m].sum[half]);
+                continue;
+            }
             const float factor = 1.0f / softmax[m].sum[half];
-            const u64 at = (static_cast<u64>(tile.x) + row / GROUP) * HEADS * HEAD_DIM + (kv_head * GROUP + row % GROUP) * HEAD_DIM;
-            u32 *pairs = reinterpret_cast<u32 *>(out + at);
+            u32 *pairs = reinterpret_cast<u32 *>(out + ((static_cast<u64>(tile.row) + token) * HEADS + head) * HEAD_DIM);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n++) {
                 pairs[n * 4 + lane % 4] = narrow_pair(softmax[m].out[n][half * 2] * factor, softmax[m].out[n][half * 2 + 1] * factor);

@@ -48,8 +48,8 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
     u32 a[HEAD_PAD / 16][4];
 #pragma unroll
     for (int k = 0; k < HEAD_PAD; k += 16) load_rows(a[k / 16], queries + k, lane);
-    Softmax softmax;
-    softmax.clear();
+    Softmax softmax[1];
+    softmax[0].clear();
     for (int step = 0; step < steps; step++) {
         begin(step + TOKEN_STAGES - 1);
         copy_wait<TOKEN_STAGES - 1>();
@@ -69,15 +69,16 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int position = first + n * 8 + lane % 4 * 2 + i % 2;
-                scores[n][i] = position < partition.z ? scores[n][i] * scale : -INFINITY_F;
+                if (position >= partition.z) scores[n][i] = -INFINITY_F;
             }
         }
-        softmax.update<2>(scores);
-        softmax.accumulate(scores[0], scores[1], keys + TOKEN_TILE * STRIDE, lane);
+        u32 powers[1][1][4];
+        softmax[0].update<2>(scores, scale, powers[0]);
+        accumulate<1, 1>(softmax, powers, 0, keys + TOKEN_TILE * STRIDE, lane);
         // All lanes must have read this step's tile before a later copy overwrites it.
         warp_sync();
     }
-    softmax.finish();
+    softmax[0].finish();
 
     // Combine the rows of the four warps. Each row is scaled by the exponential of the difference between its maximum and the largest
     // maximum.
@@ -89,9 +90,9 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         const int row = warp * TOKEN_ROWS + lane / 4 + half * 8;
 #pragma unroll
         for (int n = 0; n < HEAD_PAD / 8; n++) {
-            for (int i = 0; i < 2; i++) warp_outs[row * HEAD_PAD + n * 8 + lane % 4 * 2 + i] = softmax.out[n][half * 2 + i];
+            for (int i = 0; i < 2; i++) warp_outs[row * HEAD_PAD + n * 8 + lane % 4 * 2 + i] = softmax[0].out[n][half * 2 + i];
         }
-        if (lane % 4 == 0) warp_maxima[row] = softmax.max[half], warp_sums[row] = softmax.sum[half];
+        if (lane % 4 == 0) warp_maxima[row] = softmax[0].max[half], warp_sums[row] = softmax[0].sum[half];
     }
     block_sync();
     for (int i = thread; i < rows * HEAD_DIM; i += TOKEN_WARPS * 32) {

@@ -68,6 +68,13 @@ template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(ALL_
 /// Returns one bit per lane: 1 where `yes` is true. The lowest bit is that of lane 0.
 DEVICE u32 ballot(bool yes) { return __ballot_sync(ALL_LANES, yes); }
 
+/// Adds to a 64-bit sum in shared memory, whose halves are at two addresses. The sum does not depend on the order of the additions.
+DEVICE void add_shared(u32 *low, u32 *high, u64 value) {
+    const u32 part = static_cast<u32>(value), before = atomicAdd(low, part);
+    const u32 upper = static_cast<u32>(value >> 32) + (before + part < before);
+    if (upper) atomicAdd(high, upper);
+}
+
 /// d += a × b on tensor cores: 16 × 16 by 16 × 8, in the fragment layouts of PTX's mma.m16n8k16.
 DEVICE void multiply_add(float d[4], const u32 a[4], u32 b0, u32 b1) {
 #if HALF_IS_FLOAT16

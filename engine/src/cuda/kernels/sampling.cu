@@ -2,9 +2,9 @@
 // min-p, top-k, top-p; then selection by one random number in [0, 1) over the cumulative weights in the order of token ids. The result
 // depends only on the row, the settings and that number.
 //
-// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by bisection over the bits of the weights. A
-// thread block computes one row. Each warp has a segment of the vocabulary; sums are added in a fixed order, so equal rows give equal
-// tokens.
+// Nothing is sorted: the threshold that keeps k tokens, or a share p of the weight, is found by three histograms over the bits of the
+// weights, ten bits at a time. Weights are added as fixed-point numbers, whose sums do not depend on the order, so equal rows give equal
+// tokens. A thread block computes one row; each of its warps has a segment of the vocabulary.
 
 constexpr int SAMPLE_THREADS = 512;
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / 32;
@@ -24,11 +24,12 @@ struct SampleSettings {
     u32 top_k;
     /// The index of the row's first adjustment in the list of all adjustments, and the number of the row's adjustments.
     u32 first_adjustment, adjustments;
-    /// Offset of the row's mask in 32-bit words; -1: no mask. A mask has one bit per token, which is 1 if the token is allowed.
-    int mask;
+    /// Offset of the row's mask in the list of words; NO_TOKEN: no mask. A mask has one bit per token, which is 1 if the token is allowed.
+    u32 mask;
     /// Number of alternatives whose logprobs are returned; NO_TOKEN: the sampled token's logprob is not returned either.
     u32 top;
-    u32 padding;
+    /// Offset of the alternatives' tokens in the list of words; NO_TOKEN: the alternatives are the likeliest tokens.
+    u32 alternatives;
 };
 static_assert(sizeof(SampleSettings) == 56, "the host writes 56 bytes");
 
@@ -53,81 +54,131 @@ struct Best {
 
 DEVICE Best better(Best a, Best b) { return b.value > a.value || (b.value == a.value && b.token < a.token) ? b : a; }
 
-/// A row of numbers, and the thread block's scratch memory. All threads of the block must call a method together.
+/// The number of bits of a weight by which a pass over the row distinguishes.
+constexpr int DIGIT_BITS = 10;
+constexpr u32 DIGITS = 1 << DIGIT_BITS;
+/// Weights are at most 1, whose bits are less than 2^30.
+constexpr int DIGIT_PASSES = 3;
+static_assert(DIGITS == 2 * SAMPLE_THREADS, "each thread has two digits");
+/// The number of numbers that a thread loads at a time, so that many loads are in flight.
+constexpr u32 LOADED = 8;
+
+/// Returns a weight, which is at most 1, as a fixed-point number. The sum of a vocabulary of 2^24 tokens fits in 64 bits.
+DEVICE u64 fixed_point(float weight) { return static_cast<u64>(weight * 1099511627776.0f); }
+
+/// The thread block's scratch memory.
+struct SampleShared {
+    double shares[SAMPLE_WARPS];
+    u64 sums[SAMPLE_WARPS];
+    Best bests[SAMPLE_WARPS];
+    /// Sums of measures by digit: the lower and the upper halves.
+    u32 low[DIGITS], high[DIGITS];
+    u64 above;
+    u32 found;
+};
+
+/// A row of numbers. All threads of the block must call a method together.
 struct Row {
     float *numbers;
     u32 len;
-    double *sums;
-    Best *bests;
+    SampleShared *shared;
 
     DEVICE_MEMBER u32 segment() const { return (len + SAMPLE_WARPS * 32 - 1) / (SAMPLE_WARPS * 32) * 32; }
-    DEVICE_MEMBER u32 begin(u32 warp) const { return warp * segment(); }
+    DEVICE_MEMBER u32 begin(u32 warp) const { return min(warp * segment(), len); }
     DEVICE_MEMBER u32 end(u32 warp) const { return min((warp + 1) * segment(), len); }
 
-    /// Returns the largest number for which `may(token, number)` is true, and its token; the lowest token if several are equal.
-    template <class May> DEVICE_MEMBER Best largest(May may) {
-        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        Best best = {-INFINITY_F, NO_TOKEN};
-        for (u32 i = begin(warp) + lane; i < end(warp); i += 32) {
-            if (may(i, numbers[i])) best = better(best, Best{numbers[i], i});
+    /// Calls `visit(token, number)` for the thread's share of the row.
+    template <class Visit> DEVICE_MEMBER void each(Visit visit) const {
+        const u32 warp = threadIdx.x / 32, end_of_warp = end(warp);
+        for (u32 first = begin(warp) + threadIdx.x % 32; first < end_of_warp; first += 32 * LOADED) {
+            float loaded[LOADED];
+#pragma unroll
+            for (u32 j = 0; j < LOADED; j++) loaded[j] = first + 32 * j < end_of_warp ? numbers[first + 32 * j] : 0.0f;
+#pragma unroll
+            for (u32 j = 0; j < LOADED; j++) {
+                if (first + 32 * j < end_of_warp) visit(first + 32 * j, loaded[j]);
+            }
         }
+    }
+
+    /// Returns the largest number for which `may(token, number)` is true, and its token; the lowest token if several are equal.
+    template <class May> DEVICE_MEMBER Best largest(May may) const {
+        Best best = {-INFINITY_F, NO_TOKEN};
+        each([&](u32 token, float number) {
+            if (may(token, number)) best = better(best, Best{number, token});
+        });
         for (int lanes = 16; lanes > 0; lanes /= 2) {
             best = better(best, Best{shuffle_xor(best.value, lanes), shuffle_xor(best.token, lanes)});
         }
         block_sync();
-        if (lane == 0) bests[warp] = best;
+        if (threadIdx.x % 32 == 0) shared->bests[threadIdx.x / 32] = best;
         block_sync();
-        best = bests[0];
-        for (int w = 1; w < SAMPLE_WARPS; w++) best = better(best, bests[w]);
+        best = shared->bests[0];
+        for (int w = 1; w < SAMPLE_WARPS; w++) best = better(best, shared->bests[w]);
         return best;
     }
 
-    /// Returns the sum of `measure(token, number)`, and leaves every warp's share in `sums`.
-    template <class Measure> DEVICE_MEMBER double sum(Measure measure) {
-        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    /// Returns the sum of `measure(number)`, which is added in a fixed order.
+    template <class Measure> DEVICE_MEMBER double sum(Measure measure) const {
         double own = 0;
-        for (u32 i = begin(warp) + lane; i < end(warp); i += 32) own += measure(i, numbers[i]);
+        each([&](u32, float number) { own += measure(number); });
         for (int lanes = 16; lanes > 0; lanes /= 2) own += shuffle_xor(own, lanes);
         block_sync();
-        if (lane == 0) sums[warp] = own;
+        if (threadIdx.x % 32 == 0) shared->shares[threadIdx.x / 32] = own;
         block_sync();
         double all = 0;
-        for (int w = 0; w < SAMPLE_WARPS; w++) all += sums[w];
+        for (int w = 0; w < SAMPLE_WARPS; w++) all += shared->shares[w];
         return all;
     }
 
-    /// Returns the first token at which the running sum of `measure` exceeds `target`; if there is none because of rounding, the last token
-    /// with a measure above 0.
-    template <class Measure> DEVICE_MEMBER u32 first_beyond(double target, Measure measure) {
-        sum(measure);
-        const u32 own = threadIdx.x / 32, lane = threadIdx.x % 32;
-        u32 warp = 0, last = 0;
-        double before = 0, before_last = 0;
-        for (; warp < SAMPLE_WARPS && before + sums[warp] <= target; warp++) {
-            if (sums[warp] > 0) last = warp, before_last = before;
-            before += sums[warp];
-        }
-        if (warp == SAMPLE_WARPS) warp = last, before = before_last;
-        block_sync();
-        if (own == warp) {
-            u32 found = NO_TOKEN, last_found = NO_TOKEN;
-            for (u32 tile = begin(warp); tile < end(warp) && found == NO_TOKEN; tile += 32) {
-                const u32 i = tile + lane;
-                const double own_measure = i < end(warp) ? measure(i, numbers[i]) : 0;
-                double upto = own_measure;
-                for (int lanes = 1; lanes < 32; lanes *= 2) {
-                    const double other = shuffle_up(upto, lanes);
-                    if (static_cast<int>(lane) >= lanes) upto += other;
-                }
-                const u32 measuring = ballot(own_measure > 0), beyond = ballot(own_measure > 0 && before + upto > target);
-                if (measuring) last_found = tile + 31 - __clz(measuring);
-                if (beyond) found = tile + __ffs(beyond) - 1;
-                before += shuffle(upto, 31);
-            }
-            if (lane == 0) bests[0].token = found == NO_TOKEN ? last_found : found;
+    /// Returns the sum of the threads' numbers before this thread's one, and sets `total` to the sum of all.
+    DEVICE_MEMBER u64 sum_before(u64 own, u64 &total) const {
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        u64 upto = own;
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const u64 other = shuffle_up(upto, lanes);
+            if (static_cast<int>(lane) >= lanes) upto += other;
         }
         block_sync();
-        const u32 token = bests[0].token;
+        if (lane == 31) shared->sums[warp] = upto;
+        block_sync();
+        u64 before = upto - own;
+        total = 0;
+        for (u32 w = 0; w < SAMPLE_WARPS; w++) {
+            if (w == warp) before += total;
+            total += shared->sums[w];
+        }
+        return before;
+    }
+
+    /// Returns the first token at which the running sum of `measure(token, number)` exceeds `target(total)`, which is less than the sum of
+    /// all measures.
+    template <class Target, class Measure> DEVICE_MEMBER u32 first_beyond(Target target, Measure measure) const {
+        u64 own = 0;
+        each([&](u32 token, float number) { own += measure(token, number); });
+        for (int lanes = 16; lanes > 0; lanes /= 2) own += shuffle_xor(own, lanes);
+        block_sync();
+        if (threadIdx.x % 32 == 0) shared->sums[threadIdx.x / 32] = own;
+        block_sync();
+        u64 total = 0, before = 0;
+        for (u32 w = 0; w < SAMPLE_WARPS; w++) total += shared->sums[w];
+        const u64 wanted = target(total);
+        u32 warp = 0;
+        while (warp + 1 < SAMPLE_WARPS && before + shared->sums[warp] <= wanted) before += shared->sums[warp++];
+        // All threads share the numbers of the warp in whose segment the token is.
+        const u32 count = (segment() + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
+        const u32 first = min(begin(warp) + threadIdx.x * count, end(warp)), last = min(first + count, end(warp));
+        own = 0;
+        for (u32 i = first; i < last; i++) own += measure(i, numbers[i]);
+        u64 all;
+        u64 running = before + sum_before(own, all);
+        if (running <= wanted && running + own > wanted) {
+            u32 token = first;
+            for (; running + measure(token, numbers[token]) <= wanted; token++) running += measure(token, numbers[token]);
+            shared->found = token;
+        }
+        block_sync();
+        const u32 token = shared->found;
         block_sync();
         return token;
     }
@@ -143,57 +194,75 @@ struct Candidates {
         return weight > 0 && (bits > least || (bits == least && token <= last));
     }
 
-    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target` or more. No weight may be above
-    /// 1.
-    template <class Measure> DEVICE_MEMBER void narrow_to(Row &row, double target, Measure measure) {
+    /// Keeps the heaviest candidates: as few of them as are needed so that their measures sum to `target(total)` or more. If that is 0, keeps
+    /// all. No target is larger than the total.
+    template <class Target, class Measure> DEVICE_MEMBER void narrow_to(const Row &row, Target target, Measure measure) {
         const Candidates all = *this;
-        // Invariant: the measures of the candidates whose weight has bits of at least `low` sum to the target or more; with `high` instead
-        // of `low` they do not.
-        u32 low = 1, high = __float_as_uint(1.0f) + 1;
-        const auto from = [&](u32 least_bits, u32 token, float weight) {
-            return all.keeps(token, weight) && __float_as_uint(weight) >= least_bits ? measure(weight) : 0.0;
-        };
-        while (high - low > 1) {
-            const u32 middle = low + (high - low) / 2;
-            const double held = row.sum([&](u32 token, float weight) { return from(middle, token, weight); });
-            if (held >= target) {
-                low = middle;
-            } else {
-                high = middle;
+        SampleShared &shared = *row.shared;
+        // The bits of the threshold that are known so far, and the measures of the candidates above them.
+        u32 known = 0;
+        u64 above = 0, wanted = 0;
+        for (int pass = 0; pass < DIGIT_PASSES; pass++) {
+            const int shift = DIGIT_BITS * (DIGIT_PASSES - 1 - pass);
+            block_sync();
+            for (u32 digit = threadIdx.x; digit < DIGITS; digit += SAMPLE_THREADS) shared.low[digit] = 0, shared.high[digit] = 0;
+            block_sync();
+            row.each([&](u32 token, float weight) {
+                const u32 bits = __float_as_uint(weight);
+                if (!all.keeps(token, weight) || bits >> shift >> DIGIT_BITS != known >> shift >> DIGIT_BITS) return;
+                add_shared(&shared.low[(bits >> shift) % DIGITS], &shared.high[(bits >> shift) % DIGITS], measure(weight));
+            });
+            block_sync();
+            // Each thread has two digits; the first thread has the largest ones.
+            const u32 upper = DIGITS - 1 - 2 * threadIdx.x;
+            const auto held = [&](u32 digit) { return static_cast<u64>(shared.high[digit]) << 32 | shared.low[digit]; };
+            const u64 sums[2] = {held(upper), held(upper - 1)};
+            u64 total;
+            u64 before = above + row.sum_before(sums[0] + sums[1], total);
+            if (pass == 0) {
+                wanted = target(total);
+                if (wanted == 0) return;
             }
+            for (u32 i = 0; i < 2; i++) {
+                if (before < wanted && before + sums[i] >= wanted) shared.found = upper - i, shared.above = before;
+                before += sums[i];
+            }
+            block_sync();
+            known |= shared.found << shift;
+            above = shared.above;
         }
-        const double above = row.sum([&](u32 token, float weight) { return from(low + 1, token, weight); });
-        const double each = measure(__uint_as_float(low));
-        // How many of the candidates whose weight has bits equal to `low` are needed to reach the target; at least one.
-        const double wanted = fmax(ceil((target - above) / each), 1.0);
-        const auto equal = [&](u32 token, float weight) {
-            return all.keeps(token, weight) && __float_as_uint(weight) == low ? 1.0 : 0.0;
-        };
-        last = row.first_beyond(wanted - 0.5, equal);
-        least = low;
+        // How many of the candidates whose weight has exactly these bits are needed.
+        const u64 each = measure(__uint_as_float(known)), needed = (wanted - above + each - 1) / each;
+        last = row.first_beyond([&](u64) { return needed - 1; },
+                                [&](u32 token, float weight) -> u64 { return all.keeps(token, weight) && __float_as_uint(weight) == known; });
+        least = known;
     }
 };
 
-/// Samples a token for every row of logits ([row][vocab]). `scratch` has the size of `logits`; `tops` is [row][top_max].
+/// Samples a token for every row of logits ([row][vocab]). `scratch` has the size of `logits`; `tops` is [row][top_max]; `words` is the list of
+/// words, with masks and lists of tokens.
 KERNEL(SAMPLE_THREADS)
-sample(const float *logits, float *scratch, int vocab, const SampleSettings *all_settings, const Adjustment *adjustments, const u32 *masks,
+sample(const float *logits, float *scratch, int vocab, const SampleSettings *all_settings, const Adjustment *adjustments, const u32 *words,
        TokenLogprob *sampled, TokenLogprob *tops, int top_max) {
-    __shared__ double sums[SAMPLE_WARPS];
-    __shared__ Best bests[SAMPLE_WARPS];
+    __shared__ SampleShared shared;
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
     const SampleSettings settings = all_settings[index];
-    Row row = {scratch + index * vocab, static_cast<u32>(vocab), sums, bests};
-    for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) row.numbers[i] = raw[i];
+    Row row = {scratch + index * vocab, static_cast<u32>(vocab), &shared};
+    const Row original = {const_cast<float *>(raw), row.len, &shared};
+    original.each([&](u32 token, float logit) { row.numbers[token] = logit; });
     block_sync();
 
     double normaliser = 0;
+    const auto logprob = [&](u32 token) { return token < row.len ? static_cast<float>(raw[token] - normaliser) : 0.0f; };
     if (settings.top != NO_TOKEN) {
         Best best = row.largest([](u32, float) { return true; });
         const float max = best.value;
-        normaliser = max + log(row.sum([&](u32, float logit) { return static_cast<double>(expf(logit - max)); }));
+        normaliser = max + log(row.sum([&](float logit) { return static_cast<double>(expf(logit - max)); }));
         for (u32 place = 0; place < settings.top; place++) {
-            if (threadIdx.x == 0) tops[index * top_max + place] = {best.token, static_cast<float>(best.value - normaliser)};
+            const u32 token = settings.alternatives == NO_TOKEN ? best.token : words[settings.alternatives + place];
+            if (threadIdx.x == 0) tops[index * top_max + place] = {token, logprob(token)};
+            if (settings.alternatives != NO_TOKEN) continue;
             const Best before = best;
             best = row.largest([&](u32 token, float logit) {
                 return logit < before.value || (logit == before.value && token > before.token);
@@ -209,31 +278,36 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
         row.numbers[change.token] = logit + change.bias;
     }
     block_sync();
-    const u32 *mask = settings.mask < 0 ? nullptr : masks + settings.mask;
+    const u32 *mask = settings.mask == NO_TOKEN ? nullptr : words + settings.mask;
     const auto allowed = [&](u32 token, float) { return !mask || (mask[token / 32] >> (token % 32) & 1); };
     const Best likeliest = row.largest(allowed);
-    u32 token = likeliest.token == NO_TOKEN ? 0 : likeliest.token;
+    u32 token = likeliest.token;
+    // Without a likeliest token, all tokens are excluded, or the logits are NaNs, for which no token is returned.
+    if (token == NO_TOKEN && raw[0] == raw[0]) token = 0;
     if (settings.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
         const float least = likeliest.value + LOG_WEIGHT_MIN * settings.temperature;
-        for (u32 i = threadIdx.x; i < row.len; i += SAMPLE_THREADS) {
-            const float logit = row.numbers[i];
+        row.each([&](u32 candidate, float logit) {
             // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
-            const bool counts = (logit > least || logit == likeliest.value) && allowed(i, logit);
+            const bool counts = (logit > least || logit == likeliest.value) && allowed(candidate, logit);
             const float weight = counts ? expf((logit - likeliest.value) / settings.temperature) : 0.0f;
-            row.numbers[i] = weight >= settings.min_p ? weight : 0.0f;
-        }
+            row.numbers[candidate] = weight >= settings.min_p ? weight : 0.0f;
+        });
         block_sync();
         Candidates kept = {0, NO_TOKEN};
-        const auto itself = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? static_cast<double>(weight) : 0.0; };
-        const auto one = [&](u32 candidate, float weight) { return kept.keeps(candidate, weight) ? 1.0 : 0.0; };
-        if (settings.top_k > 0 && row.sum(one) > settings.top_k) {
-            kept.narrow_to(row, settings.top_k, [](float) { return 1.0; });
+        if (settings.top_k > 0) {
+            kept.narrow_to(row, [&](u64 count) { return count > settings.top_k ? static_cast<u64>(settings.top_k) : 0; },
+                           [](float) -> u64 { return 1; });
         }
         if (settings.top_p < 1) {
-            const double wanted = settings.top_p * row.sum(itself);
-            kept.narrow_to(row, wanted, [](float weight) { return static_cast<double>(weight); });
+            const auto share = [&](u64 total) {
+                const u64 wanted = static_cast<u64>(ceil(static_cast<double>(settings.top_p) * static_cast<double>(total)));
+                return max(min(wanted, total), static_cast<u64>(1));
+            };
+            kept.narrow_to(row, share, [](float weight) { return fixed_point(weight); });
         }
-        token = row.first_beyond(settings.uniform * row.sum(itself), itself);
+        token = row.first_beyond(
+            [&](u64 total) { return min(static_cast<u64>(settings.uniform * static_cast<double>(total)), total - 1); },
+            [&](u32 candidate, float weight) -> u64 { return kept.keeps(candidate, weight) ? fixed_point(weight) : 0; });
     }
-    if (threadIdx.x == 0) sampled[index] = {token, settings.top == NO_TOKEN ? 0.0f : static_cast<float>(raw[token] - normaliser)};
+    if (threadIdx.x == 0) sampled[index] = {token, settings.top == NO_TOKEN ? 0.0f : logprob(token)};
 }

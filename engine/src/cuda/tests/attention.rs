@@ -113,38 +113,32 @@ fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batc
     let batch = Batch::new(&chunks, shape, device.multiprocessors());
     let numbers =
         |numbers: Vec<u32>| Memory::of(&device, &numbers.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
-    let lists = |lists: &[[u32; 4]]| numbers(lists.iter().flatten().copied().collect());
+    let lists = |lists: &[u32]| numbers(lists.to_vec());
     let (qkv, pool) = (Memory::of(&device, &given.qkv).unwrap(), Memory::of(&device, &given.pool).unwrap());
-    let (tables, tiles) = (numbers(batch.tables.clone()), lists(&batch.tiles));
-    let (partitions, combined) = (lists(&batch.partitions), lists(&batch.combined));
+    let (tables, tiles) = (numbers(batch.tables.clone()), lists(batch.tiles.as_flattened()));
+    let (partitions, combined) = (lists(batch.partitions.as_flattened()), lists(batch.combined.as_flattened()));
     let out = Memory::new(&device, batch.rows() * shape.query_dim() * 2).unwrap();
-    let partial_outputs = Memory::new(&device, batch.partitions.len() * shape.query_dim() * 4).unwrap();
-    let partial_sums = Memory::new(&device, batch.partitions.len() * shape.heads * 8).unwrap();
+    let partial = batch.combined.iter().map(|row| row[2] as usize).sum::<usize>();
+    let partial_outputs = Memory::new(&device, partial * shape.query_dim() * 4).unwrap();
+    let partial_sums = Memory::new(&device, partial * shape.heads * 8).unwrap();
+    let (outs, sums) = (partial_outputs.address(), partial_sums.address());
     let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
     let (qkv, pool, tables) = (qkv.address(), pool.address(), tables.address());
     if !batch.tiles.is_empty() {
         let grid = [batch.tiles.len(), shape.kv_heads, 1];
         let launch = Launch { kernel: Kernel::AttendPrompt, grid, shared_bytes: shape.prompt_bytes() };
-        device.launch(launch, &mut [qkv, pool, tables, tiles.address(), out.address(), LAYER as u64, scale]).unwrap();
+        let arguments = &mut [qkv, pool, tables, tiles.address(), out.address(), outs, sums, LAYER as u64, scale];
+        device.launch(launch, arguments).unwrap();
     }
     if !batch.partitions.is_empty() {
         let grid = [batch.partitions.len(), shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
         let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-        let arguments = &mut [
-            qkv,
-            pool,
-            tables,
-            partitions.address(),
-            partial_outputs.address(),
-            partial_sums.address(),
-            LAYER as u64,
-            scale,
-        ];
+        let arguments = &mut [qkv, pool, tables, partitions.address(), outs, sums, LAYER as u64, scale];
         device.launch(launch, arguments).unwrap();
+    }
+    if !batch.combined.is_empty() {
         let launch = Launch { kernel: Kernel::Combine, grid: [batch.combined.len(), shape.heads, 1], shared_bytes: 0 };
-        device
-            .launch(launch, &mut [partial_outputs.address(), partial_sums.address(), combined.address(), out.address()])
-            .unwrap();
+        device.launch(launch, &mut [outs, sums, combined.address(), out.address()]).unwrap();
     }
     let mut bytes = vec![0; batch.rows() * shape.query_dim() * 2];
     device.download(out.address(), &mut bytes).unwrap();
@@ -202,6 +196,24 @@ fn prompts_and_single_tokens_in_one_step_get_correct_attention() {
     compare(shape(Half::BFloat16, 9, 3, 64, 16), &[sequence(400, 1), sequence(30, 50), sequence(64, 1)]);
 }
 
+/// The emulated device has three multiprocessors, so that two blocks on each share the tiles of one chunk.
+#[test]
+fn thread_blocks_that_share_a_tile_give_correct_attention() {
+    let large = shape(Half::BFloat16, 4, 1, 128, 16);
+    for (shape, sequences) in [
+        (large, &[sequence(1_300, 5)][..]),
+        // A part may begin after the last position of a tile's first rows. A step may have shared tiles and whole ones.
+        (large, &[sequence(1_023, 4), sequence(600, 1), sequence(0, 2)]),
+        (small_shared(large), &[sequence(1_100, 40)]),
+        (shape(Half::Float16, 6, 2, 24, 5), &[sequence(1_280, 3)]),
+    ] {
+        let given = given(shape, sequences);
+        let (_, batch) = attended(&given, sequences, 0);
+        assert!(batch.tiles.iter().any(|tile| tile[7] > 1), "{sequences:?}: no tile is shared");
+        compare(shape, sequences);
+    }
+}
+
 /// Returns the shape with the smaller tiles for consumer GPUs, which have 99 KiB of shared memory per thread block.
 const fn small_shared(shape: Shape) -> Shape {
     Shape { small_shared_memory: true, ..shape }
@@ -219,7 +231,8 @@ fn host_constants_match_the_kernels() {
     let large = shape(Half::BFloat16, 4, 1, 128, 16);
     for shape in [large, small_shared(large), shape(Half::Float16, 14, 2, 24, 5), shape(Half::Float16, 6, 6, 16, 1)] {
         let found = Emulated::new(&shape, 0).constants();
-        let known = [Shape::PROMPT_ROWS, shape.prompt_bytes(), Shape::TOKEN_ROWS, shape.token_bytes()];
+        let known = [Shape::PROMPT_ROWS, shape.prompt_bytes(), Shape::TOKEN_ROWS, shape.token_bytes(), shape.store_heads()];
         assert_eq!(found.map(|constant| constant as usize), known);
+        assert_eq!(Kernel::StoreKv.threads() as usize, Shape::STORE_THREADS);
     }
 }

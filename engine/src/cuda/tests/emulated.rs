@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "the emulation is a C++ library, which computes on memory by address")]
 
 use super::*;
-use crate::cuda::device::{CommunicatorId, Epilogue, Gemm, IpcHandle, Operands, PeerCommunicator, Region};
+use crate::cuda::device::{CommunicatorId, Epilogue, Gemm, Imported, IpcHandle, Operands, PeerCommunicator, Region};
 use half::{bf16, f16};
 use libloading::Library;
 use std::{
@@ -101,9 +101,9 @@ impl Emulated {
         }
     }
 
-    /// Makes every capture fail from now on.
-    pub fn refuse_capture(&self) {
-        self.refuses_capture.store(true, Ordering::Relaxed);
+    /// Makes every capture fail from now on, or no longer.
+    pub fn refuse_capture(&self, refuses: bool) {
+        self.refuses_capture.store(refuses, Ordering::Relaxed);
     }
 
     /// Loses the device after `sums` more all-reduces: calls that wait for it fail, and other ranks' all-reduces never end.
@@ -145,10 +145,10 @@ impl Emulated {
         self.allocated.lock().unwrap().values().sum()
     }
 
-    /// Returns the kernels' constants PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS and TOKEN_BYTES.
-    pub fn constants(&self) -> [u32; 4] {
-        let mut constants = [0; 4];
-        // SAFETY: the function has this type, and writes four numbers.
+    /// Returns the kernels' constants PROMPT_ROWS, PROMPT_BYTES, TOKEN_ROWS, TOKEN_BYTES and HEADS_A_BLOCK.
+    pub fn constants(&self) -> [u32; 5] {
+        let mut constants = [0; 5];
+        // SAFETY: the function has this type, and writes five numbers.
         unsafe {
             let function: libloading::Symbol<'_, unsafe extern "C" fn(*mut u32)> = self.library.get(b"constants").unwrap();
             function(constants.as_mut_ptr());
@@ -242,6 +242,10 @@ impl Device for Emulated {
         let (refuses_capture, sums_left) = (Arc::clone(&self.refuses_capture), Arc::clone(&self.sums_left));
         let (capture, prepared, stuck) = (Mutex::default(), Mutex::default(), AtomicBool::default());
         Ok(Self { library, order: self.order, allocated, capture, counts, prepared, refuses_capture, sums_left, stuck })
+    }
+
+    fn new_copy_stream(&self) -> Result<Self, CudaError> {
+        self.new_stream()
     }
 
     fn multiprocessors(&self) -> usize {
@@ -397,11 +401,11 @@ impl Device for Emulated {
         Ok(exported)
     }
 
-    fn import(&self, exported: &IpcHandle) -> Result<Region, CudaError> {
+    fn import(&self, exported: &IpcHandle) -> Result<Imported, CudaError> {
         let number = |at: usize| u64::from_le_bytes(*exported[at..].first_chunk().unwrap());
         let known = self.allocated.lock().unwrap().insert(number(0), number(8) as usize);
         assert!(known.is_none(), "a device cannot import its own memory");
-        Ok((number(0), number(8) as usize))
+        Ok(Imported { address: number(0), bytes: Some(number(8) as usize) })
     }
 
     fn close(&self, address: u64) {

@@ -13,6 +13,7 @@ use crate::{
     },
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tandem_grammar::{Kind, Vocabulary};
 
 const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
 /// Number of blocks that several sequences share at their start, filled with random KV.
@@ -68,8 +69,19 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     }
     let mut tokens: Vec<Vec<TokenId>> =
         sequences.iter().map(|sequence| (0..sequence.prompt).map(|_| random.below(48)).collect()).collect();
-    let mut samplers: Vec<Sampler> =
-        sequences.iter().zip(&tokens).map(|(sequence, prompt)| Sampler::new(sequence.sampling.clone(), prompt)).collect();
+    // Some sequences have a constraint: letters of two groups follow each other. Their steps sample after the replay of a graph.
+    let letters: Vec<u8> = (b'A'..).take(engine.describe().vocab_size).collect();
+    let vocabulary = Vocabulary::new(letters.chunks(1).map(|letter| (letter, false)), letters.len());
+    let alternating = Kind::Regex("([A-F][H-Q])*".to_owned()).into();
+    let prepared = Arc::new(Prepared::new(&vocabulary, &alternating, &[], &[], MaskThreads::start(2)).unwrap());
+    let mut samplers: Vec<Sampler> = sequences
+        .iter()
+        .zip(&tokens)
+        .map(|(sequence, prompt)| {
+            let prepared = Some(Arc::clone(&prepared)).filter(|_| sequence.sampling.seed % 3 == 1);
+            Sampler::new(sequence.sampling.clone(), prompt).with_constraint(prepared).for_sample(0, &[])
+        })
+        .collect();
     let blocks: Vec<Vec<BlockId>> = (0..)
         .zip(&sequences)
         .map(|(i, sequence)| {
@@ -93,7 +105,7 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
         assert_eq!(sampled_tokens.len(), running.len());
         for (i, sampled_tokens) in running.iter().zip(&sampled_tokens) {
             tokens[*i].push(sampled_tokens.token);
-            samplers[*i].accept(sampled_tokens.token);
+            samplers[*i].accept(sampled_tokens.token).expect("the token is allowed");
         }
         sampled_tokens
     });
@@ -107,7 +119,8 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
     let engine = |order| {
         let open = |shape: &Shape| Ok(Emulated::new(shape, order));
-        let mut model = Model::load(&file, BLOCK_SIZE, SHARED_MAX, Shard { rank: 0, ranks: 1 }, open).unwrap();
+        let mut model =
+            Model::load(&file, BLOCK_SIZE, SHARED_MAX, Shard { rank: 0, ranks: 1 }, weights::Origin::File, open).unwrap();
         model.context_length = 1_000;
         let device = model.device.new_stream().unwrap();
         (Runner::new(Arc::from([model]), LIMITS).unwrap(), device)
@@ -136,9 +149,9 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let [again, fewer] = device.capture_counts();
     assert!((again..replayed).contains(&fewer), "{again} captures, {fewer} replays where {replayed} were possible");
     let (mut plain, device) = engine(0);
-    device.refuse_capture();
+    device.refuse_capture(true);
     same(generate(&mut plain));
-    assert_eq!(device.capture_counts(), [1, 0], "no second capture is tried");
+    assert_eq!(device.capture_counts(), [1, 0], "no second capture is tried soon");
 }
 
 #[test]
@@ -150,7 +163,7 @@ fn least_recently_used_graph_is_evicted() {
             worked.fetch_add(1, Ordering::Relaxed);
             Ok(())
         };
-        graphs.run(&device, Bucket { rows, partitions: 1, top_max: 0 }, addresses, work).unwrap();
+        graphs.run(&device, Bucket { rows, partitions: 1, top_max: 0, samples: true }, addresses, work).unwrap();
         worked.into_inner()
     };
     assert_eq!([1, 1, 1].map(|rows| run(rows, [1, 2])), [1, 1, 0], "run, captured, replayed");
@@ -164,6 +177,35 @@ fn least_recently_used_graph_is_evicted() {
 }
 
 #[test]
+fn refused_capture_is_tried_again_after_a_pause_that_doubles() {
+    let (device, mut graphs) = (Emulated::new(&SHAPE, 0), Graphs::new(10, 20));
+    let mut step = |rows| {
+        let worked = AtomicUsize::new(0);
+        let work = || {
+            worked.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        graphs.run(&device, Bucket { rows, partitions: 1, top_max: 0, samples: true }, [1, 2], work).unwrap();
+        (worked.into_inner(), device.capture_counts())
+    };
+    assert_eq!([step(1), step(1), step(1)], [(1, [0, 0]), (1, [1, 1]), (0, [1, 2])]);
+    device.refuse_capture(true);
+    step(2);
+    assert_eq!(step(2), (2, [2, 2]), "the step is recorded in vain, and then launched");
+    assert_eq!(step(1), (0, [2, 3]), "the graph that exists is still used");
+    // Counts the steps until a second and a third capture are refused.
+    let mut until = |captures| (1..).find(|_| step(2).1[0] == captures).unwrap();
+    assert_eq!([until(3), until(4)], [63, 128]);
+    device.refuse_capture(false);
+    assert_eq!(until(5), 256);
+    assert_eq!(
+        (step(2), step(3).0, step(3).1[0]),
+        ((0, [5, 5]), 1, 6),
+        "the bucket has a graph, and others are recorded at once"
+    );
+}
+
+#[test]
 fn only_small_fully_sampled_decode_steps_use_a_graph() {
     let graphs = Graphs::<Emulated>::new(10, 20);
     let (blocks, sampler) = ([BlockId(0); 4], Sampler::new(Sampling::default(), &[]));
@@ -172,7 +214,7 @@ fn only_small_fully_sampled_decode_steps_use_a_graph() {
         let chunk = |(len, logits): &(usize, _)| Chunk { tokens: &[1, 2][..*len], start: 0, blocks: &blocks, logits: *logits };
         let chunks: Vec<Chunk<'_>> = chunks.iter().map(chunk).collect();
         let batch = Batch::new(&chunks, &SHAPE, 3);
-        graphs.bucket(&batch, 0).map(|bucket| (bucket.rows, bucket.partitions))
+        graphs.bucket(&batch, 0, true).map(|bucket| (bucket.rows, bucket.partitions))
     };
     assert_eq!(bucket(&[(1, sample); 5]), Some((6, 8)));
     assert_eq!(bucket(&[(1, sample); 9]), Some((10, 16)));

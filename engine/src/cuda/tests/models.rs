@@ -15,7 +15,11 @@ pub(super) fn load(file: &dyn ModelFile, order: u32) -> Arc<[Model<Emulated>]> {
 
 pub(super) fn load_sharded(file: &dyn ModelFile, ranks: usize, order: u32) -> Result<Arc<[Model<Emulated>]>, CudaError> {
     let shards = (0..ranks).map(|rank| Shard { rank, ranks });
-    shards.map(|shard| Model::load(file, BLOCK_SIZE, SHARED_MAX, shard, |shape| Ok(Emulated::new(shape, order)))).collect()
+    shards
+        .map(|shard| {
+            Model::load(file, BLOCK_SIZE, SHARED_MAX, shard, weights::Origin::File, |shape| Ok(Emulated::new(shape, order)))
+        })
+        .collect()
 }
 
 pub(super) fn engine(file: &dyn ModelFile, order: u32) -> Runner<Emulated> {

@@ -70,7 +70,7 @@ fn handle_of_another_host_or_layout_is_refused() {
     let handle = memory.ipc_handle().unwrap();
     let refused = |handle: &[u8]| match memory.open_peer(handle) {
         Err(DeviceTransferError::Unreachable(why)) => why,
-        Err(other) => panic!("{other}"),
+        Err(other) => other.to_string(),
         Ok(_) => panic!("the handle must be refused"),
     };
     let changed = |at: usize| {
@@ -78,7 +78,7 @@ fn handle_of_another_host_or_layout_is_refused() {
         handle[at] ^= 1;
         handle
     };
-    assert_eq!(refused(&changed(0)), "the worker is on another host");
+    assert_eq!(refused(&changed(0)), "the other worker is on another host");
     assert_eq!(refused(&changed(32)), "the worker's KV layout or tensor-parallel degree differs");
     let two = [&handle[..], &handle[52..]].concat();
     assert_eq!(refused(&two), "the worker's KV layout or tensor-parallel degree differs");

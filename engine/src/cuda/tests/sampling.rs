@@ -1,7 +1,7 @@
 //! Compares the sampling kernel with sampling on the host, for the same logits and settings.
 
 use super::{emulated::ORDERS, *};
-use crate::SampledToken;
+use crate::{BadWord, SampledToken, sampling::NO_TOKEN};
 use std::collections::HashMap;
 use tandem_model::Pairs;
 
@@ -20,22 +20,16 @@ pub(super) const SHAPE: Shape = Shape {
 };
 const POSITION: u32 = 40;
 
-fn sample_all(
-    logits: &[f32],
-    vocab_size: usize,
-    requests: &[SampleRequest<'_>],
-    masks: &[Vec<u32>],
-    order: u32,
-) -> Vec<SampledToken> {
+fn sample_all(logits: &[f32], vocab_size: usize, requests: &[SampleRequest<'_>], order: u32) -> Vec<SampledToken> {
     let device = Arc::new(Emulated::new(&SHAPE, order));
-    let starts: Vec<u32> = (0..masks.len()).map(|mask| masks[..mask].iter().map(Vec::len).sum::<usize>() as u32).collect();
-    let requests = SampleInputs::new(requests, &starts, 0, vocab_size);
+    let inputs = SampleInputs::new(requests, 0, vocab_size);
+    let masks = inputs.masks(requests, vocab_size);
+    let requests = inputs;
     let (rows, top_max) = (requests.rows(), requests.top_max());
-    let words = |words: Vec<u32>| Memory::of(&device, &words.into_iter().flat_map(u32::to_le_bytes).collect::<Vec<_>>()).unwrap();
-    let given = words(logits.iter().map(|logit| logit.to_bits()).collect());
-    let masks = words(masks.concat());
+    let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let given = Memory::of(&device, &bytes(&logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>())).unwrap();
     let settings = Memory::of(&device, &requests.settings).unwrap();
-    let adjustments = Memory::of(&device, &requests.adjustments).unwrap();
+    let adjustments = Memory::of(&device, &[requests.adjustments.clone(), bytes(&requests.words)].concat()).unwrap();
     let scratch = Memory::new(&device, size_of_val(logits)).unwrap();
     let sampled = Memory::new(&device, rows * (1 + top_max) * LOGPROB_BYTES).unwrap();
     let arguments = &mut [
@@ -44,11 +38,12 @@ fn sample_all(
         vocab_size as u64,
         settings.address(),
         adjustments.address(),
-        masks.address(),
+        adjustments.address(),
         sampled.address(),
         sampled.address() + (rows * LOGPROB_BYTES) as u64,
         top_max as u64,
     ];
+    device.upload(adjustments.address() + 4 * requests.words_from as u64, &masks).unwrap();
     device.launch(Launch { kernel: Kernel::Sample, grid: [rows, 1, 1], shared_bytes: 0 }, arguments).unwrap();
     let mut bytes = vec![0; sampled.bytes()];
     device.download(sampled.address(), &mut bytes).unwrap();
@@ -93,7 +88,17 @@ fn settings() -> Vec<Sampling> {
         Sampling { temperature: 0.0, logit_bias: bias(&[(3, 100.0), (4, -100.0), (5_000_000, 1.0)]), ..plain() },
         Sampling { temperature: 0.0, min_tokens: 9, stop_token_ids: vec![3, 900], logit_bias: bias(&[(3, 100.0)]), ..plain() },
         Sampling { top_k: 100_000, ..plain() },
+        Sampling { temperature: 0.0, logprobs: Some(0), logprob_token_ids: vec![30, 2, 17], ..plain() },
+        Sampling { allowed_token_ids: [5, 29, 9_999].into(), logprob_token_ids: vec![5], logprobs: Some(9), ..plain() },
+        Sampling { temperature: 5.0, allowed_token_ids: (0..31).step_by(3).collect(), bad_words: bad_words(), ..plain() },
+        Sampling { temperature: 0.0, bad_words: bad_words(), presence_penalty: 2.0, ..plain() },
     ]
+}
+
+/// Returns bad words of one token, of any two tokens of which the first is even, and of many tokens.
+fn bad_words() -> Arc<[BadWord]> {
+    let pairs = (0..31).step_by(2).flat_map(|first| (0..31).map(move |last| vec![first, last])).collect();
+    [vec![vec![3], vec![6]], pairs, vec![vec![7; 100]]].map(|forms| BadWord { text: String::new(), forms }).into()
 }
 
 #[test]
@@ -104,11 +109,11 @@ fn kernel_samples_the_same_tokens_as_the_host() {
         let generated: Vec<TokenId> = (0..6).map(|i| prompt[i * 2] / 2).collect();
         let samplers: Vec<Sampler> = (0..6)
             .flat_map(|seed| settings().into_iter().map(move |sampling| Sampling { seed, ..sampling }))
-            .map(|sampling| Sampler::new(sampling, &prompt).resumed(&generated))
+            .map(|sampling| Sampler::new(sampling, &prompt).for_sample(0, &generated))
             .collect();
         let rows: Vec<Vec<f32>> = samplers.iter().map(|_| logits(&mut random, vocab_size)).collect();
         let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
-        let orders = ORDERS.map(|order| sample_all(&rows.concat(), vocab_size, &requests, &[], order));
+        let orders = ORDERS.map(|order| sample_all(&rows.concat(), vocab_size, &requests, order));
         assert!(orders.iter().all(|sampled| *sampled == orders[0]), "a barrier is missing");
         let mut different = 0;
         for ((sampler, row), sampled) in samplers.iter().zip(&rows).zip(&orders[0]) {
@@ -126,29 +131,65 @@ fn only_tokens_allowed_by_the_mask_are_sampled() {
     let (vocab_size, mut random) = (1_013, Random::new(3));
     let row = logits(&mut random, vocab_size);
     let allowed = [5u32, 64, 700, 1_012];
-    let mut mask = vec![0u32; vocab_size.div_ceil(32)];
-    allowed.iter().for_each(|token| mask[*token as usize / 32] |= 1 << (token % 32));
-    // Sampling on the host has no masks; a bias of -infinity has the same effect.
-    let bias: HashMap<u32, f32> =
-        (0..vocab_size as u32).filter(|token| !allowed.contains(token)).map(|token| (token, f32::NEG_INFINITY)).collect();
     for temperature in [0.0, 1.0, 5.0] {
-        let samplers: Vec<Sampler> =
-            (0..8).map(|seed| Sampler::new(Sampling { seed, temperature, ..Sampling::default() }, &[])).collect();
+        let samplers: Vec<Sampler> = (0..8)
+            .map(|seed| Sampling { seed, temperature, allowed_token_ids: allowed.into(), ..Sampling::default() })
+            .map(|sampling| Sampler::new(sampling, &[]))
+            .collect();
         let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
-        let sampled = sample_all(&row.repeat(8), vocab_size, &requests, &vec![mask.clone(); 8], 0);
-        for (seed, sampled) in (0..8).zip(sampled) {
+        let sampled = sample_all(&row.repeat(8), vocab_size, &requests, 0);
+        for (sampler, sampled) in samplers.iter().zip(sampled) {
             assert!(allowed.contains(&sampled.token));
-            let sampling = Sampling { seed, temperature, logit_bias: bias.clone(), ..Sampling::default() };
-            assert_eq!(sampled.token, Sampler::new(sampling, &[]).sample(&row, POSITION).token);
+            assert_eq!(sampled.token, sampler.clone().sample(&row, POSITION).token);
         }
     }
 }
 
+/// The tokens are single letters, and the constraint allows some of them.
 #[test]
-fn row_with_non_finite_logits_still_gives_a_token() {
-    let odd = [vec![f32::NEG_INFINITY; 40], vec![f32::NAN; 40], [vec![0.0; 39], vec![f32::INFINITY]].concat()];
-    let samplers: Vec<Sampler> = odd.iter().map(|_| Sampler::new(Sampling::default(), &[])).collect();
-    let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(0)).collect();
-    let sampled = sample_all(&odd.concat(), 40, &requests, &[], 0);
-    assert_eq!(sampled.iter().map(|sampled| sampled.token).collect::<Vec<_>>(), [0, 0, 39]);
+fn constrained_rows_sample_the_same_tokens_as_the_host() {
+    let (vocab_size, mut random) = (1_013, Random::new(9));
+    let letters: Vec<String> = (0..vocab_size).map(|token| char::from_u32(0x4e00 + token as u32).unwrap().to_string()).collect();
+    let vocabulary = tandem_grammar::Vocabulary::new(letters.iter().map(|letter| (letter.as_bytes(), false)), vocab_size);
+    let allowed = [4usize, 63, 64, 800, 1_012];
+    let choice = tandem_grammar::Kind::Choice(allowed.iter().map(|token| letters[*token].clone()).collect());
+    let prepared = Prepared::new(&vocabulary, &choice.into(), &[], &[], MaskThreads::start(1)).unwrap();
+    let prepared = Some(Arc::new(prepared));
+    let samplers: Vec<Sampler> = settings()
+        .into_iter()
+        .map(|sampling| Sampling { allowed_token_ids: [].into(), min_tokens: 0, ..sampling })
+        .enumerate()
+        .map(|(row, sampling)| {
+            Sampler::new(sampling, &[]).with_constraint(prepared.clone().filter(|_| row % 3 < 2)).for_sample(0, &[])
+        })
+        .collect();
+    let rows: Vec<Vec<f32>> = samplers.iter().map(|_| logits(&mut random, vocab_size)).collect();
+    let requests: Vec<SampleRequest<'_>> = samplers.iter().map(|sampler| sampler.request(POSITION)).collect();
+    let sampled = sample_all(&rows.concat(), vocab_size, &requests, 0);
+    for (row, ((sampler, logits), sampled)) in samplers.iter().zip(&rows).zip(sampled).enumerate() {
+        let expected = sampler.sample(logits, POSITION);
+        assert_eq!(sampled.token, expected.token, "{sampler:?}");
+        near(&sampled.logprobs, &expected.logprobs);
+        assert!(row % 3 == 2 || allowed.contains(&(sampled.token as usize)));
+    }
+}
+
+#[test]
+fn rows_of_nans_give_no_token_and_other_non_finite_logits_do() {
+    let odd = [
+        vec![f32::NEG_INFINITY; 40],
+        vec![f32::NAN; 40],
+        [vec![0.0; 39], vec![f32::INFINITY]].concat(),
+        [vec![f32::NAN; 7], vec![1.0], vec![f32::NAN; 32]].concat(),
+    ];
+    for logprobs in [None, Some(2)] {
+        for temperature in [0.0, 1.0] {
+            let sampler = Sampler::new(Sampling { temperature, logprobs, ..Sampling::default() }, &[]);
+            let requests = vec![sampler.request(0); odd.len()];
+            let sampled = sample_all(&odd.concat(), 40, &requests, 0);
+            let tokens: Vec<TokenId> = sampled.iter().map(|sampled| sampled.token).collect();
+            assert_eq!(tokens, [0, NO_TOKEN, 39, 7]);
+            assert_eq!(tokens, odd.each_ref().map(|row| sampler.sample(row, 0).token));
+        }
+    }
 }

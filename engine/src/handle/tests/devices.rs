@@ -1,18 +1,20 @@
-//! Devices that sample tokens themselves, or that fail in the middle of a copy. The simulated engine does neither.
+//! Tests with devices that sample tokens themselves, or that fail during a copy. The simulated engine does neither.
 
 use super::*;
 use crate::{Chunk, Logits, Prefill, StepOutput};
 
 /// A device that samples tokens itself. If `broken` is true, every read and write of a block fails. If `lost` is true, every step fails.
+/// The logits of the token after position `nans_after` are NaNs.
 struct Device {
     sim: SimEngine,
     broken: bool,
     lost: bool,
+    nans_after: Option<u32>,
 }
 
 impl Device {
     fn new() -> Self {
-        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false }
+        Self { sim: SimEngine::new(SimSettings::default()), broken: false, lost: false, nans_after: None }
     }
 
     fn copies(&self) -> Result<(), EngineError> {
@@ -37,7 +39,11 @@ impl Engine for Device {
                 Logits::Last => logits.extend_from_slice(rows.next().expect("the model returned a row for each position")),
                 Logits::All => rows.by_ref().take(chunk.tokens.len()).for_each(|row| logits.extend_from_slice(row)),
                 Logits::Sample(request) => {
-                    tokens.push(request.on_host(rows.next().expect("the model returned a row for each position")))
+                    let mut row = rows.next().expect("the model returned a row for each position").to_vec();
+                    if self.nans_after == Some(chunk.start + chunk.tokens.len() as u32 - 1) {
+                        row.fill(f32::NAN);
+                    }
+                    tokens.push(request.on_host(&row));
                 }
             }
         }
@@ -53,7 +59,7 @@ impl Engine for Device {
     }
 }
 
-/// Returns a job that uses everything on which sampling depends: several samples, penalties, and logprobs of the prompt and of the answer.
+/// Returns a job that uses all inputs of sampling: several samples, penalties, and logprobs of the prompt and of the answer.
 fn demanding() -> Generate {
     let sampling = Sampling {
         max_tokens: Some(40),
@@ -71,7 +77,7 @@ async fn events(engine: &EngineHandle, generate: Generate) -> Vec<String> {
     let mut job = engine.generate(generate).await.expect("the job fits in the cache");
     let mut events = Vec::new();
     while let Some(event) = job.next().await {
-        // `Started` contains durations, which may differ between runs.
+        // `Started` contains durations, which may differ between two runs.
         if !matches!(event, Event::Started(_)) {
             events.push(format!("{event:?}"));
         }
@@ -87,8 +93,7 @@ async fn device_samples_the_same_tokens_as_the_host() {
     assert!(drawn.len() > 60, "{} events", drawn.len());
 }
 
-/// The engine must end, so that the supervisor restarts the process. If it did not end, every later request would fail on the lost device,
-/// too.
+/// The engine must end, so that the supervisor restarts the process. Otherwise every later request would fail on the lost device, too.
 #[tokio::test(start_paused = true)]
 async fn engine_ends_when_its_device_is_lost() {
     let engine = start_device(Device { lost: true, ..Device::new() });
@@ -134,5 +139,28 @@ async fn failed_block_write_is_refused_and_fails_all_jobs() {
         last = Some(event);
     }
     assert!(matches!(last, Some(Event::Failed)), "{last:?}");
+    engine.wait_for_load(|load| load.in_use_blocks == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_whose_logits_are_nans_fails_and_others_continue() {
+    // The first prompt has 100 tokens, the second one 40, so that only the first request computes position 104.
+    let engine = start_device(Device { nans_after: Some(104), ..Device::new() });
+    let short = Generate { prompt: (0..40).collect(), ..generate(30) };
+    let mut jobs = [
+        engine.generate(generate(30)).await.expect("the job fits in the cache"),
+        engine.generate(short).await.expect("the job fits in the cache"),
+    ];
+    let mut ends = Vec::new();
+    for job in &mut jobs {
+        let (mut tokens, mut last) = (0, None);
+        while let Some(event) = job.next().await {
+            tokens += usize::from(matches!(event, Event::Token { .. }));
+            last = Some(event);
+        }
+        ends.push((tokens, last));
+    }
+    assert!(matches!(ends[0], (5, Some(Event::Failed))), "{:?}", ends[0]);
+    assert!(matches!(ends[1], (30, Some(Event::Finished { .. }))), "{:?}", ends[1]);
     engine.wait_for_load(|load| load.in_use_blocks == 0).await;
 }

@@ -1,4 +1,4 @@
-//! Clients that compete for one engine, in simulated time.
+//! Tests of clients that compete for one engine, in simulated time.
 
 use super::*;
 
@@ -25,7 +25,6 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
     for number in 1..4 {
         let mut many = question(number, "");
         many.samples = 128;
-        // All of these requests together need more than twice as many blocks as the engine has.
         (many.sampling.min_tokens, many.sampling.max_tokens) = (400, Some(400));
         let mut job = engine.generate(many).await.expect("the job fits in the cache");
         hostile.spawn(async move {
@@ -40,8 +39,8 @@ async fn requests_of_128_samples_delay_another_request_by_a_few_steps_only() {
     for number in 4..24 {
         for account in ["", "another"] {
             let delayed = first_token(&engine, question(number * 2 + account.len() as u32 % 2, account)).await;
-            // The question first waits for the current step. Then its prompt and its first token share their steps with a full batch (31.6
-            // ms each) and with tokens that preempted samples compute again (up to 30 ms each).
+            // The question first waits for the current step. Then its prompt and its first token share their steps with a full batch (31.6 ms each)
+            // and with tokens that preempted samples compute again (up to 30 ms each).
             assert!(delayed <= 6 * quiet, "question {number} of '{account}': {delayed:?}, {quiet:?} alone");
         }
         tokio::time::sleep(Duration::from_millis(700)).await;

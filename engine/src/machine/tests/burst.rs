@@ -1,8 +1,7 @@
-//! Equal prompts that arrive together are computed once.
+//! Tests that equal prompts which arrive together are computed once.
 
 use super::*;
 
-/// Runs steps until there is nothing to compute; returns how many prompt tokens they computed.
 fn computed(world: &mut World) -> usize {
     let mut prefilled = 0;
     loop {
@@ -30,9 +29,9 @@ fn burst_of_equal_prompts_is_computed_once() {
     world.step();
     let load = world.machine.load();
     assert_eq!((load.running_sequences, load.waiting_requests), (1, 8), "one sequence computes, the others hold no blocks");
-    // The first prefill has 935 tokens left. Each other prefill and the generation have 7 tokens left, because tokens that one prompt
-    // computes for others count only for that prompt.
-    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "tokens that another prompt computes count only for that prompt");
+    // Job 0 has 935 tokens left. Each of the other jobs has only 7 tokens left, because the tokens that another prompt computes count for that prompt
+    // only.
+    assert_eq!(load.pending_prefill_tokens, 935 + 7 * 7 + 7, "a token that several prompts need counts once");
     for id in 0..8 {
         world.machine.send_blocks(id, vec![0], BlockAccess::Copied);
     }
@@ -60,7 +59,7 @@ fn deferred_prompt_delays_no_other_prompt_and_takes_over_from_a_cancelled_prefix
     assert_eq!((world.cached(0), world.cached(1), world.cached(2)), (Some(0), None, Some(0)));
     world.machine.cancel(0);
     world.run();
-    // Six steps computed 6 × 32 tokens: 99 tokens of job 2's prompt and 93 of job 0's prompt, which are 5 full blocks.
+    // The six steps computed 192 tokens: 99 of job 2's prompt and 93 of job 0's prompt, which fill 5 blocks.
     assert_eq!(world.cached(1), Some(80), "the tokens that the cancelled owner had computed");
     (1..3).for_each(|id| world.machine.cancel(id));
     world.assert_idle();
@@ -115,7 +114,6 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first_prompt() {
     for id in 0..8 {
         world.machine.generate(id, remote(&text, 5), world.now).expect("the job fits in the cache");
     }
-    // This prompt has less than half of the received blocks in common.
     let part = [&text[..500], &prompt("and then another way", 300)].concat();
     world.machine.generate(8, remote(&part, 5), world.now).expect("the job fits in the cache");
     world.machine.generate(9, generate(text.clone(), 5), world.now).expect("the job fits in the cache");
@@ -129,7 +127,6 @@ fn equal_prompts_reuse_the_blocks_received_for_the_first_prompt() {
     );
     assert_eq!(world.reserved(8).expect("the sequence does not wait for 31 of 63 blocks").1, (0..50).collect::<Vec<_>>());
     let kv_of = kv(&text);
-    // Blocks may be written in any order.
     for index in (0..63).rev() {
         world.write(ticket, index, &kv_of[index as usize].1).expect("the ticket allows the write");
     }
@@ -209,7 +206,6 @@ fn pending_tokens_of_a_waiting_prompt_exclude_reusable_tokens() {
     world.machine.prefill(2, prefill(cached.clone()), world.now).expect("the job fits in the cache");
     world.run();
     assert_eq!((world.cached(2), load(&world)), (None, 399 - 23 * 16), "the prompt needs more than the 23 blocks that are left");
-    // A burst follows: its first prompt is new, and its other prompts are expected to reuse the first one's blocks.
     let burst = prompt("all the same", 300);
     for id in 3..7 {
         world.machine.prefill(id, prefill(burst.clone()), world.now).expect("the job fits in the cache");

@@ -12,7 +12,7 @@ fn chunks(world: &World, job: JobId) -> Vec<PrefillChunk> {
     world.events[&job].iter().find_map(of).expect("the engine computed the prompt")
 }
 
-/// Returns for each chunk of a job the time at which it began, in milliseconds after the allocation of blocks, and its number of tokens.
+/// Returns the chunks of a job. Each has the time at which it began, in milliseconds after the allocation of blocks, and its number of tokens.
 fn steps(chunks: &[PrefillChunk]) -> Vec<(u128, u32)> {
     assert!(chunks.iter().all(|chunk| chunk.took == Duration::from_millis(1)), "a step takes 1 ms: {chunks:?}");
     chunks.iter().map(|chunk| (chunk.begun.as_millis(), chunk.tokens)).collect()
@@ -25,8 +25,8 @@ fn reported_chunks_cover_the_uncached_prompt_tokens() {
     world.run();
     world.machine.send_blocks(0, vec![], BlockAccess::Copied);
     world.act();
-    // The simulated clock advances only between steps, so each step of 1 ms seems to begin 1 ms too early. The first step would begin
-    // before the allocation of its blocks, so 0 is reported.
+    // The simulated clock advances only between steps, so each step of 1 ms seems to begin 1 ms too early. The first step would seem to begin before
+    // the allocation of its blocks, so the reported time is 0.
     assert_eq!(steps(&chunks(&world, 0)), [(0, 64), (0, 64), (1, 21)]);
     world.machine.cancel(0);
     world.machine.generate(1, generate(prompt("cut", 150), 4), world.now).expect("the job fits in the cache");

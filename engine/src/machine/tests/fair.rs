@@ -1,4 +1,4 @@
-//! The three rules of fair sharing against naive models.
+//! Tests the three rules of fair sharing against naive models.
 
 use crate::machine::fair::{Demand, QUANTUM_TOKENS, RoundRobin, Shares, due, fair_order};
 use proptest::prelude::*;
@@ -6,9 +6,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 const NAMES: [&str; 4] = ["", "acme", "both", "zoo"];
 
-/// The fair order by its definition: in each round one sequence of each account, and inside an account one of each request.
+/// Returns the fair order by its definition: in each round one sequence of each account, and inside an account one of each request.
 fn naive_order(sequences: &[(&'static str, u64)]) -> Vec<usize> {
-    // Each account's sequences: one of each request in rotation.
     let mut accounts: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for account in NAMES {
         let mut jobs: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
@@ -29,10 +28,9 @@ fn naive_order(sequences: &[(&'static str, u64)]) -> Vec<usize> {
     order
 }
 
-/// Generates sequences. All sequences of a job belong to one account.
 fn sequences() -> impl Strategy<Value = Vec<(&'static str, u64)>> {
     prop::collection::vec((0..4usize, 0..6u64), 0..60).prop_map(|drawn| {
-        // A job's number determines its account.
+        // All sequences of a job belong to one account, so the number of the job determines the account.
         let mut drawn: Vec<(&str, u64)> =
             drawn.into_iter().map(|(account, job)| (NAMES[account], job * 4 + account as u64)).collect();
         drawn.sort_by_key(|(_, job)| *job);
@@ -55,7 +53,7 @@ proptest! {
     }
 
     #[test]
-    fn last_job_by_shares_is_the_last_in_the_fair_order(sequences in sequences()) {
+    fn shares_return_the_last_job_of_the_fair_order(sequences in sequences()) {
         let last = fair_order(&sequences).last().map(|place| sequences[*place].1);
         let shares = shares_of(&sequences);
         prop_assert_eq!(shares.last(), last);
@@ -74,8 +72,8 @@ proptest! {
         prop_assert!(found <= before, "predicted {before}, found {found}");
     }
 
-    /// The whole budget is spent while there is demand, the demands of an account are met in their order, and the tokens allotted to
-    /// accounts with permanent demand differ by two quanta at most.
+    /// The whole budget is spent while accounts have demands, the demands of an account are met in their order, and the tokens allotted to accounts
+    /// that always have demands differ by two quanta at most.
     #[test]
     fn round_robin_spends_the_budget_and_is_fair_within_two_quanta(
         steps in prop::collection::vec(1..2_000usize, 1..40),
@@ -112,13 +110,12 @@ proptest! {
         }
     }
 
-    /// Prompts that arrive together finish in the order in which they would if all were computed at the same speed.
+    /// Prompts that arrive together finish in the same order as if all of them were computed at the same speed.
     #[test]
     fn prompts_are_due_in_the_order_in_which_processor_sharing_finishes_them(costs in prop::collection::vec(1..50usize, 1..12)) {
         let dues: Vec<u64> = (0..costs.len()).map(|last| due(0, costs[last], costs[..last].iter().copied())).collect();
         let mut by_due: Vec<usize> = (0..costs.len()).collect();
         by_due.sort_by_key(|place| (dues[*place], *place));
-        // One token of each prompt is computed in each round.
         let mut shared: Vec<usize> = (0..costs.len()).collect();
         shared.sort_by_key(|place| (costs[*place], *place));
         for pair in shared.windows(2) {
@@ -128,11 +125,11 @@ proptest! {
         }
     }
 
-    /// However many short prompts arrive later, the number of tokens that are computed from a prompt's arrival until it is done is limited
-    /// to D × (1 + H). D is the prompt's due value minus the arrival (in tokens) of the oldest prompt that was waiting when this prompt
-    /// arrived. H is the harmonic number of the maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
+    /// The number of tokens that are computed from a prompt's arrival until it is done is limited to D × (1 + H), however many short prompts arrive
+    /// later. D is the prompt's due value minus the arrival (in tokens) of the oldest prompt that was waiting when this prompt arrived. H is the
+    /// harmonic number of the maximum number of waiting prompts. Equal prompts are done in the order of their arrival.
     #[test]
-    fn no_prompt_starves(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
+    fn delay_of_each_prompt_is_bounded(arrivals in prop::collection::vec((0..30u64, prop_oneof![1..5usize, 50..51usize, 1..400usize]), 1..60)) {
         struct Prompt { arrived: u64, oldest: u64, due: u64, cost: usize, left: usize }
         let (mut computed, mut waiting): (u64, Vec<Prompt>) = (0, Vec::new());
         let mut waiting_max = 0;
@@ -146,7 +143,6 @@ proptest! {
                 waiting_max = waiting_max.max(waiting.len());
                 continue;
             }
-            // The next prompt is selected again after 16 tokens.
             let next = (0..waiting.len()).min_by_key(|place| (waiting[*place].due, *place)).expect("a sequence is waiting");
             let step = waiting[next].left.min(16);
             waiting[next].left -= step;
@@ -171,7 +167,7 @@ proptest! {
 }
 
 #[test]
-fn account_without_demand_leaves_the_rotation() {
+fn account_without_prompt_tokens_leaves_the_round_robin() {
     let mut round_robin = RoundRobin::default();
     let demand = |account: &str| Demand { account: Arc::from(account), tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);

@@ -1,4 +1,4 @@
-//! Several accounts and requests that together need more than the engine's capacity.
+//! Tests of several accounts and requests that together need more than the engine's capacity.
 
 use super::*;
 use proptest::prelude::*;
@@ -7,7 +7,6 @@ fn of(account: &str, job: Generate) -> Generate {
     Generate { account: account.to_owned(), ..job }
 }
 
-/// Returns a request with this many samples, each of `tokens` tokens.
 fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     let mut job = generate(prompt(text, len), tokens);
     job.samples = samples;
@@ -15,7 +14,6 @@ fn samples(text: &str, len: usize, samples: u32, tokens: u32) -> Generate {
     job
 }
 
-/// Runs steps until a job has its first token; returns the number of steps.
 fn first_token(world: &mut World, job: JobId) -> usize {
     let before = world.steps;
     while !world.events.get(&job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Token { .. }))) {
@@ -43,7 +41,7 @@ fn samples_beyond_the_batch_hold_no_blocks() {
     }
     let load = world.machine.load();
     assert_eq!(load.running_sequences, 12, "all samples count in the load");
-    // Six full blocks are shared. Each of the four running samples has one more block, and the prompt's last block is kept for the samples
+    // The samples share six full blocks. Each of the four running samples has one more block, and the prompt's last block is kept for the samples
     // that wait.
     assert_eq!(load.in_use_blocks, 6 + 4 + 1);
     world.run();
@@ -142,7 +140,7 @@ fn prefill_tokens_are_shared_between_accounts() {
     while !world.events.get(&10).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_)))) {
         assert!(world.step());
     }
-    // The prompt gets half of each step's 512 tokens, so its 999 tokens take four steps.
+    // The prompt gets half of each step's budget of 512 tokens, so its 999 tokens take four steps.
     assert_eq!(world.steps - before, 4);
     (0..11).for_each(|id| world.machine.cancel(id));
     world.step();
@@ -169,7 +167,6 @@ fn long_prompt_does_not_starve() {
         |world: &World| world.events.get(&0).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Computed(_))));
     let mut next = 1;
     while !done(&world) {
-        // A prompt with as many tokens as a step computes arrives in each step.
         let id = next;
         world
             .machine
@@ -183,7 +180,7 @@ fn long_prompt_does_not_starve() {
         }
         next += 1;
     }
-    // The long prompt takes 32 steps of its own, and about as many for the prompts that overtook it.
+    // The tokens of the long prompt take 32 steps. The prompts that overtake it take about as many.
     assert!((32..=70).contains(&world.steps), "{} steps", world.steps);
     (0..next).for_each(|job| world.machine.cancel(job));
     world.step();
@@ -236,7 +233,7 @@ fn long_account_name_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// However many accounts compete, each answer equals that of the job running alone, and no block is left in use.
+    /// Each answer equals that of the same job running alone, however many accounts compete, and no block is left in use.
     #[test]
     fn answers_in_a_mix_of_accounts_and_samples_equal_those_of_single_requests(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),

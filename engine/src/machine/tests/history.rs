@@ -1,4 +1,4 @@
-//! Random histories of jobs on small caches.
+//! Tests of random histories of jobs on small caches.
 
 use super::{receiving::Writing, *};
 use proptest::prelude::*;
@@ -64,8 +64,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
-    /// However jobs arrive, pause and end, and however small cache and budget are: a job that finishes has the text that it has when it
-    /// runs alone, counts are bounded, and at the end no block is held.
+    /// A job that finishes has the text that it has when it runs alone, in whatever order jobs arrive, pause and end, and however small the cache and
+    /// the budget are. Counts are bounded, and at the end no block is held.
     #[test]
     fn jobs_in_any_history_give_the_same_text_as_single_jobs_and_free_all_blocks(
         operations in operations(), capacity in 12..40u32, budget in 1..100u32,
@@ -73,7 +73,7 @@ proptest! {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
         let mut prefilled: BTreeMap<JobId, usize> = BTreeMap::new();
-        // Remote prompts, each with the number of blocks that were received for it.
+        // Each remote prompt has the number of blocks that were received for it.
         let mut remote: BTreeMap<JobId, (Generate, usize)> = BTreeMap::new();
         let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
@@ -119,7 +119,7 @@ proptest! {
                     };
                     let kv = kv(&generate.prompt);
                     for index in missing.iter().skip(*written).take(blocks) {
-                        // A write is refused if the reservation was revoked.
+                        // The engine refuses the write if the reservation was revoked.
                         *written += usize::from(world.write(ticket, *index, &kv[*index as usize].1).is_ok());
                     }
                     world.confirm(ticket);
@@ -144,7 +144,7 @@ proptest! {
                     if !writing.is_empty() {
                         let (begun, prompt) = writing.swap_remove(index % writing.len());
                         let ticket = begun.ticket();
-                        // A failed write leaves garbage in its blocks, even if the reservation has ended in the meantime.
+                        // A failed write may leave any bytes in its blocks, even if the reservation has ended in the meantime.
                         world.end(begun, &if whole { kv(&prompt) } else { Vec::new() }, whole);
                         world.confirm(ticket);
                     }
@@ -160,7 +160,7 @@ proptest! {
             world.end(begun, &kv(&prompt), true);
             world.confirm(ticket);
         }
-        // Prefills that are not fetched and remote prompts whose KV is not sent still hold blocks. Their clients disconnect now.
+        // Prefills whose blocks were not fetched, and remote prompts whose KV was not sent, still hold blocks. Their clients disconnect now.
         remote.retain(|job, _| world.events.get(job).is_some_and(|events| events.iter().any(|event| matches!(event, Event::Started(_)))));
         let jobs: Vec<JobId> = world.machine.live.keys().copied().filter(|job| !generated.contains_key(job) && !remote.contains_key(job)).collect();
         for job in jobs {

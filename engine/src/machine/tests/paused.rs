@@ -1,4 +1,4 @@
-//! Backpressure: jobs whose event buffers are full.
+//! Tests of backpressure: jobs whose event buffers are full.
 
 use super::*;
 

@@ -2,7 +2,6 @@
 
 use super::*;
 
-/// A write that has begun.
 pub(super) struct Writing {
     ticket: Ticket,
     indices: Vec<u32>,
@@ -23,7 +22,7 @@ impl World {
         Ok(Writing { ticket, indices: indices.to_vec(), blocks })
     }
 
-    /// Writes the blocks of `kv`, or garbage for indices that `kv` lacks, and ends the write. `whole` says whether all blocks count as
+    /// Writes the blocks of `kv` and ends the write. Indices that `kv` lacks are filled with other bytes. `whole` says whether all blocks count as
     /// written.
     pub(super) fn end(&mut self, writing: Writing, kv: &[(u32, Bytes)], whole: bool) {
         let Writing { ticket, indices, blocks } = writing;
@@ -66,7 +65,7 @@ fn concurrently_written_blocks_are_used_only_after_confirmation() {
     world.confirm(ticket);
     assert!(!world.step() && !world.started(0), "blocks are missing");
     world.end(rest, &kv, true);
-    assert!(!world.step() && !world.started(0), "the transfer is not confirmed");
+    assert!(!world.step() && !world.started(0), "the transfer is not confirmed yet");
     let cached = world.machine.cache.overlap(&namespace(), &job.prompt, 6);
     assert_eq!(cached, 0, "blocks are not cached before their confirmation");
     world.confirm(ticket);
@@ -99,7 +98,7 @@ fn failed_concurrent_write_may_be_repeated() {
 #[test]
 fn blocks_being_written_stay_in_use_until_the_write_has_ended() {
     for fails in [false, true] {
-        // The cache has only the blocks for one such prompt and its answer.
+        // The cache has only as many blocks as one such prompt and its answer need.
         let mut world = World::new(8, SETTINGS);
         let (_, ticket) = reserved(&mut world);
         let writing = world.begin(ticket, &[2, 4]).expect("the reservation still needs both blocks");

@@ -1,4 +1,4 @@
-//! Writes that a ticket does not allow, and blocks written by an attacker with a ticket.
+//! Tests of writes that a ticket does not allow, and of blocks written by an attacker that has a ticket.
 
 use super::{receiving::reserved, *};
 
@@ -102,7 +102,7 @@ fn unconfirmed_blocks_are_neither_used_nor_cached() {
 }
 
 #[test]
-fn refused_write_waits_for_blocks_that_are_being_written() {
+fn reservation_ended_by_a_refused_write_keeps_blocks_being_written() {
     let mut world = World::new(64, SETTINGS);
     let (job, ticket) = reserved(&mut world);
     let writing = world.begin(ticket, &[2, 4]).expect("the reservation still needs both blocks");

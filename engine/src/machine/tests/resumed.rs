@@ -1,10 +1,11 @@
-//! Tests of samples that resume where another worker stopped.
+//! Tests of samples that resume at the token where another worker stopped.
 
 use super::*;
 use crate::Generated;
 use proptest::prelude::*;
 
-/// Returns the job that resumes `job` after each sample has generated as many tokens as in `kept`; a sample with `None` has ended.
+/// Returns the job that resumes `job` on another worker. `kept` has the number of tokens that each sample had generated, or `None` if the sample had
+/// ended.
 fn rest(job: &Generate, whole: &[Vec<TokenId>], kept: &[Option<usize>]) -> Generate {
     let generated = |(sample, kept): (u32, &Option<usize>)| {
         let tokens = &whole[sample as usize];
@@ -97,7 +98,7 @@ fn resumed_job_receives_the_kv_of_prompt_and_generated_tokens() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// However a job is interrupted, and however small the cache is, each sample's text equals that of the job running alone.
+    /// Each sample's text equals that of the same job running alone, however the job is interrupted and however small the cache is.
     #[test]
     fn resumption_at_any_token_gives_the_same_text(
         len in 1..70usize,
