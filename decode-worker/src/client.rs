@@ -5,8 +5,6 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{GenerateReply, PrefillChunk, PrefillTimeline, generate_reply::Message};
 use tandem_worker::{Disconnected, LedgerEntry, ReplySender};
 
-/// The client of one attempt. Each message to the client is recorded in the span; the first token or failure decides the outcome in the
-/// ledger.
 pub(crate) struct Client {
     replies: ReplySender<GenerateReply>,
     entry: LedgerEntry,
@@ -20,11 +18,10 @@ impl Client {
         Self { replies, entry, span, scheduled: Once::new(), began: Once::new() }
     }
 
-    /// Sends a message; waits while the client is slow.
     pub(crate) async fn send(&self, message: Message) -> Result<(), Disconnected> {
         let mut outcome: Option<fn(&LedgerEntry)> = None;
         match &message {
-            // `Scheduled` is sent again if the cached tokens are reported later, but its event is recorded once.
+            // `Scheduled` is sent again if the cached tokens are reported later. Its event is recorded only once.
             Message::Scheduled(_) => self.scheduled.call_once(|| self.span.event("scheduled", &[])),
             Message::DecodeStarted(_) => self.span.event("started", &[]),
             Message::PrefillTimeline(_) => {}
@@ -44,7 +41,6 @@ impl Client {
         Ok(())
     }
 
-    /// Sends the chunks of the prompt's prefill, if there are any.
     pub(crate) async fn prefilled(&self, chunks: Vec<PrefillChunk>) -> Result<(), Disconnected> {
         if chunks.is_empty() {
             return Ok(());

@@ -1,25 +1,29 @@
 //! Conversions between wire messages and the engine's types. Requests are checked here, and only here.
 
 use std::time::Duration;
-use tandem_engine::{FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
+use tandem_engine::{BadWord, FinishReason, Generate, Generated, KvSource, Sampling, TokenLogprobs};
+use tandem_grammar::{Constraint, Kind};
 use tandem_kv::{Namespace, TokenId};
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
-    v1::{self, GenerateRequest, WorkerRef, finished},
+    v1::{self, GenerateRequest, WorkerRef, constraint, finished},
 };
 
-/// The most samples of one prompt.
+/// Maximum number of samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
-/// The most alternatives whose logprobs are returned for one token.
+/// Maximum number of alternatives whose logprobs are returned for one token.
 const LOGPROBS_MAX: u32 = 20;
-/// The most tokens with a bias. A frontend has the same limit.
+/// Maximum number of tokens with a bias. A frontend has the same limit.
 const BIASES_MAX: usize = 1_024;
-/// The most tokens that end a sample: more than a frontend allows a client, plus those of the model.
+/// Maximum number of tokens that end a sample: more than a frontend allows a client, plus those of the model.
 const STOP_TOKENS_MAX: usize = 1_024;
-/// The largest absolute value of penalties and biases: larger ones make no difference, and all logits stay finite.
+/// Maximum number of token sequences that must not be generated.
+const BAD_WORD_FORMS_MAX: usize = 256;
+/// Maximum length of a token sequence that must not be generated. Each step compares it with the last tokens of the sample.
+const BAD_WORD_TOKENS_MAX: usize = 512;
+/// The largest absolute value of a penalty or bias. Larger values have the same effect, and with this limit all logits stay finite.
 const WEIGHT_MAX: f32 = 1_000.0;
 
-/// A checked request.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) attempt: u32,
@@ -27,21 +31,18 @@ pub(crate) struct Request {
     pub(crate) generate: Generate,
     pub(crate) output: Output,
     pub(crate) prefill: Option<WorkerRef>,
-    /// The longest time until the prefill begins; `None`: no limit.
+    /// The time within which the prefill must begin; `None` sets no limit.
     pub(crate) start_within: Option<Duration>,
 }
 
-/// The parts of the request that are needed to forward the engine's events.
 #[derive(Debug)]
 pub(crate) struct Output {
-    /// The number of samples that run.
     pub(crate) samples: usize,
     pub(crate) stop_tokens: Vec<TokenId>,
-    /// Empty unless the request wants the prompt's logprobs.
+    /// The prompt's token ids; empty unless the request wants the prompt's logprobs.
     pub(crate) prompt: Vec<TokenId>,
 }
 
-/// The reason that no worker can run a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Invalid {
     #[error("prompt must have at least one token")]
@@ -56,6 +57,8 @@ pub(crate) enum Invalid {
     Generated,
     #[error("{field} must be {allowed}")]
     OutOfRange { field: &'static str, allowed: &'static str },
+    #[error("constraint must have a kind")]
+    NoConstraint,
     #[error("prefill must have an instance_id and an address")]
     NoPrefillWorker,
     #[error("a prompt whose logprobs are requested must be prefilled on the decode worker")]
@@ -96,6 +99,16 @@ impl Request {
             }
         }
         let sampling = sampling(request.sampling.ok_or(Invalid::NoSampling)?)?;
+        let bad_tokens = sampling.bad_words.iter().flat_map(|word| word.forms.iter().flatten());
+        for (field, all_known) in [
+            ("allowed_token_ids", sampling.allowed_token_ids.iter().all(known)),
+            ("logprob_token_ids", sampling.logprob_token_ids.iter().all(known)),
+            ("bad_words", bad_tokens.into_iter().all(known)),
+        ] {
+            if !all_known {
+                return Err(Invalid::OutOfRange { field, allowed: "token ids of the model's vocabulary" });
+            }
+        }
         let generated = request.generated;
         let tokens_max = sampling.max_tokens.map_or(usize::MAX, |max| max as usize);
         let in_order = generated.is_sorted_by(|one, next| one.sample < next.sample);
@@ -144,8 +157,13 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
         seed: wire.seed,
         stop_token_ids: wire.stop_token_ids,
         logprobs: wire.logprobs,
+        allowed_token_ids: wire.allowed_token_ids.into(),
+        bad_words: wire.bad_words.into_iter().map(bad_word).collect(),
+        logprob_token_ids: wire.logprob_token_ids,
+        constraint: wire.constraint.map(constraint).transpose()?,
     };
     let Sampling { top_p, repetition_penalty, min_tokens, max_tokens, .. } = sampling;
+    let forms = || sampling.bad_words.iter().flat_map(|word| &word.forms);
     let is_weight = |weight: &f32| (-WEIGHT_MAX..=WEIGHT_MAX).contains(weight);
     // A NaN fails these checks, because it is in no range.
     for (field, allowed, holds) in [
@@ -159,6 +177,10 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
         ("logit_bias", "of at most 1024 tokens", sampling.logit_bias.len() <= BIASES_MAX),
         ("stop_token_ids", "at most 1024 tokens", sampling.stop_token_ids.len() <= STOP_TOKENS_MAX),
         ("min_tokens", "at most max_tokens", max_tokens.is_none_or(|max_tokens| min_tokens <= max_tokens)),
+        ("logprob_token_ids", "at most 20 tokens", sampling.logprob_token_ids.len() <= LOGPROBS_MAX as usize),
+        ("bad_words", "at most 256 sequences of tokens", forms().count() <= BAD_WORD_FORMS_MAX),
+        ("bad_words", "sequences of 1 to 512 tokens", forms().all(|form| (1..=BAD_WORD_TOKENS_MAX).contains(&form.len()))),
+        ("bad_words", "texts of at most 1024 bytes", sampling.bad_words.iter().all(|word| word.text.len() <= TEXT_BYTES_MAX)),
         ("logprobs", "at most 20", sampling.logprobs.is_none_or(|top| top <= LOGPROBS_MAX)),
     ] {
         if !holds {
@@ -166,6 +188,26 @@ fn sampling(wire: v1::Sampling) -> Result<Sampling, Invalid> {
         }
     }
     Ok(sampling)
+}
+
+fn bad_word(wire: v1::BadWord) -> BadWord {
+    BadWord { text: wire.text, forms: wire.forms.into_iter().map(|form| form.tokens).collect() }
+}
+
+fn constraint(wire: v1::Constraint) -> Result<Constraint, Invalid> {
+    let v1::Constraint { kind, begins_after, lenient } = wire;
+    let kind = match kind.ok_or(Invalid::NoConstraint)? {
+        constraint::Kind::JsonSchema(schema) => Kind::JsonSchema { schema, lenient },
+        constraint::Kind::JsonObject(_) => Kind::JsonObject,
+        constraint::Kind::Regex(regex) => Kind::Regex(regex),
+        constraint::Kind::Choice(choices) => Kind::Choice(choices.texts),
+        constraint::Kind::Grammar(grammar) => Kind::Grammar(grammar),
+        constraint::Kind::StructuralTag(tags) => Kind::StructuralTag(tags),
+    };
+    if begins_after.len() > TEXT_BYTES_MAX {
+        return Err(Invalid::OutOfRange { field: "begins_after", allowed: "at most 1024 bytes" });
+    }
+    Ok(Constraint { kind, begins_after: Some(begins_after).filter(|marker| !marker.is_empty()) })
 }
 
 pub(crate) fn started(started: &tandem_engine::Started) -> v1::DecodeStarted {
@@ -188,12 +230,15 @@ pub(crate) fn prompt_logprobs(prompt: &[TokenId], logprobs: Vec<Option<TokenLogp
     v1::PromptLogprobs { tokens: prompt.iter().zip(logprobs).map(|(id, logprobs)| token(*id, logprobs)).collect() }
 }
 
-pub(crate) fn finished(sample: u32, reason: FinishReason) -> v1::Finished {
+/// Converts the end of a sample. `logprobs` are those of the stop token that ended it.
+pub(crate) fn finished(sample: u32, reason: FinishReason, logprobs: Option<TokenLogprobs>) -> v1::Finished {
     let (reason, stop_token) = match reason {
         FinishReason::Stop(token) => (finished::FinishReason::Stop, Some(token)),
+        FinishReason::Complete => (finished::FinishReason::Stop, None),
         FinishReason::Length => (finished::FinishReason::Length, None),
     };
-    v1::Finished { sample, reason: reason.into(), stop_token }
+    let stop_logprobs = stop_token.filter(|_| logprobs.is_some()).map(|stop| token(stop, logprobs));
+    v1::Finished { sample, reason: reason.into(), stop_token, stop_logprobs }
 }
 
 #[cfg(test)]

@@ -4,9 +4,8 @@
 use crate::convert::Invalid;
 use tandem_engine::Refusal;
 use tandem_proto::v1::{Failure, FailureReason};
-use tandem_worker::Disconnected;
+use tandem_worker::{Disconnected, NotServed};
 
-/// The cause for which an attempt ended early.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
     #[error(transparent)]
@@ -21,6 +20,8 @@ pub(crate) enum Ended {
     UnsignedAddress,
     #[error("too many requests on this worker wait for a prefill; try again later or on another worker")]
     RemoteWaitingFull,
+    #[error(transparent)]
+    NotServed(#[from] NotServed),
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error("the KV blocks reserved for the prompt were needed for running requests; try again later or on another worker")]
@@ -45,7 +46,7 @@ pub(crate) enum Ended {
         "this worker's engine cannot receive KV from another worker; update the router, which should have placed the prompt on one worker"
     )]
     NoKvExchange,
-    /// The failure as the prefill worker reported it.
+    /// The failure that the prefill worker reported.
     #[error("the prefill worker reported a failure")]
     Prefill(Failure),
     #[error("the engine failed; try another worker")]
@@ -74,6 +75,7 @@ impl Ended {
             Self::Invalid(_)
             | Self::UnsignedAddress
             | Self::NoKvExchange
+            | Self::NotServed(_)
             | Self::Refused(Refusal::Unsupported(_))
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },

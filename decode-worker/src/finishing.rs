@@ -1,18 +1,17 @@
-//! Attempts whose cached tokens the engine reports late. A client that calls `Finish` ends the generation of such an attempt and still
-//! receives the report.
+//! The attempts whose cached tokens the engine reports late. A client that calls `Finish` ends the generation of such an attempt and still receives
+//! the report.
 
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc};
 use tokio_util::sync::CancellationToken;
 
-/// A request id and an attempt's number.
 type Key = (String, u32);
 
 /// The attempts of one worker whose clients may still call `Finish`.
 #[derive(Clone, Default)]
 pub(crate) struct Finishing(Arc<Mutex<HashMap<Key, CancellationToken>>>);
 
-/// One attempt of the worker. Dropping this value removes the attempt from [`Finishing`].
+/// An attempt of the worker. Dropping this value removes the attempt from [`Finishing`].
 pub(crate) struct Attempt {
     all: Finishing,
     key: Key,
@@ -20,7 +19,6 @@ pub(crate) struct Attempt {
 }
 
 impl Finishing {
-    /// Adds an attempt.
     pub(crate) fn add(&self, request_id: &str, attempt: u32) -> Attempt {
         let (key, finish) = ((request_id.to_owned(), attempt), CancellationToken::new());
         self.0.lock().insert(key.clone(), finish.clone());

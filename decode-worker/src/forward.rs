@@ -11,7 +11,7 @@ use tandem_engine::Event;
 use tandem_proto::v1::{PrefillChunk, Token, Tokens, generate_reply::Message};
 use tandem_worker::{Disconnected, Job, Worker};
 
-/// The most tokens in one message. Tokens accumulate while the client is slow.
+/// Maximum number of tokens in one message. Tokens accumulate while the client is slow.
 const TOKENS_MAX: usize = 256;
 
 /// Forwards all events until the last sample has finished. A slow client delays this task, never the engine.
@@ -27,8 +27,9 @@ pub(crate) async fn forward(
     let mut tokens = Pending::default();
     let mut running = output.samples;
     let mut finishing = false;
+    let mut stops = Vec::new();
     while running > 0 {
-        // Tokens that are available now are sent in one message. No token waits for tokens that are not available yet.
+        // Tokens that are available now are sent in one message. No available token waits for a later token.
         let event = match job.next().now_or_never() {
             Some(event) => event,
             None => {
@@ -60,7 +61,9 @@ pub(crate) async fn forward(
         };
         match event {
             // A stop token is not part of the output; `Finished` names it.
-            Some(Event::Token { token, .. }) if output.stop_tokens.contains(&token) => {}
+            Some(Event::Token { sample, token, logprobs }) if output.stop_tokens.contains(&token) => {
+                stops.extend(logprobs.map(|logprobs| (sample, logprobs)));
+            }
             Some(Event::Token { sample, token, logprobs }) => {
                 tokens.push(sample, convert::token(token, logprobs));
                 if tokens.len >= TOKENS_MAX {
@@ -69,7 +72,8 @@ pub(crate) async fn forward(
             }
             Some(Event::Finished { sample, reason }) => {
                 tokens.flush(client).await?;
-                client.send(Message::Finished(convert::finished(sample, reason))).await?;
+                let stop = stops.iter().position(|(stopped, _)| *stopped == sample).map(|at| stops.swap_remove(at).1);
+                client.send(Message::Finished(convert::finished(sample, reason, stop))).await?;
                 running -= 1;
             }
             Some(Event::Started(started)) => {
@@ -79,6 +83,10 @@ pub(crate) async fn forward(
             }
             Some(Event::PromptLogprobs(logprobs)) => {
                 client.send(Message::PromptLogprobs(convert::prompt_logprobs(&output.prompt, logprobs))).await?;
+            }
+            Some(Event::Refused(refusal)) => {
+                tokens.flush(client).await?;
+                return Err(refusal.into());
             }
             // The job has failed, or the engine has ended: no other event can follow `Started`.
             _ => {
@@ -90,7 +98,7 @@ pub(crate) async fn forward(
     Ok(())
 }
 
-/// An attempt whose cached tokens are reported at its end.
+/// An attempt whose cached tokens the engine reports only at its end.
 pub(crate) struct LateCount<'a> {
     pub(crate) worker: &'a Worker,
     pub(crate) attempt: Attempt,
@@ -103,7 +111,6 @@ async fn finish_requested(late: &Option<LateCount<'_>>) {
     }
 }
 
-/// Tokens not sent yet, by sample.
 #[derive(Default)]
 struct Pending {
     samples: Vec<Tokens>,

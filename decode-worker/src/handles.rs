@@ -1,4 +1,4 @@
-//! Checks handles for KV in other engines: each handle is used once, for the prompt for which it was made.
+//! Checks the handles for KV in external engines: each handle is used once, for the prompt for which it was made.
 
 use parking_lot::Mutex;
 use std::{
@@ -11,17 +11,15 @@ use tandem_kv::HashKey;
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// The time for which used handles are remembered: longer than any lease.
+/// Used handles are remembered for this time, which exceeds every lease.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
-/// Checks handles, and remembers those that were used.
 pub(crate) struct Handles {
     pub(crate) hash_key: HashKey,
     hasher: RandomState,
     used: Mutex<Used>,
 }
 
-/// Hashes of the handles that were used, the oldest first.
 #[derive(Default)]
 struct Used {
     hashes: HashSet<u64>,

@@ -40,18 +40,18 @@ use worker::{Receiving, Worker};
 pub struct DecodeWorkerSettings {
     /// The settings of workers of either role.
     pub worker: WorkerSettings,
-    /// `host:port` at which prefill workers reach this worker; `None`: the address of the listener.
+    /// The address, `host:port`, at which prefill workers reach this worker; `None` for the address of the listener.
     pub advertise: Option<String>,
-    /// The most requests that wait for a prefill on another worker; further requests are refused. A waiting request keeps its prompt and a
+    /// Maximum number of requests that wait for a prefill on another worker; further requests are refused. A waiting request keeps its prompt and a
     /// stream, but no blocks.
     pub remote_waiting_max: usize,
-    /// The longest time from the start of a prompt's prefill until its KV is written here.
+    /// Maximum time from the start of a prompt's prefill until all of the prompt's KV is written on this worker.
     pub receive_timeout: Duration,
     /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
 }
 
-/// The reason that a decode worker ended.
+/// The reason why a decode worker ended.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeWorkerError {
     /// The worker cannot serve, or its back end has ended.
@@ -70,7 +70,7 @@ pub enum DecodeWorkerError {
 /// Serves `Decode`, `Transfer` and `Control` until the process drains and every request has ended.
 ///
 /// # Errors
-/// The worker has no address for prefill workers, the socket cannot be served, or the back end has ended.
+/// Fails if the worker has no address for prefill workers, if the socket cannot be served, or if the back end has ended.
 pub async fn run(
     listener: impl Into<Listener>,
     backend: impl Backend,
@@ -93,7 +93,7 @@ pub async fn run(
             let destination = EngineMemory::new(engine.clone(), Arc::clone(&common.metrics));
             let transfers = ReceivePaths::new(destination, engine.kv_memory().cloned(), settings.transfer_mode, lifetime);
             routes = routes.add_service(transfers.service());
-            // Registers the series now, so that they exist before the first transfer.
+            // The transfer metrics must be exported before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Received));
             Receiving::Transfers(transfers)
         }

@@ -7,7 +7,7 @@ use tandem_kv::{BlockWrite, Ticket};
 use tandem_transfer::{Destination, Refused};
 use tandem_worker::WorkerMetrics;
 
-/// Writes to the engine's KV memory. The engine's thread allows or refuses each block; refused writes are counted by their reason.
+/// The KV memory of the engine. The engine's thread allows or refuses each write of a block; refused writes are counted by their reason.
 pub(crate) struct EngineMemory {
     engine: EngineHandle,
     metrics: Arc<WorkerMetrics>,
@@ -15,7 +15,7 @@ pub(crate) struct EngineMemory {
 
 impl EngineMemory {
     pub(crate) fn new(engine: EngineHandle, metrics: Arc<WorkerMetrics>) -> Self {
-        // Registers the series now, so that they exist before the first refusal.
+        // The counters must be exported before the first write is refused.
         WriteRefused::REASONS.iter().for_each(|(_, reason)| drop(metrics.refused_writes(reason)));
         Self { engine, metrics }
     }
@@ -44,5 +44,9 @@ impl Destination for EngineMemory {
 
     async fn refuse(&self, ticket: Ticket) -> Refused {
         self.count(self.engine.refuse(ticket, WriteRefused::WrongPath).await)
+    }
+
+    fn path_refused(&self, path: &'static str, reason: &'static str) {
+        self.metrics.refused_paths(path, reason).increment(1);
     }
 }

@@ -15,13 +15,12 @@ use tonic::Streaming;
 /// One prompt's prefill on another worker. Dropping this value cancels the prefill.
 pub(crate) struct Prefill {
     pub(crate) instance_id: String,
-    /// The prefill worker's transfer capabilities, which it sends before `Scheduled`; `None` if it has sent none.
+    /// The prefill worker's transfer capabilities, which it sends before the message `Scheduled`; `None` if it has sent none.
     pub(crate) offered: Option<TransferCapabilities>,
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
 }
 
-/// A message of the prefill worker.
 pub(crate) enum Reply {
     /// The prompt has left the prefill worker's queue; `Scheduled` follows.
     Submitted,
@@ -37,7 +36,7 @@ impl Prefill {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
-        // The capacity suffices for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
+        // The channel has capacity for all messages that are sent: the start, then either the ticket or the report that the KV was pulled.
         let (requests, receiver) = mpsc::channel(2);
         requests.try_send(PrefillRequest { message: Some(Message::Start(start)) }).map_err(|_| lost())?;
         let replies = PrefillClient::new(channel)
@@ -52,8 +51,8 @@ impl Prefill {
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
-    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker.
-    /// Cancel-safe.
+    /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. This method is
+    /// cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
             let reply = self.replies.message().await.unwrap_or_else(|status| {
@@ -76,11 +75,10 @@ impl Prefill {
     }
 
     pub(crate) fn send_ticket(&self, ticket: Ticket) {
-        // The send fails only if the stream is broken, which `next` reports.
+        // Sending fails only if the stream is broken, which `next` reports.
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Ticket(ticket)) });
     }
 
-    /// Reports that the engine has pulled the KV of the handle.
     pub(crate) fn confirm_pulled(&self) {
         let _ = self.requests.try_send(PrefillRequest { message: Some(Message::Pulled(KvPulled {})) });
     }

@@ -20,7 +20,7 @@ use tandem_proto::v1::{self, PrefillDone, generate_reply::Message};
 use tandem_worker::Job;
 use tokio::time::{Instant, timeout_at};
 
-/// Runs one attempt. Dropping the future ends it on both workers.
+/// Runs one attempt. Dropping the future ends the attempt on both workers.
 pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt<'_>, client: &Client) -> Result<(), Ended> {
     let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
     let generate = Generate { kv: KvSource::Handle, ..generate };
@@ -91,7 +91,6 @@ async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: 
     }
 }
 
-/// Returns the reason for which an unexpected event ends the attempt.
 fn ended(event: Option<Event>, prefill: &str) -> Ended {
     match event {
         Some(Event::PullFailed) => Ended::NotPulled { prefill: prefill.to_owned() },

@@ -20,7 +20,7 @@ use tandem_transfer::{Negotiated, ReceivePaths};
 use tandem_worker::{Direction, Job};
 use tokio::time::Instant;
 
-/// Runs one attempt. Dropping the future ends it on both workers.
+/// Runs one attempt. Dropping the future ends the attempt on both workers.
 pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, client: &Client) -> Result<(), Ended> {
     if !prefill.has_signed_address(Role::Prefill, worker.channels.network().key()) {
         worker.common.metrics.count_unsigned_address();
@@ -66,7 +66,8 @@ async fn run_with_transfers(
     let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
     let deadline = Instant::now() + worker.receive_timeout;
-    // This is declared before the job, so it is dropped after the job: blocks can be received as long as the ticket is live.
+    // Values are dropped in the reverse order of their declaration. The negotiated path is declared before the job, so blocks can be received as long
+    // as the job's ticket is live.
     let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.common.backend.generate(generate).await?;
     let received = receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, deadline).await?;
@@ -80,7 +81,7 @@ async fn run_with_transfers(
         duration.record(started.kv_transfer.as_secs_f64());
     }
     client.send(Message::DecodeStarted(convert::started(&started))).await?;
-    // If all blocks were cached here, the prefill is not needed: closing its stream stops it.
+    // If this worker has cached all blocks, the prefill is not needed: closing its stream stops it.
     drop(prefill);
     client.prefilled(chunks).await?;
     forward(&mut *job, output, client, None).await
@@ -88,7 +89,7 @@ async fn run_with_transfers(
 
 struct ReceivedBlocks {
     started: Started,
-    /// The chunks in which the prefill worker computed the prompt; empty if this worker had cached all of it.
+    /// The chunks in which the prefill worker computed the prompt; empty if this worker had the whole prompt in its cache.
     chunks: Vec<PrefillChunk>,
 }
 
@@ -104,11 +105,12 @@ async fn receive(
     let mut done: Option<PrefillDone> = None;
     loop {
         tokio::select! {
-            // An event of the engine is handled before the prefill worker's message about the same change.
+            // The branches are polled in this order, so that an event of the engine is handled before the prefill worker's message about the same
+            // change.
             biased;
             event = job.next() => match event {
                 Some(Event::Reserved { ticket: secret, missing_blocks }) => {
-                    // If no blocks are missing, no transfer path is needed.
+                    // If all blocks are cached, no transfer path is needed.
                     let offered = prefill.offered.as_ref().filter(|_| !missing_blocks.is_empty());
                     let address = worker.address.clone();
                     let mut ticket =
@@ -134,7 +136,7 @@ async fn receive(
                     negotiated.confirmed(&confirmation).await;
                     done = Some(confirmation);
                 }
-                // The prefill worker waited in vain for the ticket, because this worker had no blocks for the prompt.
+                // The ticket did not arrive at the prefill worker in time, because this worker had no free blocks for the prompt.
                 Reply::Failure(failure) if negotiated.is_none() && failure.reason() == FailureReason::Timeout => {
                     return Err(Ended::NoBlocks);
                 }

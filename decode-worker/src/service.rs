@@ -11,6 +11,7 @@ use crate::{
 };
 use std::sync::Arc;
 use tandem_engine::Event;
+use tandem_kv::Namespace;
 use tandem_proto::v1::{
     FinishReply, FinishRequest, GenerateReply, GenerateRequest, Scheduled, decode_server::Decode, generate_reply::Message,
 };
@@ -30,7 +31,8 @@ impl Decode for Service {
         if span.is_sampled() {
             span.set("tandem.worker", worker.common.info.worker_id.clone());
             span.set("tandem.attempt", request.attempt);
-            span.set("gen_ai.request.model", worker.common.info.model.clone());
+            let namespace = Namespace::from_bytes(&request.cache_namespace);
+            span.set("gen_ai.request.model", namespace.model().unwrap_or_default().to_owned());
             span.set("gen_ai.usage.input_tokens", request.prompt.len() as u64);
             span.set("tandem.resumed", !request.generated.is_empty());
         }
@@ -70,6 +72,7 @@ impl Worker {
             return Err(Ended::Draining);
         }
         let request = Request::check(request, backend.info().vocab_size)?;
+        self.common.model_of(&request.generate.namespace)?;
         match request.prefill.clone() {
             None => self.local(request, client).await,
             Some(prefill) => remote::run(self, request, prefill, client).await,
@@ -79,8 +82,10 @@ impl Worker {
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
         let Request { attempt, generate, output, start_within, .. } = request;
         let prompt = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
-        let (request_id, account) = (&generate.request_id.clone(), &generate.account.clone());
-        let prompt = ScheduledPrompt { request_id, attempt, account, prompt, cached: None };
+        let (namespace, request_id, account) =
+            (&generate.namespace.clone(), &generate.request_id.clone(), &generate.account.clone());
+        let model = self.common.model_of(namespace)?;
+        let prompt = ScheduledPrompt { request_id, attempt, model, account, prompt, cached: None };
         let starting = async {
             let job = self.common.backend.generate(generate).await?;
             let mut job = CountedJob::new(job, &self.common, prompt);

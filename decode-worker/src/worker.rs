@@ -1,4 +1,4 @@
-//! The state of a decode worker.
+//! The state that all requests of a decode worker share.
 
 use crate::{convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
 use std::time::Duration;
@@ -9,40 +9,36 @@ use tandem_proto::{
 use tandem_transfer::ReceivePaths;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// The state that all requests share.
 pub(crate) struct Worker {
     pub(crate) common: tandem_worker::Worker,
-    /// `host:port` at which prefill workers reach this worker.
     pub(crate) address: String,
     pub(crate) receiving: Receiving,
     pub(crate) finishing: Finishing,
     pub(crate) channels: Channels,
     pub(crate) remote_waiting: Semaphore,
-    /// The longest time from the start of a prompt's prefill until its KV is written here.
     pub(crate) receive_timeout: Duration,
 }
 
-/// How this worker receives KV from other workers.
+/// The way in which this worker receives KV from other workers.
 pub(crate) enum Receiving {
-    /// Block by block, into the engine's memory.
+    /// Blocks are written one by one into the engine's memory.
     Transfers(ReceivePaths),
-    /// The engine pulls the KV with a handle.
+    /// The engine pulls the KV of each prompt with a handle.
     Handles(Handles),
     /// The worker receives no KV.
     None,
 }
 
-/// A prompt whose prefill is to be requested.
 pub(crate) struct RemotePrompt<'a> {
     pub(crate) request: Request,
     pub(crate) start: PrefillStart,
     pub(crate) prefill: WorkerRef,
-    /// The request's place among the requests that wait for a prefill.
+    /// The request's permit to wait for a prefill on another worker.
     pub(crate) waiting: SemaphorePermit<'a>,
 }
 
-/// Waits until a prefill has begun. If this takes longer than `limit` (`None`: no limit), the attempt fails, and the failure names the
-/// instance `culprit`.
+/// Waits until a prefill has begun. If this takes longer than `limit` (`None` sets no limit), the attempt fails, and the failure names the instance
+/// `culprit`.
 pub(crate) async fn in_time<T>(
     limit: Option<Duration>,
     starting: impl Future<Output = Result<T, Ended>>,

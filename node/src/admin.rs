@@ -10,10 +10,10 @@ use axum::{
 use std::{future::Future, io, sync::Arc};
 use tokio::net::TcpListener;
 
-/// Serves until the process drains. Each `/ready` request calls `ready`, whose error is the reason why the process cannot serve now.
+/// Serves until the process drains. Each `/ready` request calls `ready`, which returns an error with the reason if the process cannot serve now.
 ///
 /// # Errors
-/// The server fails on its socket.
+/// Fails if the server's socket fails.
 pub async fn run<R>(
     listener: TcpListener,
     metrics: Metrics,

@@ -28,11 +28,11 @@ use tokio::sync::{
     watch,
 };
 
-/// The largest message: below the limit of NATS (1 MiB by default), and sent quickly enough not to delay other workers' messages.
+/// Maximum size of a message: below the limit of NATS (1 MiB by default), and small enough not to delay other workers' messages.
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// Interval of pings. A connection is closed after three pings without an answer.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// The shortest and longest delay between attempts to connect. A restarted NATS is found within two seconds.
+/// The shortest delay between attempts to connect; `PAUSE_MAX` is the longest. A restarted NATS is found within two seconds.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The number of attempts after which the delay is `PAUSE_MAX`.
@@ -46,34 +46,34 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub struct NatsSettings {
     /// `host:port` or URLs of the NATS servers. One server that can be reached suffices.
     pub servers: Vec<String>,
-    /// How the process authenticates itself.
+    /// The means by which the process authenticates itself.
     pub auth: NatsAuth,
     /// The CA certificate for verifying NATS (a PEM file). If it is set, connections are always encrypted.
     pub ca: Option<PathBuf>,
-    /// The client certificate and its key, as PEM files; `None`: the process presents no certificate.
+    /// The client certificate and its key, as PEM files; `None` if the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// The cluster's name, which is part of every subject.
     pub cluster: String,
-    /// The most messages of one worker that are buffered at a router. 1,024: about ten seconds of a busy worker. Further messages are lost,
-    /// which leads to a snapshot.
+    /// Maximum number of one worker's messages that are buffered at a router. A busy worker sends 1,024 messages in about ten seconds. Further
+    /// messages are lost, which makes the router read a snapshot.
     pub pending_max: usize,
 }
 
-/// How a process authenticates itself to NATS.
+/// The means by which a process authenticates itself to NATS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say what is used")]
 pub enum NatsAuth {
     None,
-    /// A name and a password.
+    /// The process has a user name and a password.
     User(String, Secret),
     Token(Secret),
-    /// A credentials file, as written by `nsc`.
+    /// The process has a credentials file, as written by `nsc`.
     Credentials(PathBuf),
-    /// A file with the seed of an nkey.
+    /// The process has a file with the seed of an nkey.
     Nkey(PathBuf),
 }
 
-/// Why NATS cannot be used.
+/// The reason why NATS cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum NatsError {
@@ -88,7 +88,7 @@ pub enum NatsError {
     Subscribe(#[from] async_nats::SubscribeError),
 }
 
-/// The connection to NATS, which reconnects by itself. Cheap to clone.
+/// The connection to NATS, which reconnects by itself. It is cheap to clone.
 #[derive(Clone)]
 pub struct Broker {
     client: Client,
@@ -108,7 +108,7 @@ impl Broker {
     /// Starts to connect and returns at once, even if NATS is unreachable. Published events are signed with `key` if the cluster has one.
     ///
     /// # Errors
-    /// The settings are invalid.
+    /// Fails if the settings are invalid.
     pub async fn open(settings: &NatsSettings, key: ClusterKey, metrics: &Metrics) -> Result<Self, NatsError> {
         let addresses = settings.servers.iter().map(|server| server_address(server)).collect::<Result<Vec<_>, _>>()?;
         let (state, connected) = watch::channel(false);
@@ -126,12 +126,12 @@ impl Broker {
         Ok(Self { client, cluster: (&*settings.cluster).into(), key, forged, connected })
     }
 
-    /// Whether NATS is connected now.
+    /// Returns whether NATS is connected now.
     pub fn is_connected(&self) -> bool {
         self.client.connection_state() == State::Connected
     }
 
-    /// Resolves when NATS is connected, or, if `connected` is false, when NATS is not connected. Cancel-safe.
+    /// Resolves when NATS is connected, or, if `connected` is false, when NATS is not connected. This method is cancel-safe.
     pub async fn until(&self, connected: bool) {
         let mut changes = self.connected.clone();
         while self.is_connected() != connected {
@@ -185,7 +185,7 @@ impl Broker {
     /// Subscribes to the instance's KV events. Dropping the returned value ends the subscription.
     ///
     /// # Errors
-    /// The NATS client has ended.
+    /// Fails if the NATS client has ended.
     pub async fn subscribe(&self, instance_id: &str) -> Result<Published, NatsError> {
         let messages = self.client.subscribe(self.subject(instance_id)).await?;
         let published = Published { messages, broker: self.clone(), instance_id: instance_id.to_owned() };
@@ -198,7 +198,6 @@ impl Broker {
         Ok(published)
     }
 
-    /// Appends the signature to the batch, if the cluster has a key.
     fn signed(&self, instance_id: &str, mut batch: Vec<u8>) -> Vec<u8> {
         let signature = self.key.sign(Purpose::Events, &[self.cluster.as_bytes(), instance_id.as_bytes(), &batch]);
         batch.extend(signature);
@@ -230,7 +229,7 @@ pub struct Published {
 
 impl Published {
     /// Returns the next batch; `None` when the NATS client has ended. Messages without a valid signature are dropped and counted. Messages
-    /// that cannot be parsed are dropped; the number of the next event shows that events are missing. Cancel-safe.
+    /// that cannot be parsed are dropped; the number of the next event shows that events are missing. This method is cancel-safe.
     pub async fn next(&mut self) -> Option<KvEventBatch> {
         loop {
             let message = self.messages.next().await?.payload;
@@ -260,7 +259,7 @@ pub fn without_password(server: &str) -> &str {
 fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
     let wrong = || NatsError::Server { server: without_password(server).to_owned() };
     let address: ServerAddr = server.parse().map_err(|_| wrong())?;
-    // Addresses are shown with the settings, so they must not contain passwords.
+    // Addresses are logged with the settings, so they must not contain passwords.
     if address.has_user_pass() || address.host().is_empty() { Err(wrong()) } else { Ok(address) }
 }
 
@@ -297,12 +296,10 @@ fn read(path: &Path) -> Result<String, NatsError> {
     fs::read_to_string(path).map_err(|source| NatsError::File { path: path.to_owned(), source })
 }
 
-/// Follows the state of the connection, and updates the gauge, the log and `state`.
 struct Monitor {
     state: watch::Sender<bool>,
     connected: metrics::Gauge,
     slow: metrics::Counter,
-    /// The last error that was logged, so that it is not logged again; `None` if there was no error since NATS was last connected.
     reported: Mutex<Option<String>>,
 }
 
@@ -328,7 +325,7 @@ impl Monitor {
             }
             Event::Disconnected | Event::Closed => {
                 self.connected.set(0.0);
-                tracing::warn!("NATS disconnected; until it is back, KV events use the direct Watch streams");
+                tracing::warn!("NATS is disconnected; until it is connected again, KV events are sent on the Watch streams");
                 self.state.send_replace(false);
             }
             Event::SlowConsumer(_) => self.slow.increment(1),

@@ -1,14 +1,17 @@
-//! The modules that every Tandem process uses: metrics, logs, traces, the admin endpoint, discovery, KV events over NATS, and shutdown.
+//! The modules that every Tandem process uses: metrics, logs, traces, the admin endpoint, discovery, KV events over NATS, files of lines, files
+//! that are polled, and shutdown.
 
 pub mod admin;
 pub mod discovery;
 pub mod events;
+pub mod line_file;
 pub mod metrics;
 pub mod retry;
 mod secret;
 mod shutdown;
 pub mod telemetry;
 pub mod trace;
+pub mod watched_file;
 
 pub use metrics::Metrics;
 pub use retry::Backoff;

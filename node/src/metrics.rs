@@ -11,22 +11,21 @@ use std::{
     time::Duration,
 };
 
-/// Registers metrics, and renders them all in Prometheus' text format. Cheap to clone.
+/// Registers metrics, and renders them all in Prometheus' text format. It is cheap to clone.
 #[derive(Clone)]
 pub struct Metrics(Arc<Registry>);
 
 struct Registry {
     recorder: PrometheusRecorder,
-    /// Registries by the name of their owner, such as a worker. A registry's series are removed when its last clone is dropped.
     parts: Mutex<BTreeMap<String, Weak<Registry>>>,
 }
 
-/// A label's name and value. Values come from closed sets: no request ids, no paths.
+/// A label's name and value. Values come from closed sets, so they are never request ids or paths.
 pub type LabelPair<'a> = (&'static str, &'a str);
 
 const METADATA: Metadata<'static> = Metadata::new("tandem", Level::INFO, None);
 
-/// Interval of upkeep. In this time the histograms of a busy frontend record some ten thousand values: a hundred kilobytes.
+/// Interval of upkeep. During this interval the histograms of a busy frontend record some ten thousand values, which occupy a hundred kilobytes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Histogram buckets, by the unit at the end of the metric's name.
@@ -80,7 +79,6 @@ impl Metrics {
         part
     }
 
-    /// Returns this registry and the registries in `parts`.
     fn all(&self) -> Vec<Arc<Registry>> {
         [Arc::clone(&self.0)].into_iter().chain(self.0.parts.lock().values().filter_map(Weak::upgrade)).collect()
     }
@@ -101,7 +99,6 @@ impl Metrics {
     }
 }
 
-/// Merges rendered pages into one, in which each metric family has its help and type only once.
 fn join(pages: &[String]) -> String {
     let mut families: BTreeMap<&str, String> = BTreeMap::new();
     for family in pages.iter().flat_map(|page| page.split_terminator("\n\n")) {

@@ -1,4 +1,4 @@
-//! Passwords and tokens, which must not appear where settings are shown.
+//! Passwords and tokens, which must not be printed with the settings that contain them.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use std::fmt;
 pub struct Secret(String);
 
 impl Secret {
-    /// Returns the secret itself.
+    /// Returns the secret itself, which must not be logged.
     pub fn expose(&self) -> &str {
         &self.0
     }

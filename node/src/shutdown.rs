@@ -3,7 +3,7 @@
 use std::{future::Future, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Announces that the process drains and that it stops, and waits for its tasks. Cheap to clone.
+/// Announces that the process drains and that it stops, and waits for its tasks. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
     draining: CancellationToken,
@@ -38,7 +38,7 @@ impl Shutdown {
 
     /// Drops a value on a thread that may block. [`Shutdown::run`] waits until the value is dropped.
     pub fn drop_elsewhere(&self, value: impl Send + 'static) {
-        // Without a runtime the value is dropped on this thread, because there is no task that this could block.
+        // Without a runtime, the value is dropped on this thread: there is no task that the drop could block.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
@@ -60,7 +60,7 @@ impl Shutdown {
         self.stopped.cancelled().await;
     }
 
-    /// Stops all tasks now, without waiting for them. For use in `Drop`.
+    /// Stops all tasks now, without waiting for their end. Implementations of `Drop` may call it.
     pub fn stop(&self) {
         self.draining.cancel();
         self.tasks.close();

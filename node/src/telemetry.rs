@@ -1,11 +1,10 @@
-//! Logs are written to stderr, filtered by `TANDEM_LOG`, as text or with one JSON object per line.
+//! Logging to stderr, filtered by `TANDEM_LOG`, as text or with one JSON object per line.
 
 use clap::ValueEnum;
 use serde::Serialize;
 use std::io::IsTerminal;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// The log target of the NATS client.
 const NATS: &str = "async_nats";
 
 /// The format of a log.
@@ -22,11 +21,11 @@ pub enum LogFormat {
 /// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
 ///
 /// # Errors
-/// The filter cannot be parsed.
+/// Fails if the filter cannot be parsed.
 pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
-        // The NATS client logs every attempt to connect. Tandem logs the changes of the connection itself.
+        // The NATS client would log every attempt to connect; Tandem logs the changes of the connection itself.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
     let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -37,7 +36,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
     Ok(())
 }
 
-/// The log filter cannot be read.
+/// The error of a log filter that cannot be parsed.
 #[derive(Debug, thiserror::Error)]
 #[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
 pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);

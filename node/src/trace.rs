@@ -49,7 +49,7 @@ attribute_from! {
     Vec<&'static str>, names => Value::Array(Array::String(names.into_iter().map(Into::into).collect()));
 }
 
-/// Settings of tracing.
+/// The settings of tracing in one process.
 #[derive(Clone, Debug)]
 pub struct TraceSettings {
     /// The collector's gRPC endpoint: `http://host:4317`, or `https://`.
@@ -57,13 +57,13 @@ pub struct TraceSettings {
     /// The share of requests that are sampled, from 0 to 1. If the client sends a trace, its request is sampled if and only if that trace
     /// is sampled.
     pub sample_ratio: f64,
-    /// The kind of process, such as `tandem-frontend`.
+    /// The name of the service in traces, such as `tandem-frontend`.
     pub service: &'static str,
-    /// The instance id of the process.
+    /// The instance id of the process, which is the service's instance in traces.
     pub instance: String,
 }
 
-/// Starts spans. Cheap to clone. The default tracer starts none.
+/// Starts spans. It is cheap to clone. The default tracer starts none.
 #[derive(Clone, Debug, Default)]
 pub struct Tracer(Option<Arc<Source>>);
 
@@ -81,7 +81,7 @@ impl Tracer {
     /// Returns a tracer and the task that sends its spans. The task connects when it sends the first span. Needs a tokio runtime.
     ///
     /// # Errors
-    /// The endpoint is not a valid address.
+    /// Fails if the endpoint is not a valid address.
     pub fn new(
         settings: TraceSettings,
         metrics: &Metrics,
@@ -205,7 +205,6 @@ impl Span {
     }
 }
 
-/// Returns the context of the caller's span if `traceparent` names one, otherwise an empty context.
 fn remote(traceparent: &str) -> Context {
     struct Header<'a>(&'a str);
     impl Extractor for Header<'_> {
@@ -216,7 +215,7 @@ fn remote(traceparent: &str) -> Context {
             vec!["traceparent"]
         }
     }
-    // Without this check the propagator would accept incomplete flags.
+    // Without this check the propagator would accept a `traceparent` with incomplete flags.
     if traceparent.len() != TRACEPARENT_LEN {
         return Context::new();
     }

@@ -16,7 +16,7 @@ static IN_USE: AtomicUsize = AtomicUsize::new(0);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: every call is passed on unchanged to the system's allocator; counting allocates nothing.
+// SAFETY: every call is passed on unchanged to the system's allocator. Counting bytes allocates no memory.
 #[expect(unsafe_code, reason = "the allocator's trait is unsafe")]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

@@ -33,7 +33,7 @@ pub(crate) async fn attempt(
     }
     send_scheduled(worker, cached, replies, span).await?;
 
-    // The engine computes while the ticket is awaited.
+    // The engine computes while this task waits for the ticket.
     let ticket = ticket(worker, &mut messages).await?;
     let missing_blocks = ticket.missing_blocks.clone();
     let transfer = transfers.open(ticket).inspect_err(|error| {
@@ -45,7 +45,6 @@ pub(crate) async fn attempt(
     send(worker, job, missing_blocks, transfer, span).await
 }
 
-/// Reports that a prompt's prefill has begun.
 pub(crate) async fn send_scheduled(
     worker: &Worker,
     cached: Option<CachedTokens>,
@@ -59,7 +58,7 @@ pub(crate) async fn send_scheduled(
     replies.send(PrefillReply { message: Some(prefill_reply::Message::Scheduled(worker.common.scheduled(cached))) }).await
 }
 
-/// Checks an attempt and queues its prefill; moves the prompt out of `start`.
+/// Checks the first message of an attempt and queues its prefill. The prompt is moved out of `start`.
 pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<CountedJob, Ended> {
     let tandem_worker::Worker { info, backend, shutdown, .. } = &worker.common;
     if start.instance_id != info.instance_id {
@@ -76,16 +75,18 @@ pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<
     if start.prompt.iter().any(|token| usize::try_from(*token).map_or(true, |token| token >= vocab_size)) {
         return Err(Ended::UnknownToken);
     }
+    let namespace = Namespace::from_bytes(&start.cache_namespace);
+    let model = worker.common.model_of(&namespace)?;
     let prefill = Prefill {
         request_id: start.request_id.clone(),
         account: start.account.clone(),
-        namespace: Namespace::from_bytes(&start.cache_namespace),
+        namespace: namespace.clone(),
         prompt: std::mem::take(&mut start.prompt),
     };
     let prompt = u32::try_from(prefill.prompt.len()).unwrap_or(u32::MAX);
     let job = backend.prefill(prefill).await?;
     let PrefillStart { request_id, attempt, account, .. } = &*start;
-    let prompt = ScheduledPrompt { request_id, attempt: *attempt, account, prompt, cached: None };
+    let prompt = ScheduledPrompt { request_id, attempt: *attempt, model, account, prompt, cached: None };
     Ok(CountedJob::new(job, &worker.common, prompt))
 }
 
@@ -99,7 +100,7 @@ async fn ticket(worker: &Worker, messages: &mut Streaming<PrefillRequest>) -> Re
     }
 }
 
-/// Returns the number of blocks for the KV of all tokens but the last.
+/// Returns the number of blocks that hold the KV of all tokens but the last one.
 fn blocks(prompt_tokens: u32, block_size: u32) -> u32 {
     prompt_tokens.saturating_sub(1).div_ceil(block_size)
 }

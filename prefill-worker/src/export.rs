@@ -15,11 +15,11 @@ use tandem_worker::{Disconnected, ReplySender};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
-/// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine. If the handle was sent already, the
-/// engine releases the prompt's KV when its lease for the handle ends.
+/// Runs one attempt until the KV is pulled. Dropping the future cancels the request on the engine. If the handle was sent already, the engine
+/// releases the prompt's KV when its lease for the handle ends.
 ///
-/// Engines do not check their leases. Therefore an expired handle is followed by an error on the stream: a decode worker that was suspended
-/// for longer than the handle is valid finds that error and does not use the handle.
+/// Engines do not check their leases. Therefore this worker sends an error after the handle has expired: a decode worker that was suspended for
+/// longer than the handle is valid finds the error and does not use the handle.
 pub(crate) async fn export(
     worker: &Worker,
     hash_key: &HashKey,

@@ -6,10 +6,9 @@ use tandem_proto::{
     v1::{Failure, FailureReason},
 };
 use tandem_transfer::{TicketError, TransferError};
-use tandem_worker::Disconnected;
+use tandem_worker::{Disconnected, NotServed};
 use tonic::Status;
 
-/// The cause for which an attempt ended before its blocks were written.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
     #[error(transparent)]
@@ -25,6 +24,8 @@ pub(crate) enum Ended {
     #[error("a token id of the prompt is not in the model's vocabulary")]
     UnknownToken,
     #[error(transparent)]
+    NotServed(#[from] NotServed),
+    #[error(transparent)]
     Refused(#[from] Refusal),
     #[error("the decode worker's engine did not pull the prompt's KV in time; try again")]
     HandleExpired,
@@ -36,12 +37,10 @@ pub(crate) enum Ended {
     Engine,
     #[error("the engine hangs; try another worker")]
     Hung,
-    /// The client broke the protocol.
     #[error("{0}")]
     Protocol(Protocol),
 }
 
-/// A violation of the protocol by the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Protocol {
     #[error("the stream's first message must be `start`, and must be sent immediately")]
@@ -85,6 +84,7 @@ impl Ended {
             Self::Refused(Refusal::Unsupported(_))
             | Self::TooLong
             | Self::UnknownToken
+            | Self::NotServed(_)
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => FailureReason::InvalidRequest,

@@ -26,13 +26,12 @@ use tonic::service::Routes;
 pub struct PrefillWorkerSettings {
     /// The settings that prefill workers and decode workers have in common.
     pub worker: WorkerSettings,
-    /// The longest time from the start of a prompt's prefill until its ticket arrives. Without a ticket the prompt's blocks are released.
+    /// The time within which a prompt's ticket must arrive after its prefill has started. Without a ticket the prompt's blocks are released.
     pub ticket_wait: Duration,
     /// The transfer paths that the worker may use.
     pub transfer_mode: TransferMode,
 }
 
-/// The state that all attempts share.
 struct Worker {
     common: tandem_worker::Worker,
     sending: Sending,
@@ -50,7 +49,7 @@ enum Sending {
 /// Serves `Prefill` and `Control` until the process drains and every request has ended.
 ///
 /// # Errors
-/// The socket cannot be served, or the back end cannot give KV to other workers or has ended.
+/// Fails if the socket cannot be served, if the back end cannot send KV to other workers, or if the back end has ended.
 pub async fn run(
     listener: impl Into<Listener>,
     backend: impl Backend,
@@ -63,7 +62,7 @@ pub async fn run(
     let common = tandem_worker::Worker::new(Role::Prefill, backend, settings, listener.network(), &metrics, shutdown);
     let sending = match common.backend.kv_exchange() {
         KvExchange::Transfers(engine) => {
-            // The series of the transfer metrics must exist before the first transfer.
+            // The transfer metrics must be exported before the first transfer.
             drop(common.metrics.transfer(ReceivePaths::fallback_label(), Direction::Sent));
             let requests = common.requests.clone();
             Sending::Transfers(SendPaths::new(SendSettings {

@@ -1,21 +1,19 @@
-//! The failures of one transfer path, by peer.
+//! Excludes a transfer path to a peer for some time after a failure.
 
 use parking_lot::Mutex;
 use std::{collections::HashMap, time::Duration};
 use tandem_node::Backoff;
 use tokio::time::Instant;
 
-/// The most peers that a path remembers: more than a cluster has workers of one role.
+/// A path remembers the failures of at most this many peers: more than a cluster has workers of one role.
 pub(crate) const PEERS_MAX: usize = 256;
 
-/// The longest pause is between this value and twice this value, so it is five minutes at most.
+/// The longest pause is a random time between this value and twice this value, so it is at most five minutes.
 pub(crate) const BACKOFF_MAX: Duration = Duration::from_secs(150);
 
-/// Excludes a path to a peer for some time after each failure on that path. The time grows with each failure until a success, as
-/// [`Backoff`] describes.
+/// Excludes a transfer path to a peer for some time after each failure. The time grows with each failure until a success, as [`Backoff`] describes.
 pub(crate) struct PeerBackoff {
     min: Duration,
-    /// The failures by peer; at most [`PEERS_MAX`] entries.
     peers: Mutex<HashMap<String, Failed>>,
 }
 
@@ -30,7 +28,6 @@ impl PeerBackoff {
         Self { min, peers: Mutex::default() }
     }
 
-    /// Returns whether the path to this peer is excluded now.
     pub(crate) fn is_open(&self, peer: &str) -> bool {
         self.peers.lock().get(peer).is_some_and(|failed| Instant::now() < failed.retry_at)
     }

@@ -1,4 +1,4 @@
-//! Blocking work that must not be interrupted: device transfers.
+//! Runs blocking work that must not be interrupted, such as transfers between devices.
 
 use futures::FutureExt;
 use tandem_node::Shutdown;

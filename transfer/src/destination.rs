@@ -24,13 +24,13 @@ pub trait Destination: Send + Sync + 'static {
     /// 0.
     ///
     /// # Errors
-    /// The ticket does not allow the write.
+    /// Fails if the ticket does not allow the write.
     async fn write(&self, ticket: Ticket, index: u32, content: Bytes) -> Result<(), Refused>;
 
     /// Begins a write of all these blocks. The returned value permits other threads or devices to write them.
     ///
     /// # Errors
-    /// The ticket does not allow the writes.
+    /// Fails if the ticket does not allow the writes.
     async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused>;
 
     /// Reports to the owner of the memory that the worker which computed the ticket's blocks has written all of them.
@@ -38,4 +38,8 @@ pub trait Destination: Send + Sync + 'static {
 
     /// Refuses blocks that the sender announced as ready in its own memory, because the ticket names no path on which they can be copied.
     async fn refuse(&self, ticket: Ticket) -> Refused;
+
+    /// Reports to the owner of the memory that a path to a peer could not be used, so that its blocks take another one. Path and reason are
+    /// labels of metrics.
+    fn path_refused(&self, path: &'static str, reason: &'static str);
 }

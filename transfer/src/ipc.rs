@@ -1,7 +1,11 @@
 //! The receiving end of the CUDA IPC path. It copies the blocks that the sender announces on a `Push` stream from the sender's GPU.
 //!
-//! The memory of a peer is open only while blocks of a prompt are copied from it, because an open mapping keeps the peer's GPU memory
-//! allocated even after the peer's process has ended.
+//! The memory of a peer stays open for a minute after its last use, because opening it takes the driver milliseconds and may wait for all
+//! work of the GPU. It does not stay open for longer, because an open mapping keeps the peer's GPU memory allocated even after the peer's
+//! process has ended.
+
+#[cfg(test)]
+mod tests;
 
 use crate::{
     Destination, Lifetime, Refused,
@@ -11,16 +15,16 @@ use crate::{
     push::IPC_LABEL,
 };
 use parking_lot::Mutex;
-use std::{
-    collections::HashMap,
-    sync::{Arc, Weak},
-};
-use tandem_kv::{BlockId, KvMemory, PeerMemory, Ticket};
+use std::{collections::HashMap, sync::Arc, time::Duration};
+use tandem_kv::{BlockId, DeviceTransferError, KvMemory, PeerMemory, Ticket};
 use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::Instant};
 
-/// Opens the memories of a worker's peers and copies blocks from them. Cheap to clone.
+/// How long a peer's memory stays open after its last use.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+
+/// Opens the memories of a worker's peers and copies blocks from them. It is cheap to clone.
 #[derive(Clone)]
 pub(crate) struct IpcReceiver(Arc<Inner>);
 
@@ -34,54 +38,86 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
     peers: HashMap<String, Peer>,
-    /// The peer's memory from which the blocks of each live ticket are copied.
     sources: HashMap<Ticket, Arc<dyn PeerMemory>>,
 }
 
 struct Peer {
-    /// The IPC handle that the peer sent in a `PrefillDone`.
     ipc_handle: Vec<u8>,
-    open: Option<Weak<dyn PeerMemory>>,
+    open: Option<Opened>,
+}
+
+/// The open memory of a peer.
+struct Opened {
+    memory: Arc<dyn PeerMemory>,
+    used: Instant,
 }
 
 impl IpcReceiver {
     pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Self {
-        // A memory cannot be opened if it is on another host. That does not change soon, so the pauses between retries are long from the
-        // start.
+        // The memory of a peer on another host can never be opened, so the pauses between retries are long from the start.
         let backoff = PeerBackoff::new(BACKOFF_MAX);
         Self(Arc::new(Inner { memory, destination, backoff, lifetime, state: Mutex::default() }))
     }
 
-    /// Returns the memory of a peer. Opens it if it is not open yet. Returns `None` if it cannot be opened.
     async fn open(&self, peer: &str, ipc_handle: Vec<u8>) -> Option<Arc<dyn PeerMemory>> {
-        let open = self.0.state.lock().peers.get(peer).and_then(|peer| peer.open.as_ref()?.upgrade());
-        if open.is_some() {
-            return open;
+        if let Some(open) = self.0.state.lock().peers.get_mut(peer).and_then(|peer| peer.open.as_mut()) {
+            open.used = Instant::now();
+            return Some(Arc::clone(&open.memory));
         }
         let memory = Arc::clone(&self.0.memory);
-        match spawn_blocking(move || memory.open_peer(&ipc_handle)).await.expect("opening does not panic") {
-            Ok(opened) => {
-                if let Some(peer) = self.0.state.lock().peers.get_mut(peer) {
-                    peer.open = Some(Arc::downgrade(&opened));
-                }
-                Some(opened)
+        match spawn_blocking(move || memory.open_peer(&ipc_handle)).await.expect("opening a peer's memory does not panic") {
+            Ok(memory) => {
+                let open = Opened { memory: Arc::clone(&memory), used: Instant::now() };
+                let replaced = self.0.state.lock().peers.get_mut(peer).map(|peer| peer.open.replace(open));
+                self.0.lifetime.shutdown.drop_elsewhere(replaced.flatten().map(|open| open.memory));
+                self.close_when_idle(peer.to_owned());
+                Some(memory)
             }
             Err(error) => {
-                let error = error_chain(&error);
-                tracing::debug!(
-                    error,
-                    peer,
-                    "cannot open this peer's KV memory over CUDA IPC; its KV takes another transfer path"
-                );
-                self.0.backoff.fail(peer);
+                self.refused(peer, &error);
                 None
             }
         }
     }
 
-    /// Copies the blocks that the sender announced as ready. They are copied from the peer's memory that belongs to the ticket.
+    /// Closes the peer's memory when it was not used for [`IDLE_MAX`], or when the worker drains.
+    fn close_when_idle(&self, peer: String) {
+        let (inner, shutdown) = (Arc::downgrade(&self.0), self.0.lifetime.shutdown.clone());
+        let draining = shutdown.clone();
+        let waiting = async move {
+            while let Some(idle_at) = inner.upgrade().and_then(|inner| inner.close_if_idle(&peer)) {
+                tokio::select! {
+                    () = tokio::time::sleep_until(idle_at) => {}
+                    () = draining.draining() => {}
+                }
+            }
+        };
+        shutdown.spawn(waiting);
+    }
+
+    /// Records that a peer's memory cannot be opened.
+    fn refused(&self, peer: &str, error: &DeviceTransferError) {
+        let reason = match error {
+            DeviceTransferError::OtherHost => "other_host",
+            DeviceTransferError::Unreachable(_) => "unreachable",
+            DeviceTransferError::Failed(_) => "failed",
+        };
+        self.0.destination.path_refused(IPC_LABEL, reason);
+        let chain = error_chain(error);
+        if matches!(error, DeviceTransferError::OtherHost) {
+            tracing::debug!(peer, "this peer is on another host; its KV takes another transfer path than CUDA IPC");
+        } else {
+            // The backoff limits this warning to one in a few minutes for each peer.
+            tracing::warn!(
+                error = chain,
+                peer,
+                "cannot open this peer's KV memory over CUDA IPC, so its KV takes a slower transfer path; both workers need a common IPC namespace, and each must see the other's GPU in CUDA_VISIBLE_DEVICES"
+            );
+        }
+        self.0.backoff.fail(peer);
+    }
+
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;
@@ -96,8 +132,8 @@ impl IpcReceiver {
                 let error = error_chain(error);
                 tracing::warn!(error, "cannot copy a prompt's KV blocks from the prefill worker's GPU; the transfer is aborted");
             });
-            // If the reservation has ended meanwhile, this was the last use of the peer's memory, and the drop closes it. That must happen
-            // before the engine is notified that the write has ended.
+            // If the reservation has ended meanwhile and the peer's entry as well, the drop closes the memory. That must happen before the
+            // engine is notified that the write has ended.
             drop(source);
             copied.map(|()| write.complete()).map_err(|_| Refused)
         };
@@ -127,7 +163,27 @@ impl ReceivePath for IpcReceiver {
     }
 }
 
-/// Accompanies a ticket that requests the peer's IPC handle.
+impl Inner {
+    /// Closes the peer's memory if it is idle or the worker drains. Otherwise returns the time at which it will be idle; `None` if it is not
+    /// open.
+    fn close_if_idle(&self, peer: &str) -> Option<Instant> {
+        let mut state = self.state.lock();
+        let peer = state.peers.get_mut(peer)?;
+        let open = peer.open.as_mut()?;
+        if Arc::strong_count(&open.memory) > 1 {
+            open.used = Instant::now();
+        }
+        let idle_at = open.used + IDLE_MAX;
+        if !self.lifetime.shutdown.is_draining() && Instant::now() < idle_at {
+            return Some(idle_at);
+        }
+        let closed = peer.open.take().map(|open| open.memory);
+        drop(state);
+        self.lifetime.shutdown.drop_elsewhere(closed);
+        None
+    }
+}
+
 struct WantsHandle {
     receiver: IpcReceiver,
     peer: String,
@@ -140,11 +196,14 @@ impl Grant for WantsHandle {
         }
         let peers = &mut self.receiver.0.state.lock().peers;
         if peers.len() >= PEERS_MAX {
-            // Entries of workers that have ended are not removed one by one. So when there are too many, all entries are dropped. Later
+            // Entries of workers that have ended are not removed individually. When there are too many entries, all of them are dropped; later
             // tickets request the handles of running workers again.
-            peers.clear();
+            let open: Vec<_> = peers.drain().filter_map(|(_, peer)| peer.open).map(|open| open.memory).collect();
+            self.receiver.0.lifetime.shutdown.drop_elsewhere(open);
         }
-        peers.insert(self.peer, Peer { ipc_handle: done.ipc_handle.clone(), open: None });
+        let new = Peer { ipc_handle: done.ipc_handle.clone(), open: None };
+        let replaced = peers.insert(self.peer, new).and_then(|peer| peer.open);
+        self.receiver.0.lifetime.shutdown.drop_elsewhere(replaced.map(|open| open.memory));
     }
 }
 

@@ -7,11 +7,10 @@ use futures::{
 use tandem_node::Shutdown;
 
 /// The worker's shutdown, and the moment at which the draining worker's last request has ended. Communicators stay open until that moment.
-/// Cheap to clone.
+/// It is cheap to clone.
 #[derive(Clone)]
 pub struct Lifetime {
     pub(crate) shutdown: Shutdown,
-    /// Resolves when the worker drains and no request runs any more.
     pub(crate) drained: Shared<BoxFuture<'static, ()>>,
 }
 

@@ -1,4 +1,4 @@
-//! The transfer paths that a worker may use.
+//! The setting that selects the transfer paths of a worker.
 
 use std::time::Duration;
 

@@ -9,5 +9,6 @@ pub(crate) use sender::NcclSender;
 
 const LABEL: &str = "nccl";
 
-/// The most communicators that a worker joins at a time: each occupies a thread until the other end has joined, 30 seconds per GPU at most.
+/// A worker joins at most this many communicators at the same time. Each occupies a thread until the other worker has joined it, for at most 30
+/// seconds per GPU.
 const JOINS_MAX: usize = 4;

@@ -43,7 +43,7 @@ impl ReceivePaths {
         TransferService::server(Arc::clone(&self.destination), self.ipc.clone(), self.nccl.clone())
     }
 
-    /// Returns the label of the path through the hosts' memory, which is always available.
+    /// Returns the metric label of the host path, which is always available.
     pub fn fallback_label() -> &'static str {
         HOST_LABEL
     }
@@ -60,7 +60,6 @@ impl ReceivePaths {
         let destination = Arc::clone(&self.destination);
         let mut negotiated = Negotiated { destination, ticket: secret, label: HOST_LABEL, grant: None };
         let Some(capabilities) = offered else { return negotiated };
-        // The paths, the preferred one first.
         let paths: [Option<&dyn ReceivePath>; 2] =
             [self.ipc.as_ref().map(|ipc| ipc as _), self.nccl.as_ref().map(|nccl| nccl as _)];
         for path in paths.into_iter().flatten() {

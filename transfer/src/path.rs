@@ -1,4 +1,4 @@
-//! The two halves of a transfer path.
+//! The interfaces of the two halves of a transfer path.
 
 use crate::Refused;
 use std::error::Error;
@@ -11,7 +11,7 @@ use tandem_proto::{
 /// The reason that a transfer ended early. In every case some of its blocks may have been written.
 #[derive(Debug, thiserror::Error)]
 pub enum TransferError {
-    /// The receiver refuses these blocks.
+    /// The receiver has refused the blocks.
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The receiver is unreachable, or closed the connection or the communicator before all blocks were written.
@@ -31,15 +31,15 @@ pub enum TicketError {
     /// The ticket has a wrong length.
     #[error(transparent)]
     Length(#[from] InvalidTicket),
-    /// The address is not valid.
+    /// The address in the ticket is not of the form `host:port`.
     #[error("the ticket's address is not of the form host:port")]
     Address(#[from] InvalidAddress),
-    /// The prefill worker does not support the path.
+    /// The prefill worker does not support the transfer path that the ticket names.
     #[error("the ticket names a transfer path that the prefill worker did not offer")]
     NotOffered,
 }
 
-/// What a path has done with the blocks when [`SendPath::send`] returns.
+/// The state of the blocks when [`SendPath::send`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// The path has sent the blocks of all earlier calls and is sending these. The calls together take as long as the transfer, so their
@@ -61,17 +61,17 @@ pub trait SendPath: Send {
     /// Sends blocks, in any order; waits while the receiver is busy. The blocks must not change before [`SendPath::finish`] has returned.
     ///
     /// # Errors
-    /// The transfer has ended.
+    /// Fails if the transfer has ended.
     async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError>;
 
     /// Continues the transfer of blocks that were sent; returns only when the transfer ends early. If this future is not polled, the last
-    /// blocks may wait until the next call of a method. Cancel-safe.
+    /// blocks may wait until the next call of a method. This method is cancel-safe.
     async fn interrupted(&mut self) -> TransferError;
 
     /// Returns when every block that was sent is written.
     ///
     /// # Errors
-    /// A block was not written.
+    /// Fails if a block was not written.
     async fn finish(self: Box<Self>) -> Result<(), TransferError>;
 }
 
@@ -84,12 +84,9 @@ pub(crate) trait ReceivePath: Send + Sync {
 
 /// The ticket for which a path makes its [`Decision`], and the prefill worker that will receive the ticket.
 pub(crate) struct Offer<'a> {
-    /// The instance id of the prefill worker.
     pub peer: &'a str,
-    /// The paths that the prefill worker supports.
     pub capabilities: &'a TransferCapabilities,
     pub secret: Ticket,
-    /// The message that carries the ticket to the prefill worker. The path sets the message's fields.
     pub ticket: &'a mut v1::Ticket,
 }
 

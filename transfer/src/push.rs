@@ -18,10 +18,9 @@ use tonic::{Code, Status};
 pub(crate) const HOST_LABEL: &str = "tcp";
 pub(crate) const IPC_LABEL: &str = "cuda_ipc";
 
-/// The most messages queued for the connection: one is sent while the next is made.
+/// At most one message is queued for the connection: while one message is sent, the next one is made.
 const QUEUED_MAX: usize = 1;
 
-/// A `Push` stream under one ticket.
 pub(crate) struct PushPath {
     ticket: Ticket,
     access: BlockAccess,
@@ -44,8 +43,6 @@ impl PushPath {
         Self { ticket, access, messages, reply: reply.boxed(), sent_blocks: 0 }
     }
 
-    /// Adds the ticket to a message about `blocks` blocks and sends it. Waits while the receiver is busy. After an error the stream is
-    /// closed.
     async fn send_message(&mut self, message: PushRequest, blocks: usize) -> Result<(), TransferError> {
         let permit = tokio::select! {
             biased;

@@ -31,7 +31,7 @@ pub struct SendSettings {
     pub lifetime: Lifetime,
 }
 
-/// The paths on which a prefill worker sends. Cheap to clone.
+/// The paths on which a prefill worker sends. This value is cheap to clone.
 #[derive(Clone)]
 pub struct SendPaths(Arc<Inner>);
 
@@ -40,7 +40,6 @@ struct Inner {
     block_bytes: usize,
     channels: Channels,
     capabilities: Option<TransferCapabilities>,
-    /// The handle with which other processes of this host open all of the KV memory; empty if they cannot open it.
     ipc_handle: Vec<u8>,
     nccl: Option<NcclSender>,
     simulated: Option<Arc<SimulatedNetwork>>,
@@ -88,7 +87,7 @@ impl SendPaths {
     /// are sent.
     ///
     /// # Errors
-    /// The ticket cannot be used, or its communicator is closed.
+    /// Fails if the ticket cannot be used, or if its communicator is closed.
     pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
         let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, .. } = &*self.0;
         if !ticket.has_signed_address(instance_id, channels.network().key()) {
@@ -134,11 +133,10 @@ pub struct Transfer {
     block_bytes: u64,
     started: Option<Instant>,
     sent: Sent,
-    /// The ticket whose requested paths are prepared when the transfer has finished; `None`: no path is prepared.
     next: Option<(SendPaths, v1::Ticket)>,
 }
 
-/// A finished transfer.
+/// The result of a finished transfer.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Sent {
     /// Bytes that were written; 0 if the ticket named no blocks.
@@ -170,10 +168,10 @@ impl Transfer {
         self.path.access()
     }
 
-    /// Sends blocks; see [`SendPath::send`].
+    /// Sends blocks, as [`SendPath::send`] does.
     ///
     /// # Errors
-    /// The transfer has ended.
+    /// Fails if the transfer has ended.
     pub async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<(), TransferError> {
         let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
         self.started.get_or_insert(began);
@@ -195,7 +193,7 @@ impl Transfer {
     /// Returns when every block that was sent is written. Until then the blocks must not change.
     ///
     /// # Errors
-    /// A block was not written.
+    /// Fails if a block was not written.
     pub async fn finish(mut self) -> Result<Sent, TransferError> {
         let Some(started) = self.started else { return Ok(Sent::default()) };
         let began = Instant::now();

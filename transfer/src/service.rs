@@ -18,12 +18,12 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// The most messages of one transfer that wait to be written. The destination writes only between two of its engine's steps. If only one
-/// message could wait, a prompt would take as many steps as it has blocks.
+/// At most this many messages of one transfer wait to be written. The destination writes only between two steps of its engine. If only one message
+/// could wait, a prompt would take as many steps as it has blocks.
 const WRITES_MAX: usize = 16;
 /// The longest time from the opening of a control stream until its first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
-/// The most control streams at a time: more than a cluster has prefill workers.
+/// At most this many control streams are open at a time: more than a cluster has prefill workers.
 const CONTROL_STREAMS_MAX: usize = 256;
 
 /// Writes the blocks that arrive. While the service is busy, further messages wait in the network. A refused write ends the stream.
@@ -31,7 +31,6 @@ pub struct TransferService {
     destination: Arc<dyn Destination>,
     ipc: Option<IpcReceiver>,
     nccl: Option<NcclReceiver>,
-    /// [`CONTROL_STREAMS_MAX`] permits, one for each control stream.
     control_streams: Arc<Semaphore>,
 }
 
@@ -45,7 +44,6 @@ impl TransferService {
         TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    /// Writes the blocks of a message into the destination, or copies them there from the sender's GPU. Returns their number.
     async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {

@@ -21,17 +21,17 @@ pub trait Backend: Send + Sync + 'static {
     /// `Computed` when all of the KV is computed.
     ///
     /// # Errors
-    /// The job is refused.
+    /// Fails if the job is refused.
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal>;
 
     /// Queues a generation. The job reports `Scheduled` (KV computed here) or `Reserved` (KV from another worker) when it begins, `Started`
     /// when the prompt's KV is complete, then tokens, and `Finished` for each sample.
     ///
     /// # Errors
-    /// The job is refused.
+    /// Fails if the job is refused.
     async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal>;
 
-    /// Returns the current prefix cache and load, and a receiver of all later changes. `None`: the back end has ended.
+    /// Returns the current prefix cache and load, and a receiver of all later changes; `None` if the back end has ended.
     async fn watch(&self) -> Option<CacheWatch>;
 
     /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
@@ -46,13 +46,19 @@ pub trait Backend: Send + Sync + 'static {
         false
     }
 
+    /// Returns the names of the model's LoRAs. The back end computes a job with the LoRA that the model of its namespace names. This never
+    /// changes.
+    fn loras(&self) -> &[String] {
+        &[]
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks
     }
 }
 
-/// How a back end sends or receives the KV of prompts.
+/// The way in which a back end sends or receives the KV of prompts.
 #[derive(Clone, Copy)]
 pub enum KvExchange<'a> {
     /// The transfer paths read and write the KV memory of this engine.
@@ -101,7 +107,7 @@ pub trait Job: Send {
 }
 
 impl dyn Job + '_ {
-    /// Returns the next event; `None` after the last one. Cancel-safe.
+    /// Returns the next event; `None` after the last one. This method is cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         poll_fn(|context| self.poll_next(context)).await
     }
@@ -109,7 +115,7 @@ impl dyn Job + '_ {
 
 /// The prefix cache and the load of a back end at one moment, and all later changes.
 pub struct CacheWatch {
-    /// The blocks in the cache at that moment.
+    /// The blocks that are in the cache.
     pub snapshot: Snapshot,
     /// The load at the moment of the snapshot.
     pub load: Load,

@@ -21,6 +21,9 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 /// The shortest time between two messages without events: routers need not know the load after each step of a few milliseconds.
 const LOAD_INTERVAL: Duration = Duration::from_millis(100);
 
+/// A worker that has become idle reports its load after this time, so that the next request is placed by the current load.
+const IDLE_INTERVAL: Duration = Duration::from_millis(10);
+
 /// The `Control` service of one worker.
 pub(crate) struct ControlService(pub(crate) Worker);
 
@@ -99,12 +102,12 @@ struct Watcher {
     instance_id: String,
     metrics: Arc<WorkerMetrics>,
     replies: ReplySender<WatchReply>,
-    /// The broker over which the client receives the events while the broker is connected. `None`: the stream carries all events.
+    /// The broker over which the client receives the events while the broker is connected; `None` if the stream carries all events.
     broker: Option<Broker>,
 }
 
 impl Watcher {
-    /// Streams the snapshot and all later events, until they cannot be sent without a gap; returns the error with which the stream ends.
+    /// Sends the snapshot and all later events, until they cannot be sent without a gap. Returns the error with which the stream ends.
     async fn run(&self, watch: Option<CacheWatch>, without_snapshot: bool) -> Result<Status, Disconnected> {
         let Some(CacheWatch { snapshot, load, mut batches }) = watch else { return Ok(engine_ended()) };
         let above = snapshot.at_event_id;
@@ -118,7 +121,11 @@ impl Watcher {
         let mut newest = KvBatch { last_event_id: above, load, ..Default::default() };
         let mut sent = self.send(&newest, above).await?;
         loop {
-            let wait = if newest.load == sent.load { HEARTBEAT } else { LOAD_INTERVAL };
+            let wait = match (is_idle(&newest.load), is_idle(&sent.load)) {
+                _ if newest.load == sent.load => HEARTBEAT,
+                (true, false) => IDLE_INTERVAL,
+                _ => LOAD_INTERVAL,
+            };
             tokio::select! {
                 biased;
                 () = tokio::time::sleep_until(sent.at + wait) => sent = self.send(&newest, above).await?,
@@ -141,12 +148,10 @@ impl Watcher {
         }
     }
 
-    /// Whether the broker is connected, so that the client receives the events from it.
     fn is_published(&self) -> bool {
         self.broker.as_ref().is_some_and(Broker::is_connected)
     }
 
-    /// Sends the batch's events with ids above `above`, and the load.
     async fn send(&self, batch: &KvBatch, above: u64) -> Result<Sent, Disconnected> {
         let mut message = event_batch(&self.instance_id, batch, above);
         message.sent_unix_us = unix_us();
@@ -161,7 +166,10 @@ impl Watcher {
     }
 }
 
-/// The time and the load of the last message on a stream.
+fn is_idle(load: &Load) -> bool {
+    load.running_sequences == 0 && load.waiting_requests == 0
+}
+
 struct Sent {
     at: Instant,
     load: Load,

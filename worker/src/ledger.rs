@@ -5,35 +5,25 @@
 //! worker knows whether a first token was generated. Each line is written immediately, so a worker that is killed has written what it had
 //! counted. `docs/adr/007-ledger.md` describes how the lines are read together.
 //!
-//! No request waits for the disk: a bounded queue passes the lines to a thread of the ledger. Lines that do not fit, or cannot be written, are
-//! lost and counted.
+//! No request waits for the disk, and lost lines are counted ([`LineFile`]).
 
 use ::metrics::Counter;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    fs::{File, TryLockError},
-    io::{self, BufWriter, Read, Seek, SeekFrom, Write},
-    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    io,
     path::Path,
-    sync::{
-        Arc,
-        mpsc::{Receiver, SyncSender, sync_channel},
-    },
-    thread::JoinHandle,
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 use tandem_engine::CachedTokens;
-use tandem_node::Metrics;
+use tandem_node::{Metrics, line_file::LineFile};
 
-/// The most lines that may be queued for the disk. This many lines are a few megabytes, and a busy cluster writes them in some seconds.
-const LINES_MAX: usize = 16_384;
+/// What a ledger is called in logs.
+const NAME: &str = "ledger";
 
-/// The permissions of a new ledger file: its owner may read and write it.
-const OWNER_ONLY: u32 = 0o600;
-
-/// The outcome of an attempt.
+/// The outcome of one attempt to answer a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
@@ -51,17 +41,17 @@ pub enum Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "line", rename_all = "snake_case", deny_unknown_fields)]
 pub enum LedgerLine {
-    /// A prompt's prefill began.
+    /// A line that is written when a prompt's prefill begins.
     Scheduled {
         /// The frontend's request id, a dash, and the prompt's position in the request.
         request_id: String,
         /// The attempt's number, from 1.
         attempt: u32,
-        /// The worker that counted the cached tokens.
+        /// The id of the worker that counted the cached tokens.
         worker: String,
         /// The number of tokens in the prompt.
         prompt: u32,
-        /// Prompt tokens found in the prefix cache; absent: the worker's engine does not report them.
+        /// The number of prompt tokens found in the prefix cache; absent if the worker's engine does not report it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cached: Option<u32>,
         /// Tokens that the worker computes: `prompt − cached`; absent if `cached` is absent.
@@ -72,129 +62,65 @@ pub enum LedgerLine {
         /// The time of this record, in seconds since 1970; absent in lines of older workers.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at: Option<u64>,
-        /// The served model's id.
+        /// The id of the model that the request names.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         model: String,
         /// The account of the request, if it has one.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         account: String,
     },
-    /// The outcome of an attempt is known.
+    /// A line that is written when the outcome of an attempt is known.
     Ended {
         /// The request id, as in the line `scheduled`.
         request_id: String,
         /// The number of the attempt, as in the line `scheduled`.
         attempt: u32,
-        /// The decode worker that owned the attempt.
+        /// The id of the decode worker that owned the attempt.
         worker: String,
         /// The outcome of the attempt.
         outcome: Outcome,
     },
 }
 
-/// A process's ledger. Cheap to clone. The default ledger writes nothing.
+/// The ledger of a process. It is cheap to clone. The default ledger writes nothing.
 #[derive(Clone, Debug, Default)]
-pub struct Ledger(Option<Arc<Writer>>);
-
-#[derive(Debug)]
-struct Writer {
-    /// The queue to the writing thread; `None` only while the ledger is being dropped.
-    lines: Option<SyncSender<Queued>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-struct Queued {
-    text: String,
-    lost: Counter,
-}
+pub struct Ledger(Option<LineFile>);
 
 impl Ledger {
-    /// Opens the ledger in this file, and appends to it. A new file can be read only by its owner, because the ledger records the requests
-    /// of each account. An existing file keeps its permissions; a warning is logged if other users may access it. If the last line is
-    /// incomplete because the process that wrote it was killed, a line break is added first.
+    /// Opens the ledger in this file, and appends to it, as [`LineFile::open`] does.
     ///
     /// # Errors
-    /// The file cannot be opened, or another process has it open as its ledger.
+    /// Fails if the file cannot be opened, or if another process has it open as its ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
-        let mode = file.metadata()?.permissions().mode() & 0o777;
-        if mode & !OWNER_ONLY != 0 {
-            tracing::warn!(
-                file = %path.display(),
-                mode = %format_args!("{mode:03o}"),
-                "other users may read or write the ledger, which has the accounts, sizes and times of requests; run chmod 600 on it"
-            );
-        }
-        // Some file systems have no locks. There a second process that writes the same file is not detected.
-        if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            return Err(io::Error::other("another process writes this ledger; each process needs a file of its own"));
-        }
-        let mut last = [b'\n'];
-        if file.seek(SeekFrom::End(-1)).is_ok() {
-            file.read_exact(&mut last)?;
-        }
-        if last != [b'\n'] {
-            file.write_all(b"\n")?;
-        }
-        Self::write_to(file)
+        LineFile::open(path, NAME).map(|file| Self(Some(file)))
     }
 
-    fn write_to(to: impl Write + Send + 'static) -> io::Result<Self> {
-        let (lines, queued) = sync_channel(LINES_MAX);
-        let thread = std::thread::Builder::new().name("tandem-ledger".to_owned()).spawn(move || write(&queued, to))?;
-        Ok(Self(Some(Arc::new(Writer { lines: Some(lines), thread: Some(thread) }))))
+    #[cfg(test)]
+    fn write_to(to: impl io::Write + Send + 'static) -> io::Result<Self> {
+        LineFile::write_to(to, NAME).map(|file| Self(Some(file)))
     }
 
-    /// Returns a handle that writes the lines of the worker `worker_id`, which serves `model`.
-    pub fn of(&self, worker_id: &str, model: &str, metrics: &Metrics) -> WorkerLedger {
+    /// Returns a handle that writes the lines of the worker `worker_id`.
+    pub fn of(&self, worker_id: &str, metrics: &Metrics) -> WorkerLedger {
         let help = "Lines of the ledger that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_worker_ledger_lost_total", help, &[("worker", worker_id)]);
-        WorkerLedger { ledger: self.clone(), worker: worker_id.into(), model: model.into(), lost }
+        WorkerLedger { ledger: self.clone(), worker: worker_id.into(), lost }
     }
 }
 
-/// Dropping the last handle of a ledger waits until the queued lines are written to the file.
-impl Drop for Writer {
-    fn drop(&mut self) {
-        self.lines = None;
-        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
-            tracing::error!("the ledger's thread panicked; its last lines are lost");
-        }
-    }
-}
-
-/// Writes lines until all senders are dropped. Flushes all queued lines before it waits for more.
-fn write(queued: &Receiver<Queued>, to: impl Write) {
-    let mut to = BufWriter::new(to);
-    let mut reported = false;
-    while let Ok(first) = queued.recv() {
-        let batch: Vec<Queued> = std::iter::once(first).chain(queued.try_iter().take(LINES_MAX)).collect();
-        let written = batch.iter().try_for_each(|line| to.write_all(line.text.as_bytes())).and_then(|()| to.flush());
-        if let Err(error) = written {
-            batch.iter().for_each(|line| line.lost.increment(1));
-            if !std::mem::replace(&mut reported, true) {
-                tracing::error!(%error, "cannot write the ledger; its lines are lost until writing succeeds");
-            }
-        } else {
-            reported = false;
-        }
-    }
-}
-
-/// Returns the cached tokens by tier. The tier `device` is always present, `host` only if tokens were found in the host's memory. Empty if
-/// the count is unknown.
+/// Returns the cached tokens by tier. The tier `device` is always present, and `host` only if tokens were found in the host's memory. The result is
+/// empty if the count is unknown.
 pub(crate) fn by_tier(cached: Option<CachedTokens>) -> BTreeMap<String, u32> {
     let tiers = |CachedTokens { device, host }| [Some(("device", device)), (host > 0).then_some(("host", host))];
     let tiers = cached.map(tiers).into_iter().flatten().flatten();
     tiers.map(|(tier, tokens)| (tier.to_owned(), tokens)).collect()
 }
 
-/// A ledger for the lines of one worker. Cheap to clone.
+/// A ledger for the lines of one worker. It is cheap to clone.
 #[derive(Clone)]
 pub struct WorkerLedger {
     ledger: Ledger,
     worker: Arc<str>,
-    model: Arc<str>,
     lost: Counter,
 }
 
@@ -205,18 +131,20 @@ pub struct ScheduledPrompt<'a> {
     pub request_id: &'a str,
     /// The attempt's number, from 1.
     pub attempt: u32,
+    /// The id of the model that the request names.
+    pub model: &'a str,
     /// The account of the request; empty if it has none.
     pub account: &'a str,
     /// The number of tokens in the prompt.
     pub prompt: u32,
-    /// Prompt tokens found in the prefix cache; `None`: the engine does not report them.
+    /// The prompt tokens found in the prefix cache; `None` if the engine does not report them.
     pub cached: Option<CachedTokens>,
 }
 
 impl WorkerLedger {
     /// Records that a prompt's prefill begins now, on this worker.
     pub(crate) fn scheduled(&self, begun: ScheduledPrompt<'_>) {
-        let ScheduledPrompt { request_id, attempt, account, prompt, cached } = begun;
+        let ScheduledPrompt { request_id, attempt, model, account, prompt, cached } = begun;
         self.append(|worker| LedgerLine::Scheduled {
             request_id: request_id.to_owned(),
             attempt,
@@ -226,7 +154,7 @@ impl WorkerLedger {
             computed: cached.map(|cached| prompt.saturating_sub(cached.total())),
             by_tier: by_tier(cached),
             at: SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs()),
-            model: (*self.model).to_owned(),
+            model: model.to_owned(),
             account: account.to_owned(),
         });
     }
@@ -239,23 +167,20 @@ impl WorkerLedger {
     }
 
     fn append(&self, line: impl FnOnce(String) -> LedgerLine) {
-        let Some(lines) = self.ledger.0.as_ref().and_then(|writer| writer.lines.as_ref()) else { return };
-        let mut text = serde_json::to_string(&line((*self.worker).to_owned())).expect("a ledger line can be serialized");
-        text.push('\n');
-        if lines.try_send(Queued { text, lost: self.lost.clone() }).is_err() {
-            self.lost.increment(1);
+        if let Some(file) = &self.ledger.0 {
+            file.append(&line((*self.worker).to_owned()), &self.lost);
         }
     }
 }
 
-/// The entry of an attempt. Only its first outcome is recorded.
+/// The ledger's entry of one attempt. Only its first outcome is recorded.
 pub struct LedgerEntry {
     ledger: WorkerLedger,
     open: Mutex<Option<(String, u32, Outcome)>>,
 }
 
 impl LedgerEntry {
-    /// Records that the first token was sent to the frontend. The outcome is `Superseded` if the attempt resumes an earlier one, else
+    /// Records that the attempt's first token was sent to the frontend. The outcome is `Superseded` if the attempt resumes an earlier one, otherwise
     /// `Won`.
     pub fn began(&self) {
         self.settle(None);
@@ -283,16 +208,19 @@ impl Drop for LedgerEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{io::Write, os::unix::fs::PermissionsExt};
+    use tandem_node::line_file::LINES_MAX;
 
     const PROMPT: ScheduledPrompt<'_> = ScheduledPrompt {
         request_id: "a",
         attempt: 1,
+        model: "m",
         account: "",
         prompt: 1,
         cached: Some(CachedTokens { device: 0, host: 0 }),
     };
 
-    /// A disk that a test blocks by locking `text`.
+    /// A fake disk, whose writes wait while a test holds the lock of `text`.
     #[derive(Clone, Default)]
     struct Disk {
         text: Arc<Mutex<Vec<u8>>>,
@@ -329,10 +257,11 @@ mod tests {
     fn each_attempt_has_one_outcome_and_dropping_the_ledger_writes_all_lines() {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
-        let worker = ledger.of("p0", "m", &metrics);
+        let worker = ledger.of("p0", &metrics);
         worker.scheduled(ScheduledPrompt {
             request_id: "a \"name\"\n",
             attempt: 1,
+            model: "m",
             account: "acme",
             prompt: 100,
             cached: Some(CachedTokens::on_device(96)),
@@ -351,7 +280,6 @@ mod tests {
         let expected = r#"{"line":"scheduled","request_id":"a \"name\"\n","attempt":1,"worker":"p0","prompt":100,"cached":96,"computed":4,"by_tier":{"device":96}"#;
         assert_eq!(before, expected);
         assert!(after.ends_with(r#","model":"m","account":"acme"}"#), "{first}");
-        // Lines of an older worker have fewer fields.
         let LedgerLine::Scheduled { at, model, account, .. } =
             serde_json::from_str(&(expected.to_owned() + "}")).expect("the ledger line is valid")
         else {
@@ -366,7 +294,7 @@ mod tests {
         let (disk, metrics) = (Disk::default(), Metrics::default());
         let held = disk.text.lock();
         let ledger = Ledger::write_to(disk.clone()).expect("the system can start a thread");
-        let worker = ledger.of("p0", "m", &metrics);
+        let worker = ledger.of("p0", &metrics);
         // While the disk is blocked, the writing thread may have taken up to `LINES_MAX` + 1 lines from the queue.
         for _ in 0..=2 * LINES_MAX + 1 {
             worker.scheduled(PROMPT);
@@ -379,7 +307,7 @@ mod tests {
         assert_eq!(lines as u64 + dropped, 2 * LINES_MAX as u64 + 2);
 
         let ledger = Ledger::write_to(Disk { refuses: true, ..Disk::default() }).expect("the system can start a thread");
-        ledger.of("p0", "m", &metrics).scheduled(PROMPT);
+        ledger.of("p0", &metrics).scheduled(PROMPT);
         drop(ledger);
         assert_eq!(lost(&metrics), dropped + 1);
     }
@@ -402,7 +330,7 @@ mod tests {
             let mut end = std::fs::OpenOptions::new().append(true).open(file.path()).expect("the temporary file is writable");
             end.write_all(before.as_bytes()).expect("the temporary file is writable");
             let ledger = Ledger::open(file.path()).expect("the ledger can be opened");
-            ledger.of("p0", "m", &Metrics::default()).scheduled(PROMPT);
+            ledger.of("p0", &Metrics::default()).scheduled(PROMPT);
             drop(ledger);
             expected += if before.is_empty() { "whole\n" } else { "half\nwhole\n" };
             let text = std::fs::read_to_string(file.path()).expect("the file is UTF-8");
@@ -415,7 +343,7 @@ mod tests {
     #[test]
     fn default_ledger_writes_no_lines_and_counts_none_as_lost() {
         let metrics = Metrics::default();
-        let worker = Ledger::default().of("p0", "m", &metrics);
+        let worker = Ledger::default().of("p0", &metrics);
         worker.scheduled(PROMPT);
         worker.attempt("a", 1, false).began();
         assert_eq!(lost(&metrics), 0);
@@ -423,7 +351,6 @@ mod tests {
 
     #[test]
     fn new_ledger_file_is_private_and_wider_permissions_cause_a_warning() {
-        /// A log in memory.
         #[derive(Clone, Default)]
         struct Log(Arc<Mutex<Vec<u8>>>);
         impl Write for Log {
@@ -438,7 +365,6 @@ mod tests {
         }
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let mode = |path: &Path| std::fs::metadata(path).expect("the file exists").permissions().mode() & 0o777;
-        // Opens the ledger in a file, and returns what is logged meanwhile.
         let opened = |path: &Path| {
             let log = Log::default();
             let writer = log.clone();

@@ -20,6 +20,7 @@ use control::ControlService;
 use futures::future::OptionFuture;
 use std::{pin::pin, sync::Arc};
 use tandem_engine::CachedTokens;
+use tandem_kv::Namespace;
 use tandem_node::{Metrics, Shutdown, events::Broker, trace::Tracer};
 use tandem_proto::{
     channel::{Listener, Network},
@@ -40,38 +41,43 @@ pub struct WorkerSettings {
     pub revision: String,
     /// The ledger in which prompts and outcomes are recorded.
     pub ledger: Ledger,
-    /// The broker to which KV events are published in addition to the `Watch` streams; `None`: events are sent on `Watch` streams only.
+    /// The broker to which KV events are published in addition to the `Watch` streams; `None` if events are sent on `Watch` streams only.
     pub broker: Option<Broker>,
-    /// Continues the traces of requests.
+    /// The tracer that continues the traces of requests.
     pub tracer: Tracer,
     /// Leaves the number of cached tokens out of `Scheduled`, to test how the cluster handles such a worker.
     pub withhold_cached_tokens: bool,
 }
 
-/// The reason that a worker ended.
+/// The reason why a worker ended.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The socket cannot be served.
     #[error("the worker's gRPC server failed")]
     Serve(#[from] tonic::transport::Error),
-    /// The back end has ended.
+    /// The back end has ended, so the worker cannot serve.
     #[error("the worker's engine has ended; the log has the reason")]
     EngineEnded,
-    /// The back end cannot give KV to other workers.
+    /// The back end cannot send a prompt's KV to other workers.
     #[error("this engine cannot prefill for other workers; run it as a decode worker, which prefills its own prompts")]
     NoKvExchange,
 }
 
-/// The state that the services of one worker share. Cheap to clone.
+/// The error of a request that names a model which the worker does not serve.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("this worker does not serve the model {0:?}")]
+pub struct NotServed(String);
+
+/// The state that the services of one worker share. It is cheap to clone.
 #[derive(Clone)]
 pub struct Worker {
     /// The description of the worker that other processes read, with a new instance id.
     pub info: Arc<WorkerInfo>,
     /// The back end that computes the requests.
     pub backend: Arc<dyn Backend>,
-    /// The worker's metrics.
+    /// The handles of the worker's metrics.
     pub metrics: Arc<WorkerMetrics>,
-    /// The running requests.
+    /// The running requests of the worker.
     pub requests: Requests,
     /// The ledger, which adds the worker's id to each line.
     pub ledger: WorkerLedger,
@@ -108,11 +114,23 @@ impl Worker {
             transfer_family: backend.kv_exchange().family().to_owned(),
             approximate_index: backend.assumes_cache(),
             cached_blocks_max: backend.cached_blocks_max(),
+            loras: backend.loras().to_vec(),
         };
-        let ledger = settings.ledger.of(&settings.worker_id, &settings.model, metrics);
+        let ledger = settings.ledger.of(&settings.worker_id, metrics);
         let metrics = Arc::new(WorkerMetrics::new(metrics, &settings.worker_id, info.capacity_blocks));
         let requests = Requests::new(shutdown.clone());
         Self { info: info.into(), backend, metrics, requests, ledger, shutdown, settings: settings.into() }
+    }
+
+    /// Returns the model that a request's namespace names, or the worker's own model if the namespace names none.
+    ///
+    /// # Errors
+    /// Fails if the worker does not serve the model. If it computed the request with another model, it would store that model's KV under this one's
+    /// name.
+    pub fn model_of<'a>(&'a self, namespace: &'a Namespace) -> Result<&'a str, NotServed> {
+        let WorkerInfo { model: own, loras, .. } = &*self.info;
+        let named = namespace.model().unwrap_or(own);
+        if named == own || loras.iter().any(|lora| lora == named) { Ok(named) } else { Err(NotServed(named.to_owned())) }
     }
 
     /// Returns the message that reports a prompt's cached tokens. If `cached` is `None`, the message has no count, which is not the same as
@@ -129,7 +147,7 @@ impl Worker {
     /// Serves `Control` and the services in `routes` until the process drains and every request has ended.
     ///
     /// # Errors
-    /// The socket cannot be served, or the back end has ended.
+    /// Fails if the socket cannot be served, or if the back end has ended.
     pub async fn serve(self, listener: Listener, routes: Routes) -> Result<(), WorkerError> {
         let info = &self.info;
         tracing::info!(
@@ -150,7 +168,7 @@ impl Worker {
             () = self.metrics.follow(watch) => {}
             Some(()) = OptionFuture::from(published) => {}
         }
-        // The connections are closed with the instance, because clients must not mistake a later instance at this address for this one.
+        // The connections are closed together with the instance, because clients must not mistake a later instance at this address for this one.
         self.shutdown.stop();
         serving.await?;
         Err(WorkerError::EngineEnded)

@@ -36,21 +36,20 @@ pub struct WorkerMetrics {
     reported: Mutex<Reported>,
 }
 
-/// The values that the worker adds to its load reports: totals since its start, and the bandwidth.
 #[derive(Default)]
 struct Reported {
     cache: v1::CacheTotals,
     steps: v1::StepTotals,
-    /// The average bandwidth to other workers; 0 before the first transfer.
+    /// The average bandwidth of transfers to other workers; 0 before the first transfer.
     transfer_bytes_per_second: f64,
 }
 
 /// The direction of a KV transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From this worker to another.
+    /// KV moves from this worker to another one.
     Sent,
-    /// From another worker to this one.
+    /// KV moves from another worker to this one.
     Received,
 }
 
@@ -77,17 +76,17 @@ impl WorkerMetrics {
         };
         let blocks = |state| registry.gauge("tandem_worker_kv_blocks", "KV blocks by state.", &[worker, ("state", state)]);
         let step = |phase| {
-            let help = "Duration of engine steps, by what they computed.";
+            let help = "Duration of engine steps, by the kind of their computation.";
             registry.histogram("tandem_worker_step_duration_seconds", help, &[worker, ("phase", phase)])
         };
         let unauthenticated = "gRPC calls that were refused because they did not carry the cluster's key.";
         let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
-        let preempted = "Sequences preempted: their KV blocks were needed for others.";
-        let violations = "Failed checks of an idle worker's own state. Each is a bug.";
+        let preempted = "Sequences that were preempted because other sequences needed their KV blocks.";
+        let violations = "Failed checks of the engine's invariants, which run while it is idle. Each failure shows a bug.";
         Self {
             hits: requests("hit"),
             misses: requests("miss"),
-            prompt_tokens: counter("tandem_worker_prompt_tokens_total", "Tokens of prompts prefilled here."),
+            prompt_tokens: counter("tandem_worker_prompt_tokens_total", "Tokens of prompts that this worker has prefilled."),
             cached_tokens: registry.counter(CACHED_TOKENS, CACHED_TOKENS_HELP, &[worker, ("tier", "device")]),
             free_blocks: blocks("free"),
             cached_blocks: blocks("cached"),
@@ -109,7 +108,7 @@ impl WorkerMetrics {
 
     /// Counts the outcome of a handle for a prompt's KV in an external engine: `pulled`, `abandoned` or `expired`.
     pub fn count_handle(&self, outcome: &'static str) {
-        let help = "Handles that let another engine pull a prompt's KV, by what became of them. KV that is not pulled stays in the engine's memory until its lease ends.";
+        let help = "Handles that let another engine pull a prompt's KV, by outcome. KV that is not pulled stays in the engine's memory until its lease ends.";
         let labels = [("worker", self.worker_id.as_str()), ("outcome", outcome)];
         self.registry.counter("tandem_worker_kv_handles_total", help, &labels).increment(1);
     }
@@ -140,7 +139,7 @@ impl WorkerMetrics {
             hit_rate = totals.prompts_hit as f64 / totals.prompts as f64,
             total_prompt_tokens = totals.prompt_tokens,
             total_cached_tokens = totals.cached_tokens,
-            // A ratio of sums, so that each token has the same weight.
+            // The rate is a ratio of sums, so that each token has the same weight.
             token_hit_rate = totals.cached_tokens as f64 / totals.prompt_tokens as f64,
             "prefix cache",
         );
@@ -153,7 +152,8 @@ impl WorkerMetrics {
         load.transfer_bytes_per_second = reported.transfer_bytes_per_second;
     }
 
-    /// Registers the metrics of the transfer path that has the label `transport`: bytes, and seconds of whole transfers.
+    /// Registers the metrics of the transfer path with the label `transport`: a counter of bytes, and a histogram of the seconds that whole transfers
+    /// took.
     pub fn transfer(&self, transport: &'static str, direction: Direction) -> (Counter, Histogram) {
         let direction = match direction {
             Direction::Sent => "sent",
@@ -169,6 +169,14 @@ impl WorkerMetrics {
     pub fn refused_writes(&self, reason: &'static str) -> Counter {
         let help = "Writes of KV blocks that were refused: their ticket did not allow them.";
         self.registry.counter("tandem_worker_refused_writes_total", help, &[("worker", &self.worker_id), ("reason", reason)])
+    }
+
+    /// Registers the counter of attempts to prepare the transfer path with the label `transport` that failed for a `reason` from a closed
+    /// set.
+    pub fn refused_paths(&self, transport: &'static str, reason: &'static str) -> Counter {
+        let help = "Attempts to reach another worker's memory on a transfer path that failed, so that its KV took a slower path.";
+        let labels = [("worker", self.worker_id.as_str()), ("transport", transport), ("reason", reason)];
+        self.registry.counter("tandem_worker_kv_transfer_refused_total", help, &labels)
     }
 
     /// Adds a measurement of the bandwidth to other workers: `bytes` were moved in the time `busy`, in which the sender only waited for
@@ -190,7 +198,7 @@ impl WorkerMetrics {
         loop {
             match watch.batches.recv().await {
                 Ok(batch) => self.observe_batch(&batch),
-                // Batches were missed. Their steps are absent from the histograms, but the next batch makes the gauges correct again.
+                // Some batches were missed. Their steps are absent from the histograms, but the next batch makes the gauges correct again.
                 Err(RecvError::Lagged(_)) => {}
                 Err(RecvError::Closed) => return,
             }

@@ -18,20 +18,20 @@ use tokio::sync::mpsc;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 use tonic::{Status, service::Routes};
 
-/// The most replies that are buffered for a slow client. While the buffer is full, the request's task waits.
+/// Maximum number of replies that are buffered for a slow client. While the buffer is full, the request's task waits.
 const REPLIES_MAX: usize = 32;
 
 /// Time limit for sending the last replies after the process was stopped.
 const FLUSH: std::time::Duration = std::time::Duration::from_secs(1);
 
-/// All requests of one worker. Cheap to clone.
+/// All requests of one worker. This value is cheap to clone.
 #[derive(Clone)]
 pub struct Requests {
     running: TaskTracker,
     shutdown: Shutdown,
 }
 
-/// The client has closed the request's stream.
+/// The error of a reply that cannot be sent, because the client has closed the request's stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the client has disconnected")]
 pub struct Disconnected;
@@ -47,7 +47,7 @@ impl<T> ReplySender<T> {
     /// Sends a reply. Waits while the client is slow.
     ///
     /// # Errors
-    /// The client has disconnected.
+    /// Fails if the client has disconnected.
     pub async fn send(&self, reply: T) -> Result<(), Disconnected> {
         self.0.send(Some(Ok(reply))).await.map_err(|_| Disconnected)
     }
@@ -55,7 +55,7 @@ impl<T> ReplySender<T> {
     /// Ends the stream with an error.
     ///
     /// # Errors
-    /// The client has disconnected.
+    /// Fails if the client has disconnected.
     pub async fn fail(&self, status: Status) -> Result<(), Disconnected> {
         self.0.send(Some(Err(status))).await.map_err(|_| Disconnected)
     }
@@ -99,7 +99,7 @@ impl Requests {
                 result = task => result,
             };
             if ended.is_ok() {
-                // An error means that the client has disconnected meanwhile.
+                // Sending fails only if the client has disconnected meanwhile.
                 let _ = sender.send(None).await;
             }
         });
@@ -112,10 +112,10 @@ impl Requests {
         self.running.wait().await;
     }
 
-    /// Serves until the process drains and all requests have ended, or until it is stopped.
+    /// Serves until the process drains and all requests have ended, or until the process is stopped.
     ///
     /// # Errors
-    /// The socket cannot be served.
+    /// Fails if the socket cannot be served.
     pub async fn serve(
         &self,
         listener: Listener,

@@ -11,7 +11,7 @@ use tandem_kv::BlockAccess;
 use tandem_node::Shutdown;
 use tokio::time::timeout;
 
-/// The time within which an external engine must report the cached tokens of a cancelled request.
+/// Time limit within which an external engine must report the cached tokens of a cancelled request.
 const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
 
 /// A job whose prompt this worker prefills. It counts the prompt in the metrics and the ledger when the back end reports `Scheduled`.
@@ -19,7 +19,6 @@ const LATE_REPORT_MAX: Duration = Duration::from_secs(30);
 /// An external engine reports `Scheduled` late. If the job is dropped earlier, it is cancelled, and its events are read in the background
 /// until the report, so that the engine's count is not lost. If the engine reports no count, the ledger records the prompt without one.
 pub struct CountedJob {
-    /// `None` only while this value is dropped.
     job: Option<Box<dyn Job>>,
     count: Option<Count>,
     submitted: bool,
@@ -31,20 +30,22 @@ struct Count {
     ledger: WorkerLedger,
     request_id: String,
     attempt: u32,
+    model: String,
     account: String,
     prompt: u32,
 }
 
 impl CountedJob {
-    /// Counts the prompt of this job on `worker`. `prompt.cached` is ignored.
+    /// Wraps a job so that its prompt is counted on `worker`. The field `cached` of `prompt` is ignored.
     pub fn new(job: Box<dyn Job>, worker: &Worker, prompt: ScheduledPrompt<'_>) -> Self {
-        let ScheduledPrompt { request_id, attempt, account, prompt, cached: _ } = prompt;
+        let ScheduledPrompt { request_id, attempt, model, account, prompt, cached: _ } = prompt;
         let (metrics, ledger) = (Arc::clone(&worker.metrics), worker.ledger.clone());
-        let count = Count { metrics, ledger, request_id: request_id.to_owned(), attempt, account: account.to_owned(), prompt };
+        let (request_id, model, account) = (request_id.to_owned(), model.to_owned(), account.to_owned());
+        let count = Count { metrics, ledger, request_id, attempt, model, account, prompt };
         Self { job: Some(job), count: Some(count), submitted: false, shutdown: worker.shutdown.clone() }
     }
 
-    /// Returns the next event; `None` after the last one. Cancel-safe.
+    /// Returns the next event; `None` after the last one. This method is cancel-safe.
     pub async fn next(&mut self) -> Option<Event> {
         (self as &mut dyn Job).next().await
     }
@@ -56,11 +57,11 @@ impl CountedJob {
 
 impl Count {
     fn record(self, cached: Option<CachedTokens>) {
-        let Self { metrics, ledger, request_id, attempt, account, prompt } = self;
+        let Self { metrics, ledger, request_id, attempt, model, account, prompt } = self;
         if let Some(cached) = cached {
             metrics.observe_scheduled(prompt, cached);
         }
-        ledger.scheduled(ScheduledPrompt { request_id: &request_id, attempt, account: &account, prompt, cached });
+        ledger.scheduled(ScheduledPrompt { request_id: &request_id, attempt, model: &model, account: &account, prompt, cached });
     }
 }
 

@@ -84,8 +84,64 @@ fn sampling_out_of_range_is_refused_with_the_name_of_its_field() {
     assert_eq!(refused_sampling(|sampling| sampling.top_p = 1.001), "top_p");
     assert_eq!(refused_sampling(|sampling| sampling.repetition_penalty = 0.0), "repetition_penalty");
     assert_eq!(refused_sampling(|sampling| sampling.logprobs = Some(21)), "logprobs");
+    assert_eq!(refused_sampling(|sampling| sampling.allowed_token_ids = vec![1, VOCAB_SIZE as u32]), "allowed_token_ids");
+    assert_eq!(refused_sampling(|sampling| sampling.logprob_token_ids = vec![VOCAB_SIZE as u32]), "logprob_token_ids");
+    assert_eq!(refused_sampling(|sampling| sampling.bad_words = bad_words(1, vec![1, VOCAB_SIZE as u32])), "bad_words");
+    assert_eq!(refused_sampling(|sampling| sampling.bad_words = bad_words(1, Vec::new())), "bad_words");
     let more_than_all = |sampling: &mut v1::Sampling| (sampling.min_tokens, sampling.max_tokens) = (5, Some(4));
     assert_eq!(refused_sampling(more_than_all), "min_tokens");
+}
+
+fn bad_words(forms: usize, tokens: Vec<u32>) -> Vec<v1::BadWord> {
+    vec![v1::BadWord { text: "x".to_owned(), forms: vec![v1::TokenSequence { tokens }; forms] }]
+}
+
+#[test]
+fn constraints_reach_the_engine_and_must_have_a_kind() {
+    let sampling = |kind, begins_after: &str| v1::Sampling {
+        temperature: 1.0,
+        top_p: 1.0,
+        repetition_penalty: 1.0,
+        constraint: Some(v1::Constraint { kind, begins_after: begins_after.to_owned(), lenient: true }),
+        ..Default::default()
+    };
+    let checked = |sampling| Request::check(GenerateRequest { sampling: Some(sampling), ..request() }, VOCAB_SIZE);
+    let choices = v1::constraint::Choices { texts: vec!["a".to_owned()] };
+    for (wire, expected) in [
+        (v1::constraint::Kind::JsonSchema("{}".to_owned()), Kind::JsonSchema { schema: "{}".to_owned(), lenient: true }),
+        (v1::constraint::Kind::JsonObject(true), Kind::JsonObject),
+        (v1::constraint::Kind::Regex("a".to_owned()), Kind::Regex("a".to_owned())),
+        (v1::constraint::Kind::Choice(choices), Kind::Choice(vec!["a".to_owned()])),
+        (v1::constraint::Kind::Grammar("a".to_owned()), Kind::Grammar("a".to_owned())),
+        (v1::constraint::Kind::StructuralTag("{}".to_owned()), Kind::StructuralTag("{}".to_owned())),
+    ] {
+        for marker in ["", "</think>"] {
+            let request = checked(sampling(Some(wire.clone()), marker)).expect("the request is valid");
+            let begins_after = Some(marker.to_owned()).filter(|marker| !marker.is_empty());
+            assert_eq!(request.generate.sampling.constraint, Some(Constraint { kind: expected.clone(), begins_after }));
+        }
+    }
+    assert!(matches!(checked(sampling(None, "")), Err(Invalid::NoConstraint)));
+    let kind = || Some(v1::constraint::Kind::JsonObject(true));
+    assert!(matches!(checked(sampling(kind(), &"x".repeat(1_025))), Err(Invalid::OutOfRange { field: "begins_after", .. })));
+}
+
+#[test]
+fn allowed_tokens_bad_words_and_logprob_tokens_reach_the_engine() {
+    let sampling = v1::Sampling {
+        temperature: 1.0,
+        top_p: 1.0,
+        repetition_penalty: 1.0,
+        logprobs: Some(0),
+        allowed_token_ids: vec![4, 2],
+        bad_words: bad_words(2, vec![1, 3]),
+        logprob_token_ids: vec![3, 1],
+        ..Default::default()
+    };
+    let wire = GenerateRequest { sampling: Some(sampling), ..request() };
+    let sampling = Request::check(wire, VOCAB_SIZE).expect("the request is valid").generate.sampling;
+    assert_eq!((&*sampling.allowed_token_ids, sampling.logprob_token_ids.as_slice()), (&[4, 2][..], &[3, 1][..]));
+    assert_eq!(&*sampling.bad_words, [tandem_engine::BadWord { text: "x".to_owned(), forms: vec![vec![1, 3]; 2] }]);
 }
 
 #[test]
@@ -100,6 +156,11 @@ fn overlong_field_is_refused_with_its_name() {
     assert_eq!(too_long(|request, text| request.cache_namespace = text.repeat(4).into()), "cache_namespace");
     assert_eq!(refused_sampling(|sampling| sampling.logit_bias = (0..1_025).map(|token| (token, 1.0)).collect()), "logit_bias");
     assert_eq!(refused_sampling(|sampling| sampling.stop_token_ids = vec![1; 1_025]), "stop_token_ids");
+    assert_eq!(refused_sampling(|sampling| sampling.logprob_token_ids = vec![1; 21]), "logprob_token_ids");
+    assert_eq!(refused_sampling(|sampling| sampling.bad_words = bad_words(257, vec![1])), "bad_words");
+    assert_eq!(refused_sampling(|sampling| sampling.bad_words = bad_words(1, vec![1; 513])), "bad_words");
+    let long_text = vec![v1::BadWord { text: "x".repeat(1_025), forms: Vec::new() }];
+    assert_eq!(refused_sampling(|sampling| sampling.bad_words = long_text.clone()), "bad_words");
     let longest = GenerateRequest { request_id: "x".repeat(1_024), cache_namespace: vec![0; 4_096], ..request() };
     assert!(Request::check(longest, VOCAB_SIZE).is_ok());
 }
@@ -123,7 +184,7 @@ proptest! {
             sampling: Some(v1::Sampling {
                 max_tokens, min_tokens, temperature, top_p, top_k, min_p,
                 frequency_penalty: frequency, presence_penalty: presence, repetition_penalty: repetition,
-                logit_bias: [(bias, -1.5)].into(), seed, stop_token_ids: stop_token_ids.clone(), logprobs,
+                logit_bias: [(bias, -1.5)].into(), seed, stop_token_ids: stop_token_ids.clone(), logprobs, ..Default::default()
             }),
             ..request()
         };
@@ -141,7 +202,7 @@ proptest! {
 }
 
 #[test]
-fn logprobs_keep_their_tokens_and_their_order() {
+fn conversion_of_logprobs_keeps_tokens_and_order() {
     let logprobs = TokenLogprobs {
         logprob: -0.5,
         top: vec![TokenLogprob { token: 7, logprob: -0.1 }, TokenLogprob { token: 9, logprob: -0.5 }],
@@ -156,8 +217,11 @@ fn logprobs_keep_their_tokens_and_their_order() {
 
 #[test]
 fn finished_message_has_the_finish_reason_and_the_stop_token() {
-    let stop = finished(3, FinishReason::Stop(2));
+    let stop = finished(3, FinishReason::Stop(2), None);
     assert_eq!((stop.sample, stop.reason(), stop.stop_token), (3, finished::FinishReason::Stop, Some(2)));
-    let length = finished(0, FinishReason::Length);
+    assert_eq!(stop.stop_logprobs, None);
+    let likely = finished(3, FinishReason::Stop(2), Some(TokenLogprobs { logprob: -0.5, top: Vec::new() }));
+    assert_eq!(likely.stop_logprobs, Some(v1::Token { token: 2, logprob: Some(-0.5), top: Vec::new() }));
+    let length = finished(0, FinishReason::Length, None);
     assert_eq!((length.reason(), length.stop_token), (finished::FinishReason::Length, None));
 }

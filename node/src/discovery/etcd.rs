@@ -12,14 +12,14 @@ use std::{
 use tandem_proto::ClusterKey;
 use tonic::transport::Endpoint;
 
-/// Timeout of a call; etcd normally answers in milliseconds. After a timeout, the next endpoint is tried.
+/// Time limit of a call, which etcd normally answers in milliseconds. After a timeout, the next endpoint is tried.
 pub(super) const CALL_WAIT: Duration = Duration::from_secs(3);
-/// The shortest and longest delay between attempts to connect. With these delays, a restarted etcd is noticed within two seconds, and
+/// The shortest delay between attempts to connect; `PAUSE_MAX` is the longest. With these delays, a restarted etcd is noticed within two seconds, and
 /// attempts while no etcd runs cost almost nothing.
 pub(super) const PAUSE_MIN: Duration = Duration::from_millis(100);
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// A silent connection is closed after the interval plus the timeout. The interval must be above 5 s, because etcd closes connections that
-/// ping more often.
+/// The interval of keep-alive pings. A silent connection is closed after the interval plus the timeout. The interval must be above 5 s, because etcd
+/// closes connections that ping more often.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -28,9 +28,9 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct EtcdSettings {
     /// `host:port` of the etcd servers. One server that can be reached suffices.
     pub endpoints: Vec<String>,
-    /// User name and password; `None`: no authentication.
+    /// User name and password; `None` disables authentication.
     pub user: Option<(String, Secret)>,
-    /// Settings of TLS; `None`: connections are not encrypted.
+    /// Settings of TLS; `None` leaves the connections unencrypted.
     pub tls: Option<EtcdTls>,
     /// The cluster's name, which is part of every key.
     pub cluster: String,
@@ -46,11 +46,11 @@ pub struct EtcdSettings {
 pub struct EtcdTls {
     /// The CA certificate for verifying etcd.
     pub ca: PathBuf,
-    /// The client certificate and its key; `None`: the process presents no certificate.
+    /// The client certificate and its key; `None` if the process presents no certificate.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
-/// Why etcd cannot be used at present.
+/// The reason why etcd cannot be used at present.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EtcdError {
@@ -79,7 +79,7 @@ impl EtcdSettings {
     /// Checks the settings as far as possible without a connection.
     ///
     /// # Errors
-    /// A file cannot be read, or a file or endpoint is invalid.
+    /// Fails if a file cannot be read, or if a file or an endpoint is invalid.
     pub fn check(&self) -> Result<(), EtcdError> {
         self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop))
     }
@@ -105,7 +105,6 @@ fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
     fs::read(path).map_err(|source| EtcdError::File { path: path.to_owned(), source })
 }
 
-/// Connects to the endpoints, trying one after the other.
 #[derive(Debug)]
 pub(super) struct Connector {
     pub(super) settings: EtcdSettings,
@@ -133,7 +132,6 @@ impl Connector {
     }
 }
 
-/// Waits for the reply of a call for at most [`CALL_WAIT`].
 pub(super) async fn in_time<T>(answer: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, EtcdError> {
     Ok(tokio::time::timeout(CALL_WAIT, answer).await.map_err(|_| EtcdError::Silent)??)
 }

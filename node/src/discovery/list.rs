@@ -1,80 +1,46 @@
 //! A member list that is static, or is in a file that is polled while the process runs.
 //!
-//! If the file becomes invalid, the last valid list stays in use. A file may be read while it is being written, so a change takes effect
-//! only when two consecutive polls read the same text.
+//! If the file becomes invalid, the last valid list stays in use.
 
 use super::{ADDRESSES_MAX, DiscoveryError};
+use crate::watched_file::WatchedFile;
 use std::{
     collections::BTreeSet,
-    fs,
-    io::{self, Read},
+    io,
     path::{Path, PathBuf},
-    time::Duration,
 };
 use tandem_proto::channel::{self, InvalidAddress};
 
-/// Interval between polls of a file. An added worker is found within two polls, and a poll costs almost nothing.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The maximum size of a member file. A larger file is an error.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// A file that is polled.
 #[derive(Debug)]
 pub(super) struct Watched {
     path: PathBuf,
-    /// The file's text at the last poll.
-    text: String,
-    /// The last error that was logged, which is not logged again; `None` after a valid read.
-    reported: Option<DiscoveryError>,
+    file: WatchedFile,
 }
 
 impl Watched {
-    /// Reads the file for the first time and returns its addresses.
     pub(super) fn open(path: PathBuf) -> Result<(BTreeSet<String>, Self), DiscoveryError> {
-        let text = read(&path)?;
-        Ok((parsed(&text)?, Self { path, text, reported: None }))
+        let (text, file) = WatchedFile::open(path.clone(), FILE_BYTES_MAX).map_err(|error| unreadable(&path, &error))?;
+        Ok((parsed(&text)?, Self { path, file }))
     }
 
-    /// Resolves when the file lists addresses other than `now`, and returns them. Cancel-safe.
+    /// Resolves when the file lists addresses other than `now`, and returns them. This method is cancel-safe.
     pub(super) async fn changed(&mut self, now: &BTreeSet<String>) -> BTreeSet<String> {
         loop {
-            tokio::time::sleep(POLL_INTERVAL).await;
-            let path = self.path.clone();
-            let polled = tokio::task::spawn_blocking(move || read(&path)).await.expect("the reading task does not panic");
-            let listed = match polled {
-                // The text has changed since the last poll, so its writer may not have finished.
-                Ok(text) if text != self.text => {
-                    self.text = text;
-                    continue;
-                }
-                polled => polled.and_then(|text| parsed(&text)),
-            };
-            match listed {
-                Ok(listed) => {
-                    self.reported = None;
-                    if listed != *now {
-                        return listed;
-                    }
-                }
-                Err(error) if self.reported.as_ref() != Some(&error) => {
-                    tracing::warn!("the last valid list of members stays in use: {error}");
-                    self.reported = Some(error);
-                }
-                Err(_) => {}
+            let changed = self.file.changed().await;
+            match changed.map_err(|error| unreadable(&self.path, &error)).and_then(|text| parsed(&text)) {
+                Ok(listed) if listed != *now => return listed,
+                Ok(_) => {}
+                Err(error) => tracing::warn!("the last valid list of members stays in use: {error}"),
             }
         }
     }
 }
 
-fn read(path: &Path) -> Result<String, DiscoveryError> {
-    let failed = |error: io::Error| DiscoveryError::File { path: path.to_owned(), problem: error.to_string() };
-    let mut text = String::new();
-    let file = fs::File::open(path).map_err(failed)?;
-    file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(failed)?;
-    if text.len() as u64 > FILE_BYTES_MAX {
-        return Err(failed(io::Error::other("the file is larger than 1 MiB")));
-    }
-    Ok(text)
+fn unreadable(path: &Path, error: &io::Error) -> DiscoveryError {
+    DiscoveryError::File { path: path.to_owned(), problem: error.to_string() }
 }
 
 fn parsed(text: &str) -> Result<BTreeSet<String>, DiscoveryError> {
@@ -97,7 +63,9 @@ mod tests {
     use crate::{
         Metrics,
         discovery::{MemberSource, Members},
+        watched_file::POLL_INTERVAL,
     };
+    use std::time::Duration;
 
     fn list(addresses: &[&str]) -> BTreeSet<String> {
         addresses.iter().map(|address| (*address).to_owned()).collect()

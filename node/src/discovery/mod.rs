@@ -15,17 +15,17 @@ use std::{collections::BTreeSet, path::PathBuf};
 use tandem_proto::ClusterKey;
 use tokio::{sync::watch::Receiver, task::JoinSet};
 
-/// The most addresses that one process may have as peers. A router keeps a connection to each; larger clusters must be divided.
+/// Maximum number of addresses that one process may have as peers. A router keeps a connection to each; larger clusters must be divided.
 const ADDRESSES_MAX: usize = 1_024;
 
-/// Where the addresses of peers come from.
+/// The source of the addresses of peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemberSource {
-    /// A static list of `host:port`.
+    /// The addresses are a static list of `host:port`.
     List(Vec<String>),
-    /// A file with one `host:port` per line and comments after `#`. It is read again while the process runs.
+    /// The addresses are in a file with one `host:port` per line and comments after `#`. It is read again while the process runs.
     File(PathBuf),
-    /// The processes that are registered in etcd with one of these roles.
+    /// The addresses are those of the processes that are registered in etcd with one of these roles.
     Etcd(EtcdSettings, Vec<Role>),
 }
 
@@ -35,7 +35,7 @@ impl FromIterator<String> for MemberSource {
     }
 }
 
-/// Why the addresses of a source cannot be used.
+/// The reason why the addresses of a source cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum DiscoveryError {
@@ -48,8 +48,8 @@ pub enum DiscoveryError {
 }
 
 impl MemberSource {
-    /// Returns this source for a cluster with this key: registrations in etcd count only if they are signed with the key. Addresses from a
-    /// list or file need no signature.
+    /// Returns this source with the key of its cluster. Registrations in etcd then count only if they are signed with the key. Addresses from a list
+    /// or file need no signature.
     pub fn with_key(self, key: ClusterKey) -> Self {
         match self {
             Self::Etcd(settings, roles) => Self::Etcd(EtcdSettings { key, ..settings }, roles),
@@ -60,7 +60,7 @@ impl MemberSource {
     /// Opens the source. A list or file is read now. etcd is watched from now on and may be unreachable.
     ///
     /// # Errors
-    /// The list or file cannot be used.
+    /// Fails if the list or file cannot be used.
     pub fn open(self, metrics: &Metrics) -> Result<Members, DiscoveryError> {
         let (now, source) = match self {
             Self::List(list) => (list::checked(list.into_iter())?, Source::List),
@@ -103,7 +103,7 @@ impl Members {
         matches!(self.source, Source::Etcd { .. })
     }
 
-    /// Resolves when the addresses have changed. It never resolves for a static list. Cancel-safe.
+    /// Resolves when the addresses have changed. It never resolves for a static list. This method is cancel-safe.
     pub async fn changed(&mut self) {
         self.now = match &mut self.source {
             Source::List => std::future::pending().await,

@@ -10,13 +10,13 @@ use tandem_proto::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// Serves the HTTP API.
+    /// The process serves the HTTP API.
     Frontend,
-    /// Chooses workers for requests.
+    /// The process chooses workers for requests.
     Router,
-    /// Computes the KV of prompts.
+    /// The process computes the KV of prompts.
     PrefillWorker,
-    /// Generates tokens.
+    /// The process generates tokens.
     DecodeWorker,
 }
 
@@ -74,7 +74,6 @@ fn is_zero(number: &u32) -> bool {
     *number == 0
 }
 
-/// Why a record in etcd is ignored.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum InvalidRecord {
     #[error("invalid member record: {0}")]
@@ -134,8 +133,6 @@ impl MemberRecord {
     }
 }
 
-/// Returns the prefix of all etcd keys of this cluster. No etcd key of another cluster begins with this prefix, because cluster names
-/// contain no slash.
 pub(super) fn prefix(cluster: &str) -> String {
     format!("/tandem/{cluster}/")
 }

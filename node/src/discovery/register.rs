@@ -11,8 +11,8 @@ use etcd_client::{Client, Compare, CompareOp, PutOptions, Txn, TxnOp};
 use metrics::{Counter, Gauge};
 use tokio::time::{sleep, timeout};
 
-/// Keeps the process registered until it drains, then deregisters it. etcd may be unreachable at any time; the process is registered as
-/// soon as etcd can be reached. If the future is dropped, the lease expires by itself.
+/// Keeps the process registered in etcd until it drains, then deregisters it. etcd may be unreachable at any time; the process is registered as soon
+/// as etcd can be reached. If the future is dropped, the lease expires by itself.
 pub async fn register(settings: EtcdSettings, record: MemberRecord, metrics: &Metrics, shutdown: &Shutdown) {
     let again = metrics.counter(
         "tandem_discovery_reregistrations_total",
@@ -45,7 +45,6 @@ struct Registrar {
     record: MemberRecord,
     connected: Gauge,
     again: Counter,
-    /// The newest lease, and the client through which it was granted; `None` before the first lease.
     held: Option<(Client, i64)>,
 }
 
@@ -67,7 +66,7 @@ impl Registrar {
         loop {
             tokio::select! {
                 () = sleep(*lease_ttl / 3) => {}
-                // No keep-alive request is open, so the stream can only end or fail here.
+                // No keep-alive request is open, so the stream can only end or fail.
                 end = replies.message() => {
                     end?;
                     return Err(EtcdError::Closed);

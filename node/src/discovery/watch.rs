@@ -20,12 +20,9 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// The most keys that are read. This is more than the number of addresses that can be used, so that an excess of addresses is noticed and
-/// logged.
+/// Maximum number of keys that are read. It exceeds the number of addresses that can be used, so that an excess of addresses is noticed and logged.
 const KEYS_MAX: i64 = 8 * ADDRESSES_MAX as i64;
 
-/// Returns the addresses of all processes that are registered with these roles, and the task that keeps the addresses up to date until it
-/// is dropped.
 pub(super) fn watch(
     settings: EtcdSettings,
     roles: Vec<Role>,
@@ -57,9 +54,7 @@ struct Watcher {
     connector: Connector,
     roles: Vec<Role>,
     connected: Gauge,
-    /// The registered addresses by etcd key; `None` for an invalid record, which has been logged.
     registered: BTreeMap<String, Option<String>>,
-    /// Addresses that were no longer registered at the last reconnection.
     missing: BTreeSet<String>,
     members: watch::Sender<BTreeSet<String>>,
 }
@@ -72,13 +67,12 @@ impl Watcher {
             self.connected.set(0.0);
             let error = error_chain(&error);
             if backoff.is_new_error(&error) {
-                tracing::warn!("etcd watch failed; keeping last known members: {error}");
+                tracing::warn!("the etcd watch failed; the last known members stay in use: {error}");
             }
             sleep(backoff.next_delay()).await;
         }
     }
 
-    /// Watches the members over one connection until it ends. Returns the reason.
     async fn connection(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let prefix = record::prefix(&self.connector.settings.cluster);

@@ -17,16 +17,16 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The most spans that wait for the collector: as many as a busy process creates in some seconds. They take a few megabytes.
+/// Maximum number of spans that wait for the collector. A busy process creates this many in some seconds; they take a few megabytes.
 const QUEUE_MAX: usize = 4_096;
-/// The most spans in one message.
+/// Maximum number of spans in one message.
 const BATCH_MAX: usize = 512;
-/// The longest time that a span waits for its batch to fill.
+/// Maximum time that a span waits until its batch is full.
 const BATCH_WAIT: Duration = Duration::from_secs(1);
-/// Timeout for sending one batch.
+/// Time limit for sending one batch.
 const SEND_WAIT: Duration = Duration::from_secs(10);
 
-/// The collector's address is invalid.
+/// The error of a collector address that is invalid.
 #[derive(Debug, thiserror::Error)]
 #[error("invalid --otlp-endpoint {endpoint}; write http://host:4317, the gRPC address of a collector")]
 pub struct TraceError {
@@ -47,7 +47,6 @@ pub(super) struct Queue {
     lost: Counter,
 }
 
-/// Sends the queued spans.
 struct Exporter {
     items: mpsc::Receiver<Item>,
     exporter: SpanExporter,
@@ -108,7 +107,7 @@ impl SpanProcessor for Queue {
     }
 }
 
-/// Logs a line for each sampled request. Each process that serves the request logs one.
+/// Logs one line for a sampled request. Each process that serves the request logs one.
 fn log(span: &SpanData) {
     if span.parent_span_id != SpanId::INVALID && !span.parent_span_is_remote {
         return;
@@ -127,7 +126,6 @@ fn log(span: &SpanData) {
 }
 
 impl Exporter {
-    /// Runs until all tracers are dropped.
     async fn run(mut self) {
         let (mut batch, mut due) = (Vec::new(), Instant::now());
         loop {
@@ -152,7 +150,7 @@ impl Exporter {
                 self.send(std::mem::take(&mut batch)).await;
             }
             if let Some(done) = flushed {
-                // The caller of `flush` may have stopped waiting.
+                // Sending fails only if the caller of `flush` no longer waits.
                 let _ = done.send(());
             }
             if ended {
@@ -199,7 +197,6 @@ mod tests {
         tracer.flush(Duration::from_secs(60)).await;
         let page = metrics.render();
         assert!(page.contains("tandem_trace_spans_total{result=\"lost\"} 3"), "{page}");
-        // The exporter does not run, so nothing is taken from the queue.
         let settings = TraceSettings {
             endpoint: format!("http://{closed}"),
             sample_ratio: 1.0,

@@ -97,7 +97,6 @@ impl Watcher {
         Self { members, metrics }
     }
 
-    /// Waits until the watcher knows exactly these members.
     async fn expect_members(&mut self, addresses: &[&str]) {
         let wanted: BTreeSet<String> = addresses.iter().map(|address| (*address).to_owned()).collect();
         let known = async {
@@ -141,7 +140,6 @@ async fn registered_processes_are_found_by_role_until_they_drain() {
         text,
         r#"{"role":"prefill-worker","address":"p:1","instance_id":"of p:1","version":"0.1.0","model":"m","revision":"r","block_size":16}"#
     );
-    // This record is invalid and must be ignored.
     client.put("/tandem/c/decode-worker/broken", "{", None).await.expect("etcd answers");
     client
         .put("/tandem/c/decode-worker/later", r#"{"role":"decode-worker","address":"l:1","new":1}"#, None)
@@ -171,7 +169,7 @@ async fn registrations_without_a_valid_signature_are_ignored() {
     }
     let _ours = Registered::start(&keyed(&key), Role::DecodeWorker, "ours:1");
     watcher.expect_members(&["ours:1"]).await;
-    // Two records must be refused: a signed record under another etcd key, and a record whose address was changed after it was signed.
+    // Two records must be refused: a signed record that was copied to another etcd key, and a record whose address was changed after it was signed.
     let mut client = admin(&server).await;
     let read = client.get("/tandem/c/decode-worker/of ours:1", None).await.expect("etcd answers");
     let signed = read.kvs().first().expect("the key exists").value_str().expect("the value is UTF-8").to_owned();
@@ -202,7 +200,6 @@ async fn killed_process_is_removed_when_its_lease_expires_and_a_deleted_key_is_p
     client.delete("/tandem/c/decode-worker/of stays:1", None).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
     watcher.expect_members(&["stays:1"]).await;
-    // A process also registers again if its lease is revoked.
     let lease = client.leases().await.expect("etcd answers").leases().first().expect("etcd has one lease").id();
     client.lease_revoke(lease).await.expect("etcd answers");
     watcher.expect_members(&[]).await;
@@ -235,8 +232,8 @@ async fn members_survive_a_late_start_a_restart_and_data_loss_of_etcd() {
     watcher.connected(false).await;
     server.lose_data();
     server.start();
-    // After a reconnection, members stay for the time of one lease, within which they can register again. Members that did not are then
-    // removed.
+    // After a reconnection, members stay for the time of one lease, within which they can register again. Members that did not register again are
+    // then removed.
     let restarted = Instant::now();
     watcher.connected(true).await;
     process.connected().await;
@@ -270,7 +267,7 @@ async fn watch_continues_after_compaction() {
     let deleted = client.delete("/tandem/c/decode-worker/one", None).await.expect("etcd answers");
     let revision = deleted.header().expect("every etcd reply has a header").revision();
     client.compact(revision, None).await.expect("etcd answers");
-    // The proxy forwards the watcher's read. It holds the watch that follows until the watch's revision is compacted, too.
+    // The proxy forwards the watcher's read, and holds back the watch request that follows until its revision is compacted, too.
     proxy.hold_after(b"/tandem/c/decode-worker/two");
     proxy.restore();
     watcher.expect_members(&["one:1", "three:1", "two:1"]).await;
@@ -280,7 +277,6 @@ async fn watch_continues_after_compaction() {
     client.compact(deleted.header().expect("every etcd reply has a header").revision(), None).await.expect("etcd answers");
     proxy.restore();
     watcher.expect_members(&["four:1", "three:1"]).await;
-    // From here on the watch works as before.
     let (key, record) = put("five");
     client.put(key, record, None).await.expect("etcd answers");
     watcher.expect_members(&["five:1", "four:1", "three:1"]).await;
@@ -335,7 +331,6 @@ async fn tls_verifies_server_and_client() {
     let mut watcher = Watcher::start(&good);
     watcher.expect_members(&["d:1"]).await;
     process.connected().await;
-    /// The text with which etcd logs that it refused a connection.
     const REJECTED: &str = "rejected connection";
     let strangers = Certificates::new();
     for refused in [

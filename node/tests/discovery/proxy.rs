@@ -1,5 +1,4 @@
-//! A proxy in front of a server. It can interrupt all connections. It can also hold back the clients' data once the server has sent a given
-//! text.
+//! A proxy in front of a server. It can interrupt all connections, and can hold back the data of clients once the server has sent a given text.
 
 use std::sync::Arc;
 use tokio::{
@@ -12,9 +11,7 @@ use tokio::{
 #[derive(Clone, Debug, Default, PartialEq)]
 struct State {
     cut: bool,
-    /// The text after which the clients' data is held back, once the server has sent it; `None`: data is not held back.
     hold_after: Option<Arc<[u8]>>,
-    /// Whether the clients' data is held back now.
     held: bool,
 }
 
@@ -48,12 +45,10 @@ impl Proxy {
         self.address.clone()
     }
 
-    /// Closes all connections and refuses new ones.
     pub fn cut(&self) {
         self.state.send_modify(|state| state.cut = true);
     }
 
-    /// Accepts connections again, and forwards all data.
     pub fn restore(&self) {
         self.state.send_modify(|state| {
             state.cut = false;
@@ -61,7 +56,7 @@ impl Proxy {
         });
     }
 
-    /// Once the server has sent this text, holds back the clients' data until [`Proxy::restore`] is called.
+    /// Holds back the clients' data from the moment at which the server has sent this text until [`Proxy::restore`] is called.
     pub fn hold_after(&self, text: &[u8]) {
         self.state.send_modify(|state| state.hold_after = Some(text.into()));
     }

@@ -51,7 +51,6 @@ fn value(metrics: &Metrics, series: &str) -> Option<f64> {
     metrics.render().lines().find_map(|line| line.strip_prefix(series)?.trim().parse().ok())
 }
 
-/// Returns an event that stores this many blocks.
 fn event(event_id: u64, blocks: u64) -> KvEvent {
     let sequence_hashes = (0..blocks).map(|block| SequenceHash(event_id << 32 | block)).collect();
     KvEvent { event_id, change: Change::Stored(StoredChain { parent: None, sequence_hashes }) }
@@ -75,7 +74,6 @@ async fn subscribed(broker: &Broker, published: &mut Published) {
     }
 }
 
-/// Receives and drops all messages in flight.
 async fn drained(broker: &Broker, published: &mut Published) {
     broker.publish(event_batch("i", &batch(vec![event(99, 1)]), 0)).await;
     while next(published).await.last_event_id != 99 {}
@@ -136,7 +134,6 @@ async fn messages_without_a_valid_signature_are_dropped_and_counted() {
     let forged = event_batch("i", &batch(vec![event(666, 1)]), 0);
     keyless.publish(forged.clone()).await;
     stranger.publish(forged).await;
-    // A message that is signed for another instance is dropped.
     let raw = async_nats::connect(server.address()).await.expect("NATS is connected");
     let mut others = raw.subscribe("tandem.c.kv.j").await.expect("the broker is connected");
     let replayed = loop {
@@ -159,7 +156,6 @@ async fn connection_survives_a_late_start_and_restarts_of_nats() {
     let settings = settings(&server);
     let (broker, metrics) = open(&settings).await;
     assert!(!broker.is_connected());
-    // While NATS is down, publishing returns without waiting for it.
     broker.publish(event_batch("i", &batch(vec![event(1, 1)]), 0)).await;
     let mut published = broker.subscribe("i").await.expect("subscriptions are kept");
     for _ in 0..2 {
@@ -201,7 +197,7 @@ async fn slow_subscriber_detects_gap() {
 #[tokio::test]
 async fn client_authenticates_by_password_token_or_nkey() {
     let folder = tempfile::tempdir().expect("the system can create a temporary folder");
-    // This key pair was made with `nk -gen user -pubout`.
+    // The test's key pair was made with `nk -gen user -pubout`.
     let seed = folder.path().join("seed");
     fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("the folder is writable");
     let nkey = folder.path().join("nkey.conf");

@@ -1,4 +1,4 @@
-//! Certificates for a test.
+//! Certificates for tests of TLS.
 
 use std::{
     fs,
@@ -14,7 +14,6 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Creates a certificate for servers and clients at 127.0.0.1.
     pub fn new() -> Self {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = |name: &str| folder.path().join(name);

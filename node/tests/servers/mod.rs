@@ -12,7 +12,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-/// Timeout of every wait for a server. Only a failing test waits this long.
+/// Time limit of every wait for a server. Only a failing test waits this long.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns a free port outside the ranges that the system and other tests use, so that no other program takes it before it is bound. Each
@@ -31,7 +31,7 @@ pub fn port() -> u16 {
 /// A server that can be stopped and started again. Dropping this value kills the server.
 pub struct Server {
     program: &'static str,
-    /// The text that the server logs once it serves. Its port opens earlier, but an etcd that is killed before it serves loses its data.
+    /// The text that the server logs once it serves. Its port is open earlier, but an etcd server that is killed before it serves loses its data.
     ready: &'static str,
     args: Vec<String>,
     folder: tempfile::TempDir,
@@ -40,7 +40,6 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts an etcd cluster of one member with additional arguments.
     pub fn etcd(args: &[&str]) -> Self {
         let scheme = if args.iter().any(|arg| arg.contains("cert-file")) { "https" } else { "http" };
         let (port, peers) = (port(), port());
@@ -50,7 +49,7 @@ impl Server {
             format!("--listen-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
-            // A single member elects itself, so half of the default intervals are safe, and startup is quicker.
+            // A cluster of one member needs no time for an election, so half of the default intervals are safe and the start is quicker.
             "--heartbeat-interval=50".to_owned(),
             "--election-timeout=500".to_owned(),
         ];
@@ -61,7 +60,6 @@ impl Server {
         )
     }
 
-    /// Starts a NATS server with additional arguments.
     pub fn nats(args: &[&str]) -> Self {
         let port = port();
         let own = ["--addr=127.0.0.1".to_owned(), format!("--port={port}")];
@@ -128,20 +126,17 @@ impl Server {
         fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Sends a signal, such as `-STOP` or `-CONT`.
     pub fn signal(&self, signal: &str) {
         let id = self.process.as_ref().expect("the server runs").id().to_string();
         assert!(Command::new("kill").args([signal, &id]).status().expect("kill runs").success());
     }
 
-    /// Kills the process.
     pub fn kill(&mut self) {
         let Some(mut process) = self.process.take() else { return };
         process.kill().expect("the process is a child of this one");
         process.wait().expect("the process is a child of this one");
     }
 
-    /// Deletes the data of a stopped server.
     pub fn lose_data(&self) {
         assert!(self.process.is_none(), "the server must not run");
         fs::remove_dir_all(self.data()).expect("the data folder exists");

@@ -23,16 +23,14 @@ use tokio::{
 };
 
 const BLOCK: u32 = 16;
-/// Tokens in a chunk, except where a test sets another number.
 const CHUNK: u32 = 64;
 const CHUNKS: u32 = 10;
-/// Tokens in a prompt: ten chunks, and the last token, which the decode worker computes.
+/// A prompt has ten chunks, and one more token, which the decode worker computes.
 const PROMPT: u32 = CHUNK * CHUNKS + 1;
 const DECODED: u32 = 24;
-/// The longest total delay of the timers. There is one timer per chunk, and each timer is late by less than a millisecond.
+/// Maximum total delay of the timers. There is one timer per chunk, and each is late by less than a millisecond.
 const LATE: Duration = Duration::from_millis(CHUNKS as u64);
 
-/// The time that the computation and the transfer of [`CHUNK`] tokens take.
 #[derive(Clone, Copy)]
 struct Pace {
     compute_ms: u32,
@@ -63,15 +61,12 @@ impl Pace {
 struct Pair {
     prefill: Worker,
     decode: EngineHandle,
-    /// The indices of written blocks, and the time of each.
     written: Arc<Mutex<Vec<(u32, Instant)>>>,
     network: Arc<SimulatedNetwork>,
-    /// The engine of another decode worker, which computes the same prompts itself.
     alone: EngineHandle,
     _drivers: JoinSet<()>,
 }
 
-/// Writes blocks into an engine of this process.
 struct InProcess {
     engine: EngineHandle,
     ticket: Ticket,
@@ -107,9 +102,7 @@ impl SendPath for InProcess {
 
 /// The times of a handoff, counted from the submission of the prefill, and the generated tokens.
 struct Handoff {
-    /// The time at which the decode worker had all KV.
     started: Duration,
-    /// The index of each block and the time at which it was written, in the order of the writes.
     written: Vec<(u32, Duration)>,
     tokens: Vec<u32>,
 }
@@ -156,7 +149,8 @@ impl Pair {
         Self { prefill, decode, written: Arc::default(), network, alone, _drivers: drivers }
     }
 
-    /// Computes a prompt on the prefill worker and continues it on the decode worker, which sends its ticket after `ticket_after`.
+    /// Computes a prompt on the prefill worker and continues it on the decode worker. The decode worker sends its ticket after the time
+    /// `ticket_after`.
     async fn handoff(&self, prompt: Vec<u32>, ticket_after: Duration) -> Handoff {
         let submitted = Instant::now();
         let job = self.submit(prompt.clone()).await;
@@ -169,7 +163,6 @@ impl Pair {
         let span = Span::default();
         let sending = async {
             let sent = send(&self.prefill, job, missing_blocks, transfer, &span).await;
-            // A decode worker confirms the blocks when it receives `PrefillDone`.
             self.decode.confirm(ticket).await;
             sent
         };
@@ -186,7 +179,6 @@ impl Pair {
         }
     }
 
-    /// Computes a prompt without a handoff.
     async fn prefill_alone(&self, prompt: Vec<u32>) {
         let mut job = self.submit(prompt).await;
         job.send_blocks(Vec::new(), BlockAccess::Copied).await;
@@ -257,7 +249,7 @@ async fn each_chunk_is_written_before_the_chunk_after_it_is_computed() {
     assert!(handoff.written.is_sorted(), "blocks are written in order: {:?}", handoff.written);
 }
 
-/// The case without overlap, for comparison: the prompt is one chunk, so nothing is left to compute while that chunk is sent.
+/// The prompt is one chunk, so there is no later chunk whose computation could overlap the transfer.
 #[tokio::test(start_paused = true)]
 async fn prompt_in_one_chunk_is_computed_before_it_is_sent() {
     let pace = Pace { compute_ms: 100, transfer_ms: 80 };

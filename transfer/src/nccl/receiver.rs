@@ -21,14 +21,14 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// The longest time from the moment at which this end has joined until the prefill worker opens the control stream.
+/// The prefill worker must open the control stream within this time after this worker has joined the communicator.
 const CONTROL_WAIT: Duration = Duration::from_secs(30);
 
 /// The shortest pause between the failure of a communicator and the next one with the same peer. NCCL keeps a thread for each communicator
 /// that the other end did not join.
 const BACKOFF_MIN: Duration = Duration::from_secs(1);
 
-/// The receiving ends of a worker's communicators. Cheap to clone.
+/// The receiving ends of a worker's communicators. This value is cheap to clone.
 #[derive(Clone)]
 pub(crate) struct NcclReceiver(Arc<Inner>);
 
@@ -40,12 +40,10 @@ struct Inner {
     lifetime: Lifetime,
     /// The peers, by the instance id of the prefill worker; at most [`PEERS_MAX`].
     peers: Mutex<HashMap<String, Peer>>,
-    /// [`JOINS_MAX`] permits. Each is taken when a ticket names a communicator and released when this end has joined it.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
-    /// The communicator's id; empty until it is created.
     communicator_id: Vec<u8>,
     state: State,
 }
@@ -54,9 +52,8 @@ enum State {
     /// A ticket names the communicator. The control stream, which may be opened before or after this end has joined, receives the
     /// connection from this channel.
     Joining(oneshot::Receiver<Connection>),
-    /// A control stream waits for this end to join.
+    /// A control stream has arrived. It waits until this worker has joined the communicator.
     Claimed,
-    /// The communicator is open, so tickets may use it.
     Open,
 }
 
@@ -78,7 +75,6 @@ impl Drop for Connection {
 }
 
 impl NcclReceiver {
-    /// Makes a receiver without communicators; `None` if the engine has no NCCL.
     pub(crate) fn new(memory: Arc<dyn KvMemory>, destination: Arc<dyn Destination>, lifetime: Lifetime) -> Option<Self> {
         let (ranks, backoff) = (memory.nccl_ranks(), PeerBackoff::new(BACKOFF_MIN));
         let (peers, joins) = (Mutex::default(), Arc::new(Semaphore::new(JOINS_MAX)));
@@ -142,7 +138,7 @@ impl ReceivePath for NcclReceiver {
         }
         let Some(mut joining) = self.enter(peer) else { return Decision::Unavailable };
         let memory = Arc::clone(&self.0.memory);
-        match spawn_blocking(move || memory.new_communicator_id()).await.expect("making an id does not panic") {
+        match spawn_blocking(move || memory.new_communicator_id()).await.expect("creating a communicator's id does not panic") {
             Ok(id) => {
                 if let Some(entry) = self.0.peers.lock().get_mut(peer) {
                     entry.communicator_id = id.clone();
@@ -153,7 +149,7 @@ impl ReceivePath for NcclReceiver {
             }
             Err(error) => {
                 let error = error_chain(&error);
-                tracing::warn!(error, peer, "cannot create an NCCL communicator; this peer's KV continues over TCP");
+                tracing::warn!(error, peer, "cannot create an NCCL communicator; the KV of this peer is still received over TCP");
                 Decision::Unavailable
             }
         }
@@ -175,7 +171,6 @@ impl Grant for Joining {
 }
 
 impl Joining {
-    /// Joins the communicator; meanwhile other prompts' blocks are received over TCP.
     async fn join(self) {
         let Self { mut connection, joined, permit } = self;
         let (receiver, peer, id) = (connection.receiver.clone(), connection.peer.clone(), connection.communicator_id.clone());
@@ -187,14 +182,18 @@ impl Joining {
             memory.join(&id, CommunicatorEnd::Receiver)
         });
         let communicator = tokio::select! {
-            joined = joining => joined.expect("joining does not panic"),
+            joined = joining => joined.expect("joining a communicator does not panic"),
             () = lifetime.shutdown.draining() => return,
         };
         match communicator {
             Ok(communicator) => connection.communicator = Some(communicator),
             Err(error) => {
                 let error = error_chain(&error);
-                return tracing::warn!(error, peer, "cannot join the NCCL communicator; this peer's KV continues over TCP");
+                return tracing::warn!(
+                    error,
+                    peer,
+                    "cannot join the NCCL communicator; the KV of this peer is still received over TCP"
+                );
             }
         }
         let id = connection.communicator_id.clone();
@@ -240,7 +239,6 @@ impl Connection {
         received.ok()
     }
 
-    /// Resolves when the worker has drained. No more batches are sent to the worker then.
     pub(crate) fn drained(&self) -> impl Future<Output = ()> + Send + 'static {
         self.receiver.0.lifetime.drained.clone()
     }

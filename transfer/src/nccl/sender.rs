@@ -1,4 +1,4 @@
-//! The sending end of the NCCL path.
+//! The sending half of the NCCL path.
 
 use super::{JOINS_MAX, LABEL};
 use crate::{Lifetime, Progress, Refused, SendPath, TransferError, backoff::PEERS_MAX};
@@ -17,14 +17,13 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// The blocks of one call of `send`, which are sent together.
 struct Batch {
     ticket: Ticket,
     blocks: Vec<ReadyBlock>,
     written: oneshot::Sender<bool>,
 }
 
-/// The NCCL path for the blocks of one ticket. Calls of `send` put batches of blocks into the communicator's queue.
+/// Sends one ticket's blocks over a communicator. Each call of `send` queues one batch of blocks.
 pub(crate) struct NcclPath {
     ticket: Ticket,
     batches: mpsc::Sender<Batch>,
@@ -62,7 +61,7 @@ impl SendPath for NcclPath {
     }
 }
 
-/// The sending ends of a worker's communicators. Cheap to clone.
+/// The sending ends of a worker's communicators. This value is cheap to clone.
 #[derive(Clone)]
 pub(crate) struct NcclSender(Arc<Inner>);
 
@@ -70,16 +69,13 @@ struct Inner {
     memory: Arc<dyn KvMemory>,
     channels: Channels,
     lifetime: Lifetime,
-    /// One entry for each peer, by the decode worker's address. There are at most [`PEERS_MAX`], because each communicator occupies GPU
-    /// memory.
+    /// The peers, by the decode worker's address. There are at most [`PEERS_MAX`], because each communicator occupies GPU memory.
     peers: Mutex<HashMap<String, Peer>>,
-    /// A semaphore with [`JOINS_MAX`] permits. Each communicator holds a permit while it is being joined.
     joins: Arc<Semaphore>,
 }
 
 struct Peer {
     communicator_id: Vec<u8>,
-    /// The queue of batches to send; `None` until both ends have joined the communicator.
     batches: Option<mpsc::Sender<Batch>>,
 }
 
@@ -89,7 +85,6 @@ impl NcclSender {
         Self(Arc::new(Inner { memory, channels, lifetime, peers, joins }))
     }
 
-    /// Returns a path over this communicator for the blocks of `ticket`; `None` if the communicator is not open.
     pub(crate) fn open(&self, communicator_id: &[u8], ticket: Ticket) -> Option<NcclPath> {
         let peers = self.0.peers.lock();
         let peer = peers.values().find(|peer| peer.communicator_id == communicator_id)?;
@@ -105,7 +100,7 @@ impl NcclSender {
             return tracing::debug!(
                 decode = address,
                 "not joining an NCCL communicator: one exists for this decode worker, or too many are open or being joined; \
-                 KV continues over TCP"
+                 KV is still sent over TCP"
             );
         };
         let (memory, id) = (Arc::clone(&self.0.memory), communicator_id.clone());
@@ -116,7 +111,7 @@ impl NcclSender {
                 memory.join(&id, CommunicatorEnd::Sender)
             });
             let joined = tokio::select! {
-                joined = joining => joined.expect("joining does not panic"),
+                joined = joining => joined.expect("joining a communicator does not panic"),
                 () = connection.sender.0.lifetime.shutdown.draining() => return,
             };
             match joined {
@@ -127,13 +122,12 @@ impl NcclSender {
                 }
                 Err(error) => {
                     let error = error_chain(&error);
-                    tracing::warn!(error, decode = address, "cannot join the NCCL communicator; KV continues over TCP");
+                    tracing::warn!(error, decode = address, "cannot join the NCCL communicator; KV is still sent over TCP");
                 }
             }
         });
     }
 
-    /// Adds an entry for a peer. Returns `None` if the peer has an entry, or if there are too many peers.
     fn enter(&self, address: &str, communicator_id: &[u8]) -> Option<Connection> {
         let mut peers = self.0.peers.lock();
         if peers.len() >= PEERS_MAX || peers.contains_key(address) {
@@ -161,7 +155,6 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    /// Sends batches until the communicator or its control stream fails, or this worker has drained. Returns the reason.
     async fn serve(&self, communicator_id: Vec<u8>) -> String {
         let Self { sender, address, .. } = self;
         let Ok(channel) = sender.0.channels.to(address) else { return "the decode worker's address is invalid".to_owned() };
@@ -201,7 +194,7 @@ impl Connection {
             let Some(communicator) = self.communicator.clone() else { return "the communicator is closed".to_owned() };
             let sending = spawn_blocking(move || communicator.send(&blocks));
             let (sent, reply) = tokio::join!(sending, reply(&mut replies));
-            match (sent.expect("sending does not panic"), reply) {
+            match (sent.expect("sending blocks does not panic"), reply) {
                 (Ok(()), Ok(reply)) => drop(written.send(reply.written)),
                 (Err(error), _) => return error_chain(&error),
                 (_, Err(reason)) => return reason,

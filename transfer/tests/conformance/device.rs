@@ -13,7 +13,6 @@ use std::{
 };
 use tandem_kv::{BlockId, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory};
 
-/// A device with its memory.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
@@ -22,10 +21,8 @@ struct Inner {
     shares_memory: bool,
     nccl_ranks: u32,
     blocks: Mutex<BTreeMap<BlockId, Bytes>>,
-    /// The size in bytes of each block that other devices write.
     sizes: Mutex<BTreeMap<BlockId, usize>>,
     next: AtomicU32,
-    /// If true, the next batch of blocks that this device sends breaks the communicator.
     breaks: AtomicBool,
 }
 
@@ -52,14 +49,12 @@ impl Device {
         Self(inner)
     }
 
-    /// Stores the content in a new block, and returns the block.
     pub fn store(&self, content: Bytes) -> BlockId {
         let block = BlockId(self.0.next.fetch_add(1, Relaxed));
         self.0.blocks.lock().expect("no test panics with the lock").insert(block, content);
         block
     }
 
-    /// Returns a new empty block, into which other devices may write this many bytes.
     pub fn reserve(&self, bytes: usize) -> BlockId {
         let block = self.store(Bytes::new());
         self.0.sizes.lock().expect("no test panics with the lock").insert(block, bytes);

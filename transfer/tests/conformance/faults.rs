@@ -1,4 +1,4 @@
-//! Faults of senders, receivers and connections, in every order.
+//! Tests of faults of senders, receivers and connections, in every order.
 
 use crate::rig::*;
 use bytes::Bytes;
@@ -95,7 +95,6 @@ pub async fn transfer_dropped_at_any_poll_has_written_only_complete_blocks(rig: 
 
 const SMALL: usize = 64;
 
-/// Returns content that differs for each block of each ticket.
 fn content(ticket: u64, index: u32) -> Bytes {
     let seed = ((ticket << 32) | u64::from(index)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (0..SMALL as u64).map(|place| (seed.rotate_left(place as u32) >> 7) as u8).collect::<Vec<u8>>().into()
@@ -137,7 +136,6 @@ struct Sender {
 }
 
 impl Sender {
-    /// Sends the blocks, with the sender's fault. Returns `None` if the sender dropped its transfer.
     async fn run(&self, rig: &Rig, numbers: &Numbers) -> Option<Result<(), TransferError>> {
         let Self { ticket, fault, .. } = *self;
         let mut push = rig.open(if fault == Fault::WrongTicket { ticket ^ (1 << 40) } else { ticket }).await;
@@ -170,7 +168,6 @@ pub async fn written_blocks_are_correct_in_a_thousand_interleavings(rig: Rig) {
         for ticket in tickets {
             let blocks = 1 + numbers.below(10) as u32;
             rig.memory.issue_for(SMALL, ticket, 0..blocks);
-            // Two senders share a ticket's blocks.
             let (even, odd): (Vec<u32>, Vec<u32>) = (0..blocks).partition(|index| index % 2 == 0);
             for mut indices in [even, odd] {
                 let rotation = numbers.below(indices.len().max(1));
@@ -224,7 +221,6 @@ pub async fn written_blocks_are_correct_in_a_thousand_interleavings(rig: Rig) {
     }
 }
 
-/// A receiver that reports one block fewer than it received.
 struct Losing;
 
 #[tonic::async_trait]
@@ -266,7 +262,7 @@ async fn transfer_fails_if_the_receiver_reports_fewer_blocks_than_sent() {
     }
 }
 
-/// Forwards this many bytes to the receiver and then nothing in either direction, like a cable that was cut.
+/// Forwards this many bytes to the receiver, and then nothing in either direction, as a cut cable does.
 async fn cable(listener: TcpListener, receiver: &str, bytes: u64) {
     let (mut from, _) = listener.accept().await.expect("the sender connects");
     let mut to = TcpStream::connect(receiver).await.expect("the receiver listens");

@@ -13,7 +13,6 @@ use tandem_transfer::{TicketError, TransferError};
 
 async fn all_blocks_are_written_bit_equal_in_any_order(rig: Rig) {
     for (ticket, order) in [(1, [0, 1, 2, 3, 4, 5]), (2, [5, 4, 3, 2, 1, 0]), (3, [3, 0, 5, 1, 4, 2])] {
-        // Only every third of the prompt's blocks is missing.
         rig.memory.issue(ticket, order.map(|index| index * 3));
         let mut push = rig.open(ticket).await;
         for index in order {

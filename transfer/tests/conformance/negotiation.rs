@@ -44,7 +44,7 @@ async fn at_most_four_communicators_are_joined_at_a_time() {
         "blocks are sent over TCP while communicators are joined"
     );
     let named = joining.iter().filter(|(ticket, _)| !ticket.communicator.is_empty()).count();
-    assert_eq!(named, 4, "the other joins are not queued");
+    assert_eq!(named, 4, "further communicators are not queued to be joined");
     // The tickets are dropped before their blocks were written. So their communicators no longer count as being joined, and the paths to
     // these peers are excluded for some time.
     joining.clear();

@@ -25,7 +25,6 @@ pub const BLOCK_BYTES: usize = 256 << 10;
 pub const PENDING: Duration = Duration::from_millis(300);
 /// The time limit of every operation that must end, sufficient on the slowest machine.
 pub const SOON: Duration = Duration::from_secs(30);
-/// The instance id of the prefill worker.
 const PEER: &str = "prefill-0";
 
 /// The receiver's memory, with the rules of a worker: a ticket names its missing blocks, and each is written once and whole.
@@ -34,15 +33,11 @@ pub struct Memory(pub Arc<State>);
 
 pub struct State {
     tickets: Mutex<BTreeMap<Ticket, Issued>>,
-    /// The receiver's device. Other devices write into its memory.
     device: Device,
-    /// One permit for each write that may continue.
     allowed: Semaphore,
-    /// One permit for each write that has begun.
     pub begun: Semaphore,
 }
 
-/// The state of the blocks that a ticket names.
 struct Issued {
     block_bytes: usize,
     blocks: BTreeMap<u32, Block>,
@@ -70,7 +65,6 @@ impl Memory {
         self.0.tickets.lock().expect("no test panics with the lock").insert(named(ticket), Issued { block_bytes, blocks });
     }
 
-    /// Revokes the ticket; returns the blocks that were written.
     pub fn revoke(&self, ticket: u64) -> BTreeMap<u32, Bytes> {
         let issued =
             self.0.tickets.lock().expect("no test panics with the lock").remove(&named(ticket)).expect("the ticket was issued");
@@ -81,7 +75,6 @@ impl Memory {
         written.collect()
     }
 
-    /// Makes every later write wait for a call of [`Memory::release`].
     pub fn hold(&self) {
         self.0.allowed.forget_permits(usize::MAX);
     }
@@ -93,7 +86,6 @@ impl Memory {
     async fn pass(&self, yields: u8) {
         self.0.begun.add_permits(1);
         self.0.allowed.acquire().await.expect("the semaphore is open").forget();
-        // Some writes take longer than others.
         for _ in 0..yields % 4 {
             tokio::task::yield_now().await;
         }
@@ -131,6 +123,8 @@ impl Destination for Memory {
     async fn refuse(&self, _: Ticket) -> Refused {
         Refused
     }
+
+    fn path_refused(&self, _: &'static str, _: &'static str) {}
 }
 
 struct Write {
@@ -163,21 +157,17 @@ impl Drop for Write {
     }
 }
 
-/// The two ends of a path.
 pub struct Rig {
     pub path: TransferPath,
     pub address: String,
     pub memory: Memory,
-    /// The prefill worker's device.
     pub source: Device,
     send: SendPaths,
     pub receive: ReceivePaths,
-    /// The tickets that were opened, by number, with their negotiated paths.
     negotiated: tokio::sync::Mutex<BTreeMap<u64, (v1::Ticket, Negotiated)>>,
     server: Mutex<Option<ServerGuard>>,
 }
 
-/// A transfer of blocks that are in the prefill worker's memory.
 pub struct Sending {
     transfer: Transfer,
     source: Device,
@@ -285,14 +275,12 @@ impl Rig {
         self.send.open(ticket)
     }
 
-    /// Sends one block and waits until it is written.
     pub async fn send(&self, ticket: u64, index: u32, payload: Bytes) -> Result<(), TransferError> {
         let mut sending = self.open(ticket).await;
         sending.send(index, payload).await?;
         sending.finish().await.map(drop)
     }
 
-    /// Closes all connections of the receiver.
     pub fn disconnect(&self) {
         drop(self.server.lock().expect("no test panics with the lock").take());
     }
@@ -328,7 +316,6 @@ impl Drop for ServerGuard {
     }
 }
 
-/// Returns the ticket that tests identify by this number.
 pub fn named(number: u64) -> Ticket {
     Ticket::from_bytes(u128::from(number).to_be_bytes())
 }

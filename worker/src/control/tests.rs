@@ -9,7 +9,6 @@ use tandem_proto::{CHUNK_HASHES_MAX, SnapshotAssembly, v1};
 use tokio::sync::{broadcast, watch};
 use tonic::Code;
 
-/// A back end whose batches are sent by the test.
 struct Scripted {
     batches: Mutex<Option<broadcast::Sender<Arc<KvBatch>>>>,
     snapshot: Mutex<Snapshot>,
@@ -44,7 +43,6 @@ impl Backend for Scripted {
     }
 }
 
-/// A worker whose back end is controlled by the test.
 struct Watched {
     service: ControlService,
     backend: Arc<Scripted>,
@@ -66,7 +64,7 @@ impl Watched {
             backend: backend.clone(),
             metrics: metrics.clone(),
             requests: Requests::new(shutdown.clone()),
-            ledger: Ledger::default().of("w", "m", &registry),
+            ledger: Ledger::default().of("w", &registry),
             shutdown: shutdown.clone(),
             settings: Arc::new(WorkerSettings::default()),
         };
@@ -268,7 +266,7 @@ async fn draining_worker_ends_its_watch_streams() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn watch_streams_end_with_the_engine() {
+async fn watch_streams_end_when_the_engine_ends() {
     let worker = Watched::new(4);
     let mut replies = worker.watch_batches().await;
     worker.backend.batches.lock().take();
