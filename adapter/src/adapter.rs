@@ -1,4 +1,4 @@
-//! A worker's back end for an engine in another process.
+//! The back end of a worker whose engine is another process.
 
 use crate::{api::Api, job, shared::Shared};
 use std::sync::Arc;
@@ -6,14 +6,13 @@ use tandem_engine::{EngineInfo, Generate, KvSource, Prefill, Refusal};
 use tandem_worker::{Backend, CacheWatch, Job, KvExchange};
 use tokio::sync::watch;
 
-/// The back end of a worker whose engine is another process, driven over the network. Cheap to clone.
+/// The back end of a worker whose engine is another process, which it calls over the network. It is cheap to clone.
 #[derive(Clone)]
 pub struct Adapter {
     pub(crate) shared: Arc<Shared>,
     pub(crate) api: Arc<dyn Api>,
-    /// The family of engines with which this engine exchanges KV; `None` if it exchanges none.
     pub(crate) family: Option<Arc<str>>,
-    /// Whether the engine hangs: its last health check timed out.
+    pub(crate) loras: Arc<[String]>,
     pub(crate) hung: watch::Receiver<bool>,
 }
 
@@ -31,6 +30,12 @@ impl Backend for Adapter {
     async fn generate(&self, generate: Generate) -> Result<Box<dyn Job>, Refusal> {
         generate.check(self.info())?;
         self.api.check(&generate)?;
+        if generate.sampling.constraint.is_some() && generate.generated.iter().any(|sample| !sample.tokens.is_empty()) {
+            // The engine would apply the constraint to the rest of the text only, as if the rest were the whole text.
+            return Err(Refusal::Unsupported(
+                "this worker's engine cannot continue a constrained text that another worker has begun".into(),
+            ));
+        }
         let supported = match generate.kv {
             KvSource::Local => true,
             KvSource::Handle => self.family.is_some(),
@@ -51,7 +56,7 @@ impl Backend for Adapter {
     async fn hung(&self) {
         let mut hung = self.hung.clone();
         if hung.wait_for(|hung| *hung).await.is_err() {
-            // The health checks have stopped because the engine has ended. This worker will end as well.
+            // The health checks end when the engine has ended. Then this worker ends, too.
             std::future::pending().await
         }
     }
@@ -62,6 +67,10 @@ impl Backend for Adapter {
 
     fn assumes_cache(&self) -> bool {
         self.shared.approximate
+    }
+
+    fn loras(&self) -> &[String] {
+        &self.loras
     }
 
     fn cached_blocks_max(&self) -> u32 {

@@ -6,13 +6,13 @@ use std::borrow::Cow;
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
 
-/// The server of an engine.
+/// The server of an external engine.
 #[tonic::async_trait]
 pub(crate) trait Api: Send + Sync + 'static {
     /// Checks whether the engine supports what the request needs.
     ///
     /// # Errors
-    /// The refusal names what it does not support.
+    /// Returns a refusal that names the unsupported feature.
     fn check(&self, _generate: &Generate) -> Result<(), Refusal> {
         Ok(())
     }
@@ -20,13 +20,13 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Computes a prompt. The engine then holds the prompt's KV until another engine pulls it.
     ///
     /// # Errors
-    /// The engine refused the request or failed, and reported no count of cached tokens.
+    /// Fails if the engine refuses the request, or fails without reporting the number of cached tokens.
     async fn export(&self, call: &Call) -> Result<Exported, EngineFailure>;
 
     /// Generates an answer. The last chunk of the stream has [`Chunk::usage`]. Dropping the stream cancels the request.
     ///
     /// # Errors
-    /// The engine refused the request or failed. An item of the stream is an error for the same reasons.
+    /// Fails if the engine refuses the request or fails. An item of the stream is an error for the same reasons.
     async fn generate(
         &self,
         call: &Call,
@@ -37,23 +37,21 @@ pub(crate) trait Api: Send + Sync + 'static {
     /// Returns the logprobs of the prompt's tokens, each with `top` alternatives; `None` for the first token.
     ///
     /// # Errors
-    /// The engine refused the request or failed.
+    /// Fails if the engine refuses the request or fails.
     async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure>;
 
     /// Ends a request early. Its stream still ends with a chunk that has [`Chunk::usage`].
     async fn abort(&self, request_id: &str);
 }
 
-/// One request to the engine.
+/// A request to an external engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
-    /// The request's id, unique in the engine.
     pub request_id: String,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
 }
 
-/// A prompt whose computation has ended, by itself or because the request was aborted.
 #[derive(Debug)]
 pub(crate) struct Exported {
     /// The handle with which another engine pulls the KV; an error if the engine holds no KV, as after an aborted request.
@@ -62,7 +60,6 @@ pub(crate) struct Exported {
     pub cached_tokens: Option<u32>,
 }
 
-/// A chunk of a streamed answer.
 #[derive(Debug, Default)]
 pub(crate) struct Chunk {
     pub tokens: Vec<(TokenId, Option<TokenLogprobs>)>,
@@ -73,10 +70,9 @@ pub(crate) struct Chunk {
     pub usage: Option<Usage>,
 }
 
-/// Why an answer has ended.
+/// The reason why an answer has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Finish {
-    /// The last token is one of the stop tokens.
     Stop,
     Length,
     Aborted,
@@ -89,16 +85,15 @@ pub(crate) struct Usage {
     pub cached_tokens: Option<u32>,
 }
 
-/// Why the engine did not serve a request.
+/// The reason why the engine did not serve a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EngineFailure {
-    /// The engine accepts no more requests now.
     #[error("the engine is at capacity: {0}")]
     Full(String),
     /// The engine can never serve this request.
     #[error("the engine refuses the request: {0}")]
     Invalid(String),
-    /// The engine refuses the adapter, not the request: for example, the key is wrong.
+    /// The engine refuses all calls of the adapter, for example because its key is wrong.
     #[error("the engine does not accept calls from this worker (HTTP {status}): {message}; check its address, key and version")]
     Denied { status: u16, message: String },
     /// The engine failed while it served the request.

@@ -1,22 +1,19 @@
-//! The engine's load as the adapter knows it: the queued and submitted requests, and the measured rates.
+//! Measures the load of an external engine, which does not report it: the queued and submitted requests, and the rates of prefill and decode.
 
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::Load;
 use tokio::{sync::Notify, time::Instant};
 
-/// The prefill rate is measured only with prompts of which the engine computes at least this many tokens. With fewer tokens, other costs
-/// dominate the time.
+/// Minimum number of computed tokens of a prompt from which the prefill rate is measured. With fewer tokens, other costs dominate the time.
 const MEASURED_TOKENS_MIN: usize = 256;
 
 /// The weight of a new measurement in a moving average.
 const WEIGHT: f64 = 0.1;
 
-/// The load of all requests of the worker.
 #[derive(Default)]
 pub(crate) struct Books {
     state: Mutex<State>,
-    /// Notified when the load has changed.
     pub changed: Notify,
 }
 
@@ -25,7 +22,6 @@ struct State {
     running: u32,
     waiting: u32,
     pending_prefill_tokens: u64,
-    /// The number of tokens whose KV the running requests use.
     tokens: u64,
     included: Vec<String>,
     prefill_tokens_per_second: f64,
@@ -60,7 +56,7 @@ impl Books {
     }
 }
 
-/// A request's share of the load. Dropping it removes the request from [`Books`].
+/// One request's share of the load. Dropping it removes the request from [`Books`].
 pub(crate) struct Work {
     books: Arc<Books>,
     queued_at: Instant,
@@ -72,7 +68,6 @@ pub(crate) struct Work {
 #[derive(Default)]
 struct WorkState {
     submitted_after: Option<Duration>,
-    /// The number of the prompt's tokens that the engine has not computed yet.
     pending: u64,
     generated: u64,
     last_chunk_at: Option<Instant>,
@@ -95,7 +90,6 @@ impl Work {
         }
     }
 
-    /// Records that the request was submitted to the engine.
     pub fn submitted(&self) {
         self.state.lock().submitted_after = Some(self.queued_at.elapsed());
         self.books.update(|state| {
@@ -105,7 +99,6 @@ impl Work {
         });
     }
 
-    /// Returns the time that the request waited in the queue.
     pub fn queued(&self) -> Duration {
         self.state.lock().submitted_after.unwrap_or_default()
     }
@@ -122,7 +115,6 @@ impl Work {
         });
     }
 
-    /// Records that one chunk with this many tokens of a sample has arrived.
     pub fn generated(&self, tokens: usize) {
         if tokens == 0 {
             return;
@@ -132,8 +124,8 @@ impl Work {
             state.generated += tokens as u64;
             let now = Instant::now();
             let before = state.last_chunk_at.replace(now);
-            // The chunks of all samples are interleaved, so the time between two chunks of one sample is `samples` times the time since the
-            // last chunk.
+            // The chunks of all samples are interleaved, so the time between two tokens of one sample is `samples` times the time since the last
+            // chunk.
             before.map(|before| now.duration_since(before).as_secs_f64() * 1e3 * f64::from(self.samples) / tokens as f64)
         };
         self.books.update(|state| {

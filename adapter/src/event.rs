@@ -5,9 +5,9 @@ use tandem_kv::TokenId;
 /// The engine's own hash of a block and all blocks before it. Tandem only compares these hashes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum EngineHash {
-    /// A hash that is sent as a number.
+    /// The engine sends the hash as a number.
     Number(u64),
-    /// A hash that is sent as bytes.
+    /// The engine sends the hash as bytes.
     Bytes(Box<[u8]>),
 }
 
@@ -18,66 +18,66 @@ pub enum EngineEvent {
     Stored(BlocksStored),
     /// Blocks were dropped. An engine that holds the same content in two blocks reports the removal of each.
     Removed(BlocksRemoved),
-    /// All blocks were dropped, in every medium.
+    /// The engine dropped all blocks, in every medium.
     Cleared,
 }
 
-/// Consecutive blocks of one prompt.
+/// Consecutive blocks of one prompt, which the engine has stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlocksStored {
     /// The hashes of the blocks, in the order of the prompt.
     pub hashes: Vec<EngineHash>,
     /// The hash of the block before the first of these blocks; `None` if they begin a prompt.
     pub parent: Option<EngineHash>,
-    /// The tokens of all blocks. Empty if the engine does not report them.
+    /// The tokens of all blocks; empty if the engine does not report them.
     pub tokens: Vec<TokenId>,
     /// The number of tokens in a block.
     pub block_size: u32,
-    /// Whether the blocks were computed with a LoRA adapter.
-    pub lora: bool,
-    /// The inputs of each block's hash besides the tokens: one entry for each block, or no entries if there are no such inputs.
+    /// The name of the LoRA with which the blocks were computed; `None` if they were computed without a LoRA.
+    pub lora: Option<String>,
+    /// The inputs of each block's hash besides the tokens and the LoRA: one entry for each block, or no entries if there are no such inputs.
     pub extra_keys: Vec<ExtraKeys>,
-    /// The memory in which the blocks are.
+    /// The memory in which the blocks are stored.
     pub medium: Medium,
-    /// The group of layers whose KV the blocks hold; `None`: the engine does not name a group. An engine with several kinds of attention
-    /// has a group for each kind.
+    /// The group of layers whose KV the blocks hold; `None` if the engine does not name a group. An engine with several kinds of attention has a
+    /// group for each kind.
     pub group: Option<u32>,
-    /// The kind of attention of the group's layers; `None`: the engine does not name it.
+    /// The kind of attention of the group's layers; `None` if the engine does not name it.
     pub kind: Option<String>,
     /// The session of the request that stored the blocks; `None` if the request named no session.
     pub session: Option<String>,
 }
 
-/// Blocks that were dropped.
+/// Blocks that the engine has dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlocksRemoved {
     /// The hashes of the dropped blocks.
     pub hashes: Vec<EngineHash>,
     /// The memory from which the blocks were dropped.
     pub medium: Medium,
-    /// The group of layers whose KV the blocks held; `None`: the engine does not name a group.
+    /// The group of layers whose KV the blocks held; `None` if the engine does not name a group.
     pub group: Option<u32>,
 }
 
 /// The inputs of a block's hash besides the block's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ExtraKeys {
-    /// The hash has no other inputs.
+    /// The tokens and the LoRA are the only inputs of the hash.
     #[default]
     None,
-    /// One text: a cache salt, or the name of a LoRA adapter.
+    /// The hash has one more input, a text: the cache salt.
     Text(String),
-    /// Other inputs, such as an image.
+    /// The hash has other inputs, such as an image, or a LoRA without a name.
     Other,
 }
 
 /// The memory in which an engine keeps a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Medium {
-    /// The device's memory.
+    /// The block is in the device's memory.
     Device,
-    /// The host's memory.
+    /// The block is in the host's memory.
     Host,
-    /// Storage, another machine, or a memory that Tandem does not know.
+    /// The block is in storage, on another machine, or in a kind of memory that Tandem does not know.
     Elsewhere,
 }

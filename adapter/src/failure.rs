@@ -5,7 +5,7 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use serde::Deserialize;
 
-/// `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
+/// The body of an error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(crate) enum ErrorBody {
@@ -21,15 +21,14 @@ impl ErrorBody {
     }
 }
 
-/// Returns the body of an answer without an error.
+/// Returns the body of an answer.
 ///
 /// # Errors
-/// The answer is an error.
+/// Fails if the status of the answer is that of an error.
 pub(crate) fn check((status, body): (StatusCode, Bytes)) -> Result<Bytes, EngineFailure> {
     if status.is_success() { Ok(body) } else { Err(of(status.as_u16(), &body)) }
 }
 
-/// Returns the failure that an HTTP error with this body reports.
 pub(crate) fn of(status: u16, body: &[u8]) -> EngineFailure {
     #[derive(Deserialize)]
     struct Body {

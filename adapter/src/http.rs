@@ -22,43 +22,39 @@ use tokio::time::timeout;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time after which an idle connection is closed. Servers close idle connections later (uvicorn: after 5 s), so no request is sent on a
-/// connection that the server is closing.
+/// Idle connections are closed after this time. Servers close them later (uvicorn after 5 s), so no request is sent on a connection that the server
+/// is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Why a request has no complete answer.
+/// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HttpError {
-    /// The server cannot be reached, or the connection was lost before the answer began.
     #[error("the request received no response")]
     Request(#[from] hyper_util::client::legacy::Error),
-    /// The connection was lost before the answer was complete.
     #[error("the connection was closed in the middle of the response")]
     Body(#[from] hyper::Error),
-    /// The server took too long.
     #[error("no response within {0:?}")]
     Timeout(Duration),
 }
 
-/// Why a client cannot be made.
+/// The reason why a client cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The address is invalid.
+    /// The server's address is invalid.
     #[error("the engine's address {0:?} is not valid; write an http:// or https:// URL with a host and without a query")]
     Url(String),
     /// The key has characters that are not allowed in an HTTP header.
     #[error("the engine's key has characters that are not allowed in an HTTP header; check the file that holds the key")]
     Key,
-    /// The certificates cannot be used.
+    /// The certificates are not valid PEM.
     #[error("the certificates for the engine are not valid PEM: {0}")]
     Certificate(String),
 }
 
-/// A client of one server. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct HttpClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    /// The beginning of every URL: the scheme, the authority and a path prefix, without a slash at the end.
+    /// The beginning of every URL: the scheme, the authority and a path prefix without a slash at its end.
     base: Arc<str>,
     host: Arc<str>,
     bearer: Option<HeaderValue>,
@@ -87,15 +83,14 @@ impl HttpClient {
         Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
     }
 
-    /// Returns the server's host.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// Sends a request with a JSON body, or without one; returns the answer when its head has arrived.
+    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived.
     ///
     /// # Errors
-    /// The server cannot be reached, or the connection was lost.
+    /// Fails if the server cannot be reached, or if the connection is lost.
     pub async fn send(
         &self,
         method: Method,
@@ -110,7 +105,7 @@ impl HttpClient {
         all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         all.extend(self.bearer.clone().map(|bearer| (AUTHORIZATION, bearer)));
         for (name, value) in headers {
-            // The header is left out if the request id has characters that a header cannot have.
+            // A request id with characters that are not allowed in a header is not sent.
             all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
         }
         Ok(self.client.request(request).await?)
@@ -119,7 +114,7 @@ impl HttpClient {
     /// Sends a request and reads the whole answer.
     ///
     /// # Errors
-    /// The server cannot be reached, the connection was lost, or the answer was not complete within `limit`.
+    /// Fails if the server cannot be reached, if the connection is lost, or if the answer is not complete within `limit`.
     pub async fn read(
         &self,
         method: Method,
@@ -136,10 +131,6 @@ impl HttpClient {
     }
 }
 
-/// Returns the body of an answer.
-///
-/// # Errors
-/// The connection was lost.
 pub(crate) async fn whole(answer: Response<Incoming>) -> Result<Bytes, HttpError> {
     Ok(answer.into_body().collect().await?.to_bytes())
 }
@@ -152,7 +143,6 @@ pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<By
     })
 }
 
-/// Returns a TLS configuration that trusts the public authorities and those in `ca`.
 fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.into() };
     for certificate in CertificateDer::pem_slice_iter(ca.unwrap_or_default()) {

@@ -24,7 +24,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The most events that wait for a slow reader. While this many events wait, the engine's answer is not read.
+/// Maximum number of events that wait for a slow reader. While this many events wait, the engine's answer is not read.
 const EVENTS_MAX: usize = 64;
 
 /// The worker's handle of a job. Dropping this value ends the job's requests in the engine.
@@ -42,7 +42,7 @@ impl Job for AdapterJob {
     }
 
     async fn pull(&mut self, handle: KvHandle) {
-        // The send fails only if the job has ended, which the job's events report.
+        // Sending fails only if the job has ended, which the job's events report.
         self.handle.take().map(|sender| sender.send(handle));
     }
 
@@ -51,7 +51,6 @@ impl Job for AdapterJob {
     }
 }
 
-/// The resources of a job's task.
 struct Task {
     api: Arc<dyn Api>,
     shared: Arc<Shared>,
@@ -59,9 +58,7 @@ struct Task {
     cancelled: CancellationToken,
 }
 
-/// Why a job ends early.
 enum Ended {
-    /// The job was dropped or cancelled.
     Dropped,
     Event(Event),
 }
@@ -78,7 +75,6 @@ impl From<EngineFailure> for Ended {
     }
 }
 
-/// Starts a task that waits for the request's place in the engine and then runs `run`.
 fn start<F>(
     shared: &Arc<Shared>,
     api: &Arc<dyn Api>,
@@ -110,7 +106,7 @@ where
         }
         tokio::select! {
             biased;
-            // The worker has dropped the job. Dropping the future of `run` ends the requests in the engine.
+            // The worker has dropped the job. Dropping the future of `run` ends the job's requests in the engine.
             () = closed.closed() => {}
             ended = run(task, running) => {
                 if let Err(Ended::Event(event)) = ended {
@@ -122,13 +118,11 @@ where
     AdapterJob { events: receiver, handle: Some(sender), cancelled, _task: tasks }
 }
 
-/// A request in the queue.
 struct Waiting {
     queued: QueuedRequest,
     work: Work,
 }
 
-/// A request that has its place in the engine.
 struct Running {
     _slot: Slot,
     work: Work,
@@ -136,7 +130,6 @@ struct Running {
     submitted: Instant,
 }
 
-/// Starts a job that computes a prompt and exports its KV.
 pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
     let Prefill { request_id, account, namespace, prompt } = prefill;
     let queued = shared.slots.enqueue(&account, shared.blocks(prompt.len()))?;
@@ -146,7 +139,6 @@ pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill
     Ok(start(shared, api, Waiting { queued, work }, |task, running| async move { task.export(call, running).await }))
 }
 
-/// Starts a job that generates the samples of a prompt.
 pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
     let queued = shared.slots.enqueue(&generate.account, shared.blocks(generate.prompt.len()))?;
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
@@ -175,7 +167,7 @@ impl Task {
                 exporting.await?
             }
         };
-        // vLLM reports 0 cached tokens for a request that it aborts before the first token, whatever it had found.
+        // For a request that is aborted before its first token, vLLM always reports 0 cached tokens, even if it had found some.
         let is_aborted = exported.handle.is_err() && self.cancelled.is_cancelled();
         let cached = exported.cached_tokens.filter(|_| !is_aborted).map(|tokens| tiers.split(tokens));
         let known = exported.cached_tokens.map_or(tiers.known(), |tokens| tokens as usize);
@@ -192,7 +184,7 @@ impl Task {
 
     async fn generate(self, generate: Generate, running: Running) -> Result<(), Ended> {
         let Running { _slot, work, handle, submitted } = running;
-        // With a handle, the time to the first token is that of the pull. The other worker's prefill, which comes before, is no part of it.
+        // If the KV comes from another engine, the time to the first token contains only the pull, not the other engine's prefill.
         let (handle, submitted) = match generate.kv {
             KvSource::Handle => (Some(handle.await.map_err(|_| Ended::Dropped)?), Instant::now()),
             KvSource::Local | KvSource::Remote => (None, submitted),
@@ -201,7 +193,7 @@ impl Task {
         let base = Call { request_id, namespace: generate.namespace.clone(), tokens: generate.shared() };
         let tiers = self.shared.tiers(&base);
         if let Some(top) = generate.prompt_logprobs {
-            // The engine does not use its prefix cache for a request of prompt logprobs.
+            // The engine does not use its prefix cache for a request that asks for the prompt's logprobs.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
@@ -226,8 +218,7 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        // A request that was cancelled before its first token may have left no blocks in the engine's cache, so its prompt is not recorded
-        // as computed.
+        // A request that is cancelled before its first token may leave no blocks in the engine's cache, so its prompt is not recorded as computed.
         if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
             self.shared.routed(&base);
         }
@@ -243,7 +234,7 @@ struct Answer<'a> {
     tiers: Tiers,
     work: &'a Work,
     submitted: Instant,
-    /// Cancelled when the first sample has its first token. Then the other samples are submitted, and find the prompt in the engine's
+    /// Cancelled when the first sample has its first token. Only then are the other samples submitted, so that they find the prompt in the engine's
     /// cache.
     begun: CancellationToken,
     /// Whether the first sample reports [`Event::Started`]. False if prompt logprobs were requested, because then the event was reported
@@ -281,13 +272,12 @@ impl Answer<'_> {
         };
         match self.run(&call, &sampling, (sample, first, silent), handle).await? {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
-            // The sample was cancelled. That is not an error here, because an error would end the other samples as well, before the first
-            // sample has reported the number of cached tokens.
+            // The cancelled sample returns no error, because an error would also end the other samples before the first sample has reported the
+            // number of cached tokens.
             None => Ok(()),
         }
     }
 
-    /// Runs one request to its end. The finish reason is `None` if the request was cancelled.
     async fn run(
         &self,
         call: &Call,
@@ -296,8 +286,8 @@ impl Answer<'_> {
         handle: Option<KvHandle>,
     ) -> Result<Option<FinishReason>, Ended> {
         let Self { task, work, .. } = self;
-        // An engine pulls KV even after the lease on the KV has ended, so the adapter checks the time. The lease is twice as long as the
-        // handle is valid.
+        // An engine pulls KV even after the lease of the KV has ended, so the adapter checks the time. The lease is twice as long as the handle is
+        // valid.
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
@@ -320,7 +310,7 @@ impl Answer<'_> {
                     continue;
                 }
             };
-            let lost = || EngineFailure::Protocol("the stream ended before the message with the usage".to_owned());
+            let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
             let Chunk { tokens, finish: ended, counted: now, usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
             if counted.is_none() && now.is_some() {
@@ -345,7 +335,7 @@ impl Answer<'_> {
             finish = ended.or(finish);
             let Some(mut usage) = usage else { continue };
             if aborted && !has_begun {
-                // vLLM reports 0, whatever it had found.
+                // For an aborted request, vLLM always reports 0 cached tokens, even if it had found some.
                 usage.cached_tokens = None;
             }
             let reason = match (finish, last_token) {
@@ -362,7 +352,6 @@ impl Answer<'_> {
         }
     }
 
-    /// Reports the engine's number of cached tokens, if this answer reports that of the first sample.
     async fn count(&self, first: bool, tokens: Option<u32>) -> Result<(), Ended> {
         if !(first && self.counts_prompt) {
             return Ok(());
@@ -370,8 +359,6 @@ impl Answer<'_> {
         self.task.send(Event::Scheduled { cached: tokens.map(|tokens| self.tiers.split(tokens)) }).await
     }
 
-    /// Handles the first token of a sample. When the first sample has its first token, the other samples are started and [`Event::Started`]
-    /// is reported.
     async fn begin(&self, first: bool, pulls: bool, call: &Call, counted: Option<u32>) -> Result<(), Ended> {
         if !first {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Drives an engine in another process, such as a stock vLLM server, as a worker's back end.
+//! The back end of a worker whose engine is another process, such as a stock vLLM server.
 
 mod adapter;
 mod api;

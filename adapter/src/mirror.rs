@@ -32,16 +32,16 @@ use tandem_kv::{HashKey, KvEvent, Namespace, SequenceHash, Snapshot, TokenId, ch
 pub struct MirrorSettings {
     /// The key with which the cluster's sequence hashes are computed.
     pub hash_key: HashKey,
-    /// Tokens in a block of the cluster.
+    /// The number of tokens in a block of the cluster.
     pub block_size: u32,
-    /// Tokens in a block of the engine: a multiple of `block_size`.
+    /// The number of tokens in a block of the engine: a multiple of `block_size`.
     pub engine_block_size: u32,
-    /// The capacity of the engine's device memory in the cluster's blocks: the bound on assumed blocks.
+    /// The capacity of the engine's device memory, in blocks of the cluster. At most this many blocks are assumed to be cached.
     pub device_blocks: u32,
     /// Whether the engine also reports the leading blocks that a request found in the cache, as stored blocks without a parent (vLLM's
     /// `kv_cache_report_mode: full`).
     pub hits_are_reported: bool,
-    /// The most engine blocks that are mirrored, in all tiers. Blocks that an engine stores beyond this number are not routable.
+    /// Maximum number of engine blocks that are mirrored, in all tiers. Further blocks that an engine stores are not routable.
     pub engine_blocks_max: usize,
 }
 
@@ -51,32 +51,32 @@ pub struct MirrorSettings {
     "the engine's block size of {engine_block_size} tokens is not a multiple of the cluster's, {block_size} tokens; change one of the two"
 )]
 pub struct WrongBlockSize {
-    /// Tokens in a block of the engine.
+    /// The number of tokens in a block of the engine.
     pub engine_block_size: u32,
-    /// Tokens in a block of the cluster.
+    /// The number of tokens in a block of the cluster.
     pub block_size: u32,
 }
 
 /// The numbers of engine blocks that were stored but are not routable, by reason. They never decrease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unroutable {
-    /// First blocks of prompts without a Tandem salt.
+    /// The number of first blocks of prompts whose cache salt was not made by Tandem.
     pub namespace: u64,
-    /// Blocks after a block that is not routable or that the mirror does not know.
+    /// The number of blocks after a block that is not routable or that the mirror does not know.
     pub parent: u64,
-    /// Blocks whose KV depends on more than tokens and salt, such as a LoRA adapter or an image.
+    /// The number of blocks whose KV depends on more than tokens and cache salt, such as a LoRA or an image.
     pub extra_keys: u64,
-    /// Blocks of layers without full attention, or of a second group of layers.
+    /// The number of blocks of layers without full attention, or of a second group of layers.
     pub group: u64,
-    /// Blocks of another size, or without their tokens.
+    /// The number of blocks of another size, or without their tokens.
     pub block_size: u64,
-    /// Blocks in storage or on another machine.
+    /// The number of blocks in storage or on another machine.
     pub elsewhere: u64,
-    /// Blocks beyond the largest number of mirrored blocks.
+    /// The number of blocks beyond the maximum number of mirrored blocks.
     pub excess: u64,
 }
 
-/// A mirror of one engine's prefix cache.
+/// A copy of one engine's prefix cache, in blocks of the cluster.
 pub struct Mirror {
     settings: MirrorSettings,
     engine_blocks: HashMap<EngineHash, EngineBlock>,
@@ -89,7 +89,6 @@ pub struct Mirror {
     unroutable: Unroutable,
 }
 
-/// An engine's block that is in at least one tier.
 struct EngineBlock {
     /// The Tandem block before this block; `None` at the start of a prompt.
     parent: Option<SequenceHash>,
@@ -99,7 +98,7 @@ struct EngineBlock {
     host: u32,
 }
 
-/// The Tandem block before an engine block in its prompt: none, a known block, or a block that could not be identified.
+/// The Tandem block that precedes an engine block in its prompt.
 #[derive(Clone, Copy)]
 enum Before {
     Nothing,
@@ -109,14 +108,14 @@ enum Before {
 
 /// The kinds of attention that can reuse a cached prefix if all of its blocks are cached, and that need no other state.
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
-/// The most names of kinds of attention outside `FULL_ATTENTION` that are kept for the log. vLLM has ten kinds.
+/// Maximum number of names of kinds of attention outside `FULL_ATTENTION` that are kept for the log. vLLM has ten kinds.
 const IGNORED_KINDS_MAX: usize = 16;
 
 impl Mirror {
     /// Returns the mirror of an empty cache.
     ///
     /// # Errors
-    /// The engine's block size is not a multiple of the cluster's.
+    /// Fails if the engine's block size is not a multiple of the cluster's.
     pub fn new(settings: MirrorSettings) -> Result<Self, WrongBlockSize> {
         let MirrorSettings { block_size, engine_block_size, device_blocks, .. } = settings;
         if block_size == 0 || engine_block_size == 0 || !engine_block_size.is_multiple_of(block_size) {
@@ -151,15 +150,15 @@ impl Mirror {
         }
     }
 
-    /// Assumes that the engine has cached a prompt that it computed, for an engine without usable events. At most `device_blocks` blocks
-    /// are assumed: the least recently used ones are dropped first, children before their parents.
+    /// Assumes that the engine has cached a prompt that it computed, for an engine without usable events. At most `device_blocks` blocks are assumed.
+    /// The least recently used ones are dropped first, children before their parents.
     pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
         let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
         let hashes = self.sequence_hashes(namespace, &tokens[..whole]);
         self.assumed.store(&hashes, &mut self.blocks);
     }
 
-    /// Drops all blocks.
+    /// Drops all blocks of the mirror.
     pub fn clear(&mut self) {
         self.engine_blocks.clear();
         self.assumed.clear();
@@ -171,12 +170,12 @@ impl Mirror {
         self.blocks.take()
     }
 
-    /// Returns the id of the last change.
+    /// Returns the id of the last change of the reported blocks.
     pub fn last_id(&self) -> u64 {
         self.blocks.last_id()
     }
 
-    /// Returns all reported blocks.
+    /// Returns all reported blocks of the mirror.
     pub fn snapshot(&self) -> Snapshot {
         self.blocks.snapshot()
     }
@@ -217,8 +216,8 @@ impl Mirror {
         let is_held = |block: &EngineBlock| block.count_in(tier) > 0;
         let begins_held =
             stored.parent.is_none() && stored.hashes.first().and_then(|first| self.engine_blocks.get(first)).is_some_and(is_held);
-        // If the engine already holds a prompt's first block, it finds that block in its cache. So this event reports blocks that were
-        // found, not stored.
+        // The engine reports a prompt's first block as stored although it already holds that block. So the event reports blocks that were found in
+        // the cache.
         let are_hits = self.settings.hits_are_reported && begins_held;
         let mut before = match &stored.parent {
             None => Before::Nothing,
@@ -257,7 +256,6 @@ impl Mirror {
         let keys = stored.extra_keys.get(index).unwrap_or(&ExtraKeys::None);
         let (parent, first) = match (before, keys) {
             (Before::Unidentified, _) => return Err(&mut unroutable.parent),
-            _ if stored.lora => return Err(&mut unroutable.extra_keys),
             (Before::Block(parent), ExtraKeys::None) => (Some(parent), parent),
             (Before::Nothing, ExtraKeys::Text(salt)) => match salt::root_hash(salt) {
                 Some(root) => (None, root),

@@ -1,18 +1,18 @@
-//! The `cache_salt` of a request. It keeps namespaces apart in an engine, and identifies the namespace of the engine's blocks.
+//! The `cache_salt` of a request to an engine. It separates namespaces in the engine's cache, and identifies the namespace of the engine's blocks.
 //!
-//! An engine hashes the salt into a prompt's first block and repeats it in the event that reports the block. The salt is 80 hexadecimal
-//! digits: first the namespace's root hash, from which the sequence hashes are computed, then the namespace's SHA-256, so that two
-//! namespaces with the same root hash share no blocks either. The namespace itself may be too long: vLLM accepts at most 128 characters.
+//! An engine hashes the salt into a prompt's first block and repeats it in the event that reports the block. The salt is 80 hexadecimal digits: first
+//! the namespace's root hash, from which the sequence hashes are computed, then the namespace's SHA-256, so that two namespaces with the same root
+//! hash share no blocks either. The namespace itself may be too long: vLLM accepts at most 128 characters.
 
 use ring::digest::{SHA256, digest};
 use tandem_kv::{HashKey, Namespace, SequenceHash};
 
-/// Hexadecimal digits of a root hash.
+/// The number of hexadecimal digits of a root hash.
 const ROOT_DIGITS: usize = 16;
-/// Hexadecimal digits of a salt.
+/// The number of hexadecimal digits of a salt.
 const DIGITS: usize = ROOT_DIGITS + 64;
 
-/// Returns the salt of requests in this namespace.
+/// Returns the cache salt of requests in this namespace.
 pub fn cache_salt(key: &HashKey, namespace: &Namespace) -> String {
     let root = namespace.root(key).0.to_be_bytes();
     let namespace = digest(&SHA256, namespace.as_bytes());

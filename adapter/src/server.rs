@@ -1,4 +1,4 @@
-//! The connection of an adapter to its engine's server. It is the same for all kinds of engines.
+//! The connection of an adapter to the server of its engine, for all kinds of engines.
 
 use crate::{
     Adapter,
@@ -15,7 +15,7 @@ use tokio::{sync::watch, time::sleep};
 /// The shortest and the longest pause between attempts to reach a server that is starting.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
 
-/// Time between two checks of the engine's health.
+/// The time between two health checks of the engine.
 const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The number of consecutive failed checks after which the engine counts as ended.
@@ -24,13 +24,13 @@ const FAILED_CHECKS_MAX: u32 = 3;
 /// The shortest time between two reports of the load.
 const LOAD_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Why a server cannot be used.
+/// The reason why a server cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The server's address, key or certificate is invalid.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The server refuses the adapter.
+    /// The server refuses the key of the adapter.
     #[error("{0}")]
     Denied(String),
     /// The server does not report its KV cache.
@@ -39,7 +39,7 @@ pub enum ConnectError {
         /// The data-parallel rank that the metrics lack.
         rank: u32,
     },
-    /// The server does not report its slots.
+    /// The server does not report its number of slots.
     #[error("the engine's /props has no total_slots and n_ctx; use llama.cpp's server with one model")]
     NoSlots,
     /// The server serves no model.
@@ -48,15 +48,15 @@ pub enum ConnectError {
     /// The engine's block size is not a multiple of the cluster's.
     #[error(transparent)]
     BlockSize(#[from] WrongBlockSize),
-    /// An event address is invalid.
+    /// An address of KV events is invalid.
     #[error("{0}")]
     Endpoint(String),
 }
 
-/// Why the engine of an adapter counts as ended. A server that is started again is another instance.
+/// The reason why the engine of an adapter counts as ended. A server that is started again is another instance.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineEnded {
-    /// The server does not answer.
+    /// The server no longer answers.
     #[error("the engine no longer answers")]
     Gone,
     /// Another process answers at the server's address.
@@ -64,45 +64,44 @@ pub enum EngineEnded {
     Restarted,
 }
 
-/// What a server says of itself.
+/// The description of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerDescription {
-    /// The id of the model that it serves.
+    /// The id of the model that the server serves.
     pub model: String,
+    /// The names of the model's LoRAs, which it serves as further models.
+    pub loras: Vec<String>,
     /// The name or path from which the server loaded the model.
     pub root: Option<String>,
-    /// The maximum length of a sequence, in tokens.
+    /// The maximum length of a sequence in tokens.
     pub context_length: u32,
-    /// The data-parallel ranks, each with the tokens that fit into its KV memory; at least one.
+    /// The data-parallel ranks, each with the number of tokens that fit into its KV memory. There is at least one rank.
     pub ranks: Vec<(u32, u64)>,
 }
 
-/// What distinguishes a server from one that is started after it at the same address; `None` if the server does not report it.
+/// A value that differs between two runs of a server at one address; `None` if the server reports no such value.
 pub(crate) type Instance = Option<String>;
 
-/// A server whose health is checked.
 #[tonic::async_trait]
 pub(crate) trait Server: Send + Sync + 'static {
     /// Checks that the engine can work.
     ///
     /// # Errors
-    /// The server does not answer, or reports that the engine has failed.
+    /// Fails if the server does not answer, or if it reports that the engine has failed.
     async fn check_health(&self) -> Result<Instance, EngineFailure>;
 }
 
-/// What a connection knows of its engine.
 pub(crate) struct Engine {
     pub shared: Arc<Shared>,
-    /// The family of engines with which it exchanges KV.
     pub family: Option<Arc<str>>,
     pub instance: Instance,
     /// Applies the engine's KV events until it has ended.
     pub events: BoxFuture<'static, EngineEnded>,
 }
 
-/// A connected server.
+/// An adapter that is connected to its engine's server.
 pub struct Connected {
-    /// The back end of a worker.
+    /// The back end for a worker, which calls the server.
     pub adapter: Adapter,
     /// The id of the model that the server serves.
     pub model: String,
@@ -110,11 +109,11 @@ pub struct Connected {
 }
 
 impl Connected {
-    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: String) -> Self {
+    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: String, loras: Vec<String>) -> Self {
         let Engine { shared, family, instance, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
-        let adapter = Adapter { shared: Arc::clone(&shared), api, family, hung: is_hung };
+        let adapter = Adapter { shared: Arc::clone(&shared), api, family, loras: loras.into(), hung: is_hung };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
@@ -133,10 +132,10 @@ impl Connected {
     }
 }
 
-/// Repeats the description of a server until it answers.
+/// Describes a server, with retries until it answers.
 ///
 /// # Errors
-/// The server refuses the adapter.
+/// Fails if the server refuses the adapter.
 pub(crate) async fn wait_until<T, F>(url: &str, describe: impl Fn() -> F) -> Result<T, ConnectError>
 where
     F: Future<Output = Result<T, EngineFailure>>,

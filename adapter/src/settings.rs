@@ -9,9 +9,9 @@ use crate::{
 /// The settings of the connection to an engine's server.
 #[derive(Clone, Debug)]
 pub enum ServerSettings {
-    /// A vLLM server.
+    /// The engine is a vLLM server.
     Vllm(VllmSettings),
-    /// A llama.cpp server.
+    /// The engine is a llama.cpp server.
     LlamaCpp(LlamaCppSettings),
 }
 
@@ -24,18 +24,18 @@ impl ServerSettings {
         }
     }
 
-    /// Returns the settings for one data-parallel rank of the server. A llama.cpp server has one, which needs no name.
+    /// Returns these settings for one data-parallel rank of the server. A llama.cpp server has only one rank, so its settings do not change.
     pub fn with_rank(self, rank: u32) -> Self {
         match self {
-            Self::Vllm(settings) => Self::Vllm(VllmSettings { rank: Some(rank), ..settings }),
+            Self::Vllm(settings) => Self::Vllm(settings.with_rank(rank)),
             Self::LlamaCpp(settings) => Self::LlamaCpp(settings),
         }
     }
 
-    /// Waits until the server answers, and returns what it says of itself.
+    /// Waits until the server answers, and returns the server's description.
     ///
     /// # Errors
-    /// The settings are invalid, or the server cannot be used.
+    /// Fails if the settings are invalid, or if the server cannot be used.
     pub async fn inspect(&self) -> Result<ServerDescription, ConnectError> {
         match self {
             Self::Vllm(settings) => vllm::inspect(settings).await,
@@ -46,7 +46,7 @@ impl ServerSettings {
     /// Waits until the server answers, and connects to it.
     ///
     /// # Errors
-    /// The settings are invalid, or the server cannot be used.
+    /// Fails if the settings are invalid, or if the server cannot be used.
     pub async fn connect(self) -> Result<Connected, ConnectError> {
         match self {
             Self::Vllm(settings) => vllm::connect(settings).await,

@@ -16,17 +16,15 @@ use tandem_kv::{KvBatch, Load, Namespace, Snapshot, TokenId};
 use tandem_worker::CacheWatch;
 use tokio::sync::broadcast;
 
-/// The most batches of KV events that wait for a slow reader. A reader that falls further behind starts again from a snapshot.
+/// Maximum number of batches of KV events that wait for a slow reader. A reader that falls further behind starts again from a snapshot.
 const BATCHES_MAX: usize = 1_024;
 
-/// The state of one adapter.
 pub(crate) struct Shared {
     pub info: EngineInfo,
     pub slots: Arc<Slots>,
     pub books: Arc<Books>,
     /// Whether the mirror is filled from the requests that were routed to this worker, because the engine reports no usable events.
     pub approximate: bool,
-    /// The largest number of blocks in the mirror.
     pub cached_blocks_max: u32,
     mirror: Mutex<Mirror>,
     /// The sender of all batches of KV events; `None` once the engine has ended.
@@ -58,7 +56,6 @@ impl Tiers {
 }
 
 impl Shared {
-    /// Returns the state of an adapter that has served no request yet.
     pub fn new(info: EngineInfo, slots: Arc<Slots>, mirror: Mirror, approximate: bool) -> Self {
         let (batches, _) = broadcast::channel(BATCHES_MAX);
         let shared = Self {
@@ -91,7 +88,7 @@ impl Shared {
         Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
     }
 
-    /// Returns how many leading tokens of the prompt the engine has cached and need not compute. The prompt's last token is never counted.
+    /// Returns how many leading tokens of the prompt are cached. The prompt's last token is never counted, because the engine always computes it.
     pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
         let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
         let known = Tiers { prefix, block_size: self.info.block_size }.known();
@@ -123,7 +120,7 @@ impl Shared {
             let included_request_ids = self.books.take_included();
             KvBatch { last_event_id: mirror.last_id(), events: mirror.take(), load, included_request_ids, step: None }
         };
-        // An error means that there are no watchers.
+        // Publishing fails only if there are no watchers.
         drop(batches.send(Arc::new(batch)));
     }
 

@@ -1,4 +1,4 @@
-//! The queue in front of an external engine. A request is submitted when the engine can run it, so the engine's own queue stays short, and
+//! The queue in front of an external engine. A request is submitted only when the engine can run it. So the engine's own queue stays short, and
 //! limits, fairness and drains work as with Tandem's engine.
 
 use parking_lot::Mutex;
@@ -14,13 +14,13 @@ use tokio::sync::oneshot;
 pub(crate) struct SlotLimits {
     /// The maximum number of requests in the engine.
     pub running: usize,
-    /// The most KV blocks that the prompts of these requests may need together. A request that needs more runs alone.
+    /// Maximum number of KV blocks that the prompts of all requests in the engine may need together. A request that needs more runs alone.
     pub blocks: u64,
     /// The maximum number of requests that may wait for a place in the engine.
     pub waiting: usize,
 }
 
-/// The places in the engine. Of the accounts with waiting requests, the one with the fewest requests in the engine gets the next place. An
+/// Decides which request is submitted next. Of the accounts with waiting requests, the one with the fewest requests in the engine is next. An
 /// account's requests are submitted in the order of their arrival.
 pub(crate) struct Slots {
     limits: SlotLimits,
@@ -33,7 +33,6 @@ struct State {
     running: usize,
     blocks: u64,
     waiting: usize,
-    /// The number of requests that have been queued so far.
     arrivals: u64,
 }
 
@@ -49,7 +48,7 @@ struct Waiting {
     granted: oneshot::Sender<Slot>,
 }
 
-/// A request's place in the engine; dropping it frees the place.
+/// A request's permission to run in the engine. Dropping this value lets the next request run.
 pub(crate) struct Slot {
     slots: Arc<Slots>,
     account: Arc<str>,
@@ -65,7 +64,6 @@ pub(crate) struct QueuedRequest {
 }
 
 impl Slots {
-    /// Returns a queue in front of an idle engine.
     pub fn new(limits: SlotLimits) -> Arc<Self> {
         Arc::new(Self { limits, state: Mutex::default() })
     }
@@ -73,7 +71,7 @@ impl Slots {
     /// Queues a request whose prompt needs this many blocks.
     ///
     /// # Errors
-    /// The queue is full.
+    /// Fails if the queue is full.
     pub fn enqueue(self: &Arc<Self>, account: &str, blocks: u64) -> Result<QueuedRequest, Refusal> {
         let account: Arc<str> = account.into();
         let (granted, receiver) = oneshot::channel();
@@ -92,7 +90,6 @@ impl Slots {
         Ok(QueuedRequest { slots: Arc::clone(self), account, arrival, granted: receiver })
     }
 
-    /// Returns the numbers of requests in the engine and in the queue.
     #[cfg(test)]
     fn counts(&self) -> (usize, usize) {
         let state = self.state.lock();
@@ -110,7 +107,7 @@ impl Slots {
                 })
             };
             let Some((granted, slot)) = granted else { return };
-            // If the request has left the queue meanwhile, this drops its slot, which frees the place.
+            // If the request has left the queue meanwhile, sending fails, and the dropped slot is free again.
             drop(granted.send(slot));
         }
     }
@@ -142,7 +139,7 @@ impl State {
 }
 
 impl QueuedRequest {
-    /// Waits for the request's place.
+    /// Waits until the request may run in the engine.
     pub async fn slot(&mut self) -> Slot {
         match (&mut self.granted).await {
             Ok(slot) => slot,

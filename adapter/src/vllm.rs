@@ -1,4 +1,4 @@
-//! A stock vLLM server as an engine.
+//! Support for a stock vLLM server as an engine.
 
 mod client;
 mod connect;

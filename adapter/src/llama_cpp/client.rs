@@ -26,20 +26,18 @@ use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::TokenId;
 use tokio_util::sync::CancellationToken;
 
-/// The time within which the server must answer a request that needs no step of the model.
+/// Time limit for the answer to a request for which the server need not run the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A llama.cpp server.
 pub(super) struct Client {
     http: HttpClient,
     settings: BodySettings,
     running: Arc<Running>,
 }
 
-/// The requests that run, by their ids. Cancelling one ends its stream.
+/// The running requests by their ids. Cancelling a token ends the stream of its request.
 type Running = Mutex<HashMap<String, CancellationToken>>;
 
-/// A model that the server serves.
 #[derive(Debug, Deserialize)]
 pub(super) struct Model {
     pub id: String,
@@ -52,23 +50,20 @@ pub(super) struct ModelMeta {
     pub n_vocab: Option<usize>,
 }
 
-/// The server's properties.
 #[derive(Debug, Deserialize)]
 pub(super) struct Props {
-    /// Sequences that it runs at a time. Absent in a router of several servers.
+    /// The number of sequences that the server runs at the same time; absent if the server is a router in front of several servers.
     pub total_slots: Option<u32>,
     pub default_generation_settings: Option<SlotSettings>,
     pub eos_token: Option<String>,
     pub build_info: Option<String>,
-    /// The path from which it loaded the model.
     pub model_path: Option<String>,
-    /// Text that stands for images in prompts. Each server chooses one at its start.
+    /// The text that stands for an image in a prompt. Each server chooses it at random when it starts.
     media_marker: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
 pub(super) struct SlotSettings {
-    /// The context length of each slot.
     pub n_ctx: u32,
 }
 
@@ -78,15 +73,10 @@ impl Client {
     }
 }
 
-/// Returns the body of a GET.
 async fn get(http: &HttpClient, path: &str) -> Result<Bytes, EngineFailure> {
     failure::check(http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
 }
 
-/// Returns the models that the server serves.
-///
-/// # Errors
-/// The server does not answer, or answers with an error.
 pub(super) async fn models(http: &HttpClient) -> Result<Vec<Model>, EngineFailure> {
     #[derive(Deserialize)]
     struct Models {
@@ -95,18 +85,14 @@ pub(super) async fn models(http: &HttpClient) -> Result<Vec<Model>, EngineFailur
     Ok(response::json::<Models>(&get(http, "/v1/models").await?)?.data)
 }
 
-/// Returns the server's properties.
-///
-/// # Errors
-/// The server does not answer, or answers with an error.
 pub(super) async fn props(http: &HttpClient) -> Result<Props, EngineFailure> {
     response::json(&get(http, "/props").await?)
 }
 
-/// Returns the token with this text, such as `<|im_end|>`; `None` if there is no such token.
+/// Returns the id of the token with this text, such as `<|im_end|>`; `None` if there is no such token.
 ///
 /// # Errors
-/// The server does not answer, or answers with an error.
+/// Fails if the server does not answer, or answers with an error.
 pub(super) async fn special_token(http: &HttpClient, text: &str) -> Result<Option<TokenId>, EngineFailure> {
     #[derive(Deserialize)]
     struct Tokens {
@@ -131,7 +117,7 @@ impl Server for Client {
 }
 
 impl Props {
-    /// Returns what distinguishes the server from one that is started after it.
+    /// Returns a value that differs between two runs of a server at one address.
     pub fn instance(self) -> Instance {
         self.media_marker
     }
@@ -147,6 +133,13 @@ impl Api for Client {
             }
             Generate { prompt_logprobs: Some(_), .. } => "llama.cpp does not report the logprobs of prompts",
             Generate { sampling: Sampling { min_tokens: 1.., .. }, .. } => "llama.cpp has no min_tokens",
+            Generate { sampling, .. } if !sampling.allowed_token_ids.is_empty() => "llama.cpp has no allowed_token_ids",
+            Generate { sampling, .. } if !sampling.bad_words.is_empty() => "llama.cpp has no bad_words",
+            Generate { sampling, .. } if !sampling.logprob_token_ids.is_empty() => "llama.cpp has no logprob_token_ids",
+            Generate { sampling: Sampling { constraint: Some(constraint), .. }, .. } => match super::request::check(constraint) {
+                Ok(()) => return Ok(()),
+                Err(why) => why,
+            },
             _ => return Ok(()),
         };
         Err(Refusal::Unsupported(Cow::Borrowed(why)))
@@ -180,7 +173,7 @@ impl Api for Client {
             Ok(events) => events,
             Err(error) => stream::once(async { Err(error) }).boxed(),
         });
-        // An abort ends the request by dropping its connection.
+        // Dropping the connection is the only way to abort a request in the server.
         let events = events.take_until(aborted.clone().cancelled_owned()).boxed();
         let chunks = stream::unfold(Some((answer, events)), move |state| {
             let aborted = aborted.clone();
@@ -192,7 +185,7 @@ impl Api for Client {
                         Err(error) => Err(error),
                     },
                     None if aborted.is_cancelled() => Ok(answer.end(Finish::Aborted)),
-                    None => Err(EngineFailure::Protocol("the answer has no last event".to_owned())),
+                    None => Err(EngineFailure::Protocol("the answer ended without its last event".to_owned())),
                 };
                 let continues = chunk.as_ref().is_ok_and(|chunk| chunk.usage.is_none());
                 Some((chunk, continues.then_some((answer, events))))
@@ -212,7 +205,7 @@ impl Api for Client {
     }
 }
 
-/// Sends a request, and returns its answer once it has begun: when the server begins with the prompt.
+/// Sends a request. Returns its answer when the server has begun to compute the prompt.
 async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, Result<String, EngineFailure>>, EngineFailure> {
     let answer = http.send(Method::POST, "/completion", &[], Some(body)).await?;
     let status = answer.status();
@@ -227,7 +220,6 @@ async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, R
     Ok(events.boxed())
 }
 
-/// Takes a request out of the running ones when it is dropped.
 struct RunningGuard {
     running: Arc<Running>,
     request_id: String,
@@ -239,20 +231,18 @@ impl Drop for RunningGuard {
     }
 }
 
-/// The state of a streamed answer.
 struct Answer {
     http: HttpClient,
     stop_token_ids: Vec<TokenId>,
     top: Option<u32>,
     end_token: Option<TokenId>,
-    /// Tokens that the server has generated, as of the last event.
+    /// The number of tokens that the server has generated, as its last event reported.
     generated: u32,
     cached_tokens: Option<u32>,
     _running: RunningGuard,
 }
 
 impl Answer {
-    /// Returns the part of the answer that an event has.
     async fn chunk(&mut self, event: String) -> Result<Chunk, EngineFailure> {
         match response::event(event.as_bytes(), self.top)? {
             AnswerEvent::Prompt { cached_tokens } => {
@@ -273,7 +263,7 @@ impl Answer {
             }
             AnswerEvent::End { finish, generated, cached_tokens } => {
                 self.cached_tokens = cached_tokens.or(self.cached_tokens);
-                // An end-of-sequence token within a character has no event of its own.
+                // The server sends no event for an end-of-sequence token that follows an incomplete UTF-8 character.
                 let lost = finish == Finish::Stop && generated > self.generated;
                 let tokens = self.end_token.filter(|_| lost).map(|token| (token, None));
                 Ok(Chunk { tokens: tokens.into_iter().collect(), ..self.end(finish) })
@@ -281,7 +271,7 @@ impl Answer {
         }
     }
 
-    /// Returns the tokens of a text whose tokens the server did not all report.
+    /// Returns the tokens of a text, of which the server has reported only some.
     async fn tokens(&self, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
         let request = json!({ "content": text, "add_special": false, "parse_special": false, "with_pieces": true });
         response::json::<Tokenized>(&tokenize(&self.http, &request).await?)?.of(text)

@@ -21,22 +21,21 @@ use tandem_kv::{HashKey, TokenId};
 pub struct LlamaCppSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
-    /// The server's `--api-key`.
+    /// The key that the server requires (its `--api-key`); `None` if it requires none.
     pub key: Option<String>,
-    /// Certificates (PEM) of authorities that are trusted to identify the server, besides the public ones.
+    /// PEM certificates of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
-    /// Tokens in a block of the cluster.
+    /// The number of tokens in a block of the cluster.
     pub block_size: u32,
-    /// The key of the cluster's sequence hashes.
+    /// The key with which the cluster's sequence hashes are computed.
     pub hash_key: HashKey,
     /// The maximum number of requests that may wait for the engine.
     pub waiting_max: usize,
-    /// Whether prompts reuse the KV of earlier ones. The server does not separate the caches of clients, so the worker then serves only
-    /// requests without a cache salt and without an account.
+    /// Whether prompts reuse the KV of earlier prompts. The server does not separate the caches of clients, so with this option its worker serves
+    /// only requests without a cache salt and without an account.
     pub prefix_caching: bool,
 }
 
-/// What a server says of itself, and its slots.
 struct Described {
     model: Model,
     props: Props,
@@ -45,20 +44,20 @@ struct Described {
     end_token: Option<TokenId>,
 }
 
-/// Waits until the server answers, and returns what it says of itself.
+/// Waits until the server answers, and returns the server's description.
 ///
 /// # Errors
-/// The settings are invalid, or the server cannot be used.
+/// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, ConnectError> {
     let Described { model, props, slots, context_length, .. } = describe(&http(settings)?, &settings.url).await?;
     let ranks = vec![(0, u64::from(slots) * u64::from(context_length))];
-    Ok(ServerDescription { model: model.id, root: props.model_path, context_length, ranks })
+    Ok(ServerDescription { model: model.id, loras: Vec::new(), root: props.model_path, context_length, ranks })
 }
 
 /// Waits until the server answers, and connects to it.
 ///
 /// # Errors
-/// The settings are invalid, or the server cannot be used.
+/// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectError> {
     let http = http(&settings)?;
     let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, .. } = settings;
@@ -86,10 +85,9 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
         "connected to a llama.cpp engine"
     );
     let client = Client::new(http, BodySettings { context_length, prefix_caching, end_token });
-    // The server publishes no events.
     let events = std::future::pending().boxed();
     let engine = Engine { shared, family: None, instance: props.instance(), events };
-    Ok(Connected::new(Arc::new(client), engine, model.id))
+    Ok(Connected::new(Arc::new(client), engine, model.id, Vec::new()))
 }
 
 fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {

@@ -1,14 +1,13 @@
-//! Tokens that a streamed answer leaves out.
+//! Recovers tokens that a streamed answer of llama.cpp leaves out.
 //!
-//! The server sends no event for a token that ends within a character. The event of the token that completes the character has the text of
-//! all these tokens, but only the id of the last. The adapter then uses the ids into which the server's tokenizer divides the text. They
-//! have the same bytes, although the model may have divided the text otherwise.
+//! A token may end within a UTF-8 character. The server sends no event for such a token. Its event for the token that completes the character has the
+//! text of all these tokens, but only the id of the last one. The adapter then uses the ids into which the server's tokenizer divides the text. These
+//! tokens have the same bytes, although the model may have divided the text differently.
 
 use crate::api::EngineFailure;
 use serde::Deserialize;
 use tandem_kv::TokenId;
 
-/// The answer of `/tokenize` with `with_pieces`.
 #[derive(Deserialize)]
 pub(super) struct Tokenized {
     tokens: Vec<Token>,
@@ -20,7 +19,7 @@ struct Token {
     piece: Piece,
 }
 
-/// The text of a token, or its bytes if they are no text.
+/// The text of a token, or its bytes if they are not valid UTF-8.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Piece {
@@ -38,16 +37,18 @@ impl Piece {
 }
 
 impl Tokenized {
-    /// Returns the tokens whose bytes are exactly the text. Some tokenizers put a space before it, which is left out.
+    /// Returns the tokens whose bytes are exactly the text. Some tokenizers put a space before the text; it is left out.
     ///
     /// # Errors
-    /// No tokens at the end of the answer have these bytes.
+    /// Fails if no tokens at the end of the tokenizer's answer have these bytes.
     pub fn of(self, text: &str) -> Result<Vec<TokenId>, EngineFailure> {
         let suffixes = (0..self.tokens.len()).map(|from| &self.tokens[from..]);
         let has_the_text = |tokens: &&[Token]| tokens.iter().flat_map(|token| token.piece.bytes()).eq(text.as_bytes());
         match { suffixes }.find(has_the_text) {
             Some(tokens) => Ok(tokens.iter().map(|token| token.id).collect()),
-            None => Err(EngineFailure::Protocol("the tokens of an incomplete character are not known".to_owned())),
+            None => Err(EngineFailure::Protocol(
+                "the server's tokenizer returned no tokens for a character that it had divided".to_owned(),
+            )),
         }
     }
 }
@@ -61,13 +62,13 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_a_text_have_exactly_its_bytes() {
-        // Recorded from build 10434.
+    fn recovered_tokens_have_exactly_the_bytes_of_their_text() {
+        // The answer was recorded from build 10434 of llama.cpp.
         let recorded = r#"{"tokens":[{"id":10813,"piece":[240,159]},{"id":232,"piece":[142]},{"id":227,"piece":[137]}]}"#;
-        assert_eq!(tokens(recorded, "🎉").expect("they are its bytes"), [10_813, 232, 227]);
+        assert_eq!(tokens(recorded, "🎉").expect("the tokens have the text's bytes"), [10_813, 232, 227]);
         let spaced =
             r#"{"tokens":[{"id":9,"piece":" "},{"id":7,"piece":[226,130]},{"id":8,"piece":[172]},{"id":3,"piece":"!"}]}"#;
-        assert_eq!(tokens(spaced, "€!").expect("the space is left out"), [7, 8, 3]);
+        assert_eq!(tokens(spaced, "€!").expect("the tokens have the text's bytes after the space"), [7, 8, 3]);
         for other in ["🎊", "", "a🎉"] {
             assert!(tokens(recorded, other).is_err(), "{other}");
         }

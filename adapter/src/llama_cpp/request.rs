@@ -1,20 +1,22 @@
-//! Requests to llama.cpp's `/completion`: token ids in, token ids out.
+//! Requests to llama.cpp's `/completion`, with token ids as input and output.
 
 use serde::Serialize;
+use serde_json::Value;
 use tandem_engine::Sampling;
+use tandem_grammar::{Constraint, Kind, is_ebnf};
 use tandem_kv::TokenId;
 
-/// The samplers in the order of Tandem's engine; the server's own order has the temperature last. Samplers that are not listed are off.
+/// The server's samplers in the order in which Tandem's engine applies them. By default the server applies the temperature last. Samplers that are
+/// not listed are disabled.
 const SAMPLERS: [&str; 5] = ["penalties", "temperature", "min_p", "top_k", "top_p"];
 
-/// The fields of a streamed answer's last event. The others repeat the prompt as text, and all settings.
+/// The fields that the last event of a streamed answer must have. Other fields would repeat the prompt's text and all settings.
 const RESPONSE_FIELDS: [&str; 4] = ["stop", "stop_type", "tokens_predicted", "timings"];
 
-/// llama.cpp's default window of presence and frequency penalties, in tokens. The prompt's tokens in the window count as generated, so with
-/// a larger window a long prompt would decide the answer.
+/// llama.cpp's default window of presence and frequency penalties, in tokens. Prompt tokens in the window count as generated tokens, so with a larger
+/// window a long prompt would change the answer.
 const PENALTY_WINDOW: u32 = 64;
 
-/// The body of a streamed request.
 #[derive(Serialize)]
 pub(super) struct CompletionBody<'a> {
     prompt: &'a [TokenId],
@@ -22,7 +24,7 @@ pub(super) struct CompletionBody<'a> {
     cache_prompt: bool,
     stream: bool,
     return_tokens: bool,
-    /// The first event has the number of cached tokens, before the prompt is computed.
+    /// If true, an event with the number of cached tokens is sent before the prompt is computed.
     return_progress: bool,
     response_fields: [&'static str; 4],
     samplers: [&'static str; 5],
@@ -36,12 +38,51 @@ pub(super) struct CompletionBody<'a> {
     repeat_last_n: u32,
     logit_bias: Vec<(TokenId, f32)>,
     seed: u32,
-    /// Bars all end-of-sequence tokens.
+    /// If true, no end-of-sequence token is generated.
     ignore_eos: bool,
     n_probs: u32,
+    #[serde(flatten)]
+    constraint: Option<ServerConstraint>,
 }
 
-/// What a request depends on besides its prompt and its sampling.
+/// A constraint in the form that the server accepts.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum ServerConstraint {
+    JsonSchema(Value),
+    /// A grammar in llama.cpp's format GBNF.
+    Grammar(String),
+}
+
+/// Checks whether the server supports this kind of constraint.
+///
+/// # Errors
+/// Fails if the server does not support it. The text says what to do.
+pub(super) fn check(constraint: &Constraint) -> Result<(), &'static str> {
+    server_constraint(constraint).map(drop)
+}
+
+fn server_constraint(Constraint { kind, begins_after }: &Constraint) -> Result<ServerConstraint, &'static str> {
+    if begins_after.is_some() {
+        return Err("llama.cpp cannot begin a constraint after the reasoning: disable the reasoning, or the constraint");
+    }
+    Ok(match kind {
+        Kind::JsonSchema { schema, .. } => {
+            ServerConstraint::JsonSchema(serde_json::from_str(schema).map_err(|_| "the JSON schema is not valid JSON")?)
+        }
+        Kind::JsonObject => ServerConstraint::JsonSchema(serde_json::json!({ "type": "object" })),
+        Kind::Choice(texts) => {
+            let texts: Vec<String> = texts.iter().map(|text| Value::from(text.as_str()).to_string()).collect();
+            ServerConstraint::Grammar(format!("root ::= {}", texts.join(" | ")))
+        }
+        Kind::Grammar(grammar) if is_ebnf(grammar) => ServerConstraint::Grammar(grammar.clone()),
+        Kind::Grammar(_) => return Err("llama.cpp has no grammars in Lark: send the grammar in GBNF"),
+        Kind::Regex(_) => return Err("llama.cpp has no constraint by a regular expression: send a grammar in GBNF"),
+        Kind::StructuralTag(_) => return Err("llama.cpp has no structural tags"),
+    })
+}
+
+/// The inputs of a request besides its prompt and its sampling parameters.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BodySettings {
     pub context_length: u32,
@@ -79,13 +120,14 @@ impl<'a> CompletionBody<'a> {
                 Some(end) => !sampling.stop_token_ids.contains(&end),
                 None => sampling.stop_token_ids.is_empty(),
             },
-            // The sampled token's own logprob comes with at least one alternative only.
+            // The server reports the logprob of the sampled token only together with at least one alternative.
             n_probs: sampling.logprobs.map_or(0, |top| top.max(1)),
+            constraint: sampling.constraint.as_ref().and_then(|constraint| server_constraint(constraint).ok()),
         }
     }
 }
 
-/// Returns a seed of 32 bits; consecutive seeds stay different. The largest one would be a random seed.
+/// Returns a seed of 32 bits. Consecutive seeds stay different. The largest number is not used, because it means a random seed.
 fn seed(seed: u64) -> u32 {
     (seed % u64::from(u32::MAX)) as u32
 }
@@ -93,7 +135,7 @@ fn seed(seed: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     const SETTINGS: BodySettings = BodySettings { context_length: 100, prefix_caching: true, end_token: Some(2) };
 
@@ -102,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn all_parameters_are_passed_on() {
+    fn all_sampling_parameters_are_sent_to_the_server() {
         let sampling = Sampling {
             max_tokens: Some(9),
             temperature: 0.5,
@@ -135,13 +177,40 @@ mod tests {
     fn values_that_the_server_would_interpret_differently_are_replaced() {
         let of = |sampling, field: &str| body(&sampling, &SETTINGS)[field].clone();
         let default = Sampling::default;
-        assert_eq!(of(Sampling { max_tokens: None, ..default() }, "n_predict"), 98, "the context ends there");
-        assert_eq!(of(Sampling { repetition_penalty: 1.5, ..default() }, "repeat_last_n"), 100, "it counts prompt and answer");
+        assert_eq!(of(Sampling { max_tokens: None, ..default() }, "n_predict"), 98, "the limit is the rest of the context");
+        assert_eq!(
+            of(Sampling { repetition_penalty: 1.5, ..default() }, "repeat_last_n"),
+            100,
+            "the penalty counts the prompt and the answer"
+        );
         assert_eq!(of(Sampling { logprobs: Some(0), ..default() }, "n_probs"), 1);
         for (of_request, sent) in [(7, 7), (8, 8), (u64::from(u32::MAX) - 1, u32::MAX - 1), (u32::MAX.into(), 0), (1 << 40, 256)]
         {
             assert_eq!(of(Sampling { seed: of_request, ..default() }, "seed"), sent);
         }
+    }
+
+    #[test]
+    fn constraints_are_sent_to_the_server_or_refused() {
+        let of = |kind: Kind| {
+            let sampling = Sampling { constraint: Some(kind.into()), ..Sampling::default() };
+            let refused = check(sampling.constraint.as_ref().expect("the sampling has a constraint")).err();
+            let body = body(&sampling, &SETTINGS);
+            (body["json_schema"].clone(), body["grammar"].clone(), refused.is_some())
+        };
+        let schema = Kind::JsonSchema { schema: r#"{"type":"null"}"#.to_owned(), lenient: false };
+        assert_eq!(of(schema), (json!({ "type": "null" }), Value::Null, false));
+        assert_eq!(of(Kind::JsonObject), (json!({ "type": "object" }), Value::Null, false));
+        let choice = Kind::Choice(vec!["a\"".to_owned(), "b".to_owned()]);
+        assert_eq!(of(choice), (Value::Null, json!(r#"root ::= "a\"" | "b""#), false));
+        let ebnf = "root ::= \"a\"".to_owned();
+        assert_eq!(of(Kind::Grammar(ebnf.clone())), (Value::Null, json!(ebnf), false));
+        for kind in [Kind::Grammar("start: \"a\"".to_owned()), Kind::Regex("a".to_owned()), Kind::StructuralTag("{}".to_owned())]
+        {
+            assert_eq!(of(kind), (Value::Null, Value::Null, true));
+        }
+        let late = Constraint { kind: Kind::JsonObject, begins_after: Some("</think>".to_owned()) };
+        assert!(check(&late).is_err_and(|why| why.contains("reasoning")));
     }
 
     #[test]

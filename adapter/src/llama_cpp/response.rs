@@ -8,20 +8,19 @@ use serde::{Deserialize, de::DeserializeOwned};
 use tandem_engine::{TokenLogprob, TokenLogprobs};
 use tandem_kv::TokenId;
 
-/// One event of a streamed answer.
 #[derive(Debug, PartialEq)]
 pub(super) enum AnswerEvent {
-    /// The prompt is being computed.
+    /// The server has computed a part of the prompt.
     Prompt {
-        /// Tokens of the prompt that were found in the slot.
+        /// The number of prompt tokens whose KV was cached in the server's slot.
         cached_tokens: u32,
     },
     Token {
         token: TokenId,
         logprobs: Option<TokenLogprobs>,
-        /// The text that has become complete with this token: also that of tokens before it that ended within a character.
+        /// The text that this token completes. It includes the text of earlier tokens that ended within a UTF-8 character.
         text: String,
-        /// Tokens that were generated so far.
+        /// The number of tokens that were generated so far.
         generated: u32,
     },
     End {
@@ -73,7 +72,7 @@ struct Alternative {
 /// Decodes a JSON body.
 ///
 /// # Errors
-/// It is not what was expected.
+/// Fails if the body does not have the expected form.
 pub(super) fn json<T: DeserializeOwned>(json: &[u8]) -> Result<T, EngineFailure> {
     serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))
 }
@@ -81,7 +80,7 @@ pub(super) fn json<T: DeserializeOwned>(json: &[u8]) -> Result<T, EngineFailure>
 /// Decodes one event of a streamed answer, with at most `top` alternatives for its token.
 ///
 /// # Errors
-/// It is not an event, or reports an error.
+/// Fails if the data is not an event, or if the event reports an error.
 pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, EngineFailure> {
     let Body {
         content: text,
@@ -127,7 +126,7 @@ pub(super) fn event(data: &[u8], top: Option<u32>) -> Result<AnswerEvent, Engine
 mod tests {
     use super::*;
 
-    /// Recorded from builds 10434 and 11549.
+    /// The events were recorded from builds 10434 and 11549 of llama.cpp.
     const PROGRESS: &str = r#"{"index":0,"content":"","tokens":[0],"stop":false,"id_slot":-1,"tokens_predicted":0,"tokens_evaluated":50,"prompt_progress":{"total":50,"cache":49,"processed":49,"time_ms":0}}"#;
     const TOKEN: &str = r#"{"index":0,"content":"ad","tokens":[344],"stop":false,"id_slot":-1,"tokens_predicted":1,"tokens_evaluated":50,"completion_probabilities":[{"id":344,"token":"ad","bytes":[97,100],"logprob":-1.5,"top_logprobs":[{"id":344,"token":"ad","bytes":[97,100],"logprob":-1.5},{"id":261,"token":"at","bytes":[97,116],"logprob":-2.25}]}]}"#;
     const LAST: &str = r#"{"stop":true,"stop_type":"limit","tokens_predicted":3,"timings":{"cache_n":49,"prompt_n":1,"prompt_ms":11.283,"prompt_per_token_ms":11.283,"prompt_per_second":88.62891075068688,"predicted_n":3,"predicted_ms":22.399,"predicted_per_token_ms":7.466333333333334,"predicted_per_second":133.93455064958258}}"#;
@@ -135,7 +134,7 @@ mod tests {
 
     #[test]
     fn streamed_answer_is_decoded() {
-        let of = |data: &str, top| event(data.as_bytes(), top).expect("a recorded event");
+        let of = |data: &str, top| event(data.as_bytes(), top).expect("a recorded event is valid");
         assert_eq!(of(PROGRESS, Some(1)), AnswerEvent::Prompt { cached_tokens: 49 });
         let token = |logprobs| AnswerEvent::Token { token: 344, logprobs, text: "ad".to_owned(), generated: 1 };
         assert_eq!(of(TOKEN, None), token(None));
@@ -149,7 +148,7 @@ mod tests {
 
     #[test]
     fn errors_and_unknown_events_are_failures() {
-        let failure = |data: &str, top| event(data.as_bytes(), top).expect_err("no valid event");
+        let failure = |data: &str, top| event(data.as_bytes(), top).expect_err("the event is an error");
         assert!(matches!(failure(ERROR, None), EngineFailure::Failed(message) if message.contains("Context size")));
         let unknown = [
             ("{", None),

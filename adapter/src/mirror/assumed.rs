@@ -7,11 +7,9 @@ use std::{
 };
 use tandem_kv::SequenceHash;
 
-/// The assumed blocks, in the order of their last use.
 pub(super) struct Assumed {
     capacity_blocks: usize,
     uses: HashMap<SequenceHash, LastUse>,
-    /// The blocks in the order in which they are dropped.
     order: BTreeSet<(LastUse, SequenceHash)>,
     last_prompt: u64,
 }
@@ -48,7 +46,6 @@ impl Assumed {
         }
     }
 
-    /// Drops all blocks. The caller also clears [`Blocks`].
     pub fn clear(&mut self) {
         self.uses.clear();
         self.order.clear();

@@ -3,14 +3,13 @@
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 use tandem_kv::{EventLog, KvEvent, SequenceHash, Snapshot, StoredChain};
 
-/// The memory in which a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tier {
     Device,
     Host,
 }
 
-/// How many of a prompt's leading Tandem blocks an engine has cached, by tier.
+/// The numbers of a prompt's leading Tandem blocks that an engine has cached, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixTiers {
     /// The number of blocks, from the prompt's start, that are in the device's memory.
@@ -19,7 +18,7 @@ pub struct PrefixTiers {
     pub host_blocks: u32,
 }
 
-/// The blocks of a mirror. A block is reported if it is held and its parent, if it has one, is reported.
+/// The blocks of a mirror. A block is reported if the engine holds it and its parent, if it has one, is reported.
 #[derive(Default)]
 pub(super) struct Blocks {
     held: HashMap<SequenceHash, Block>,
@@ -29,7 +28,6 @@ pub(super) struct Blocks {
     log: EventLog,
 }
 
-/// A block that is held in at least one tier.
 struct Block {
     parent: Option<SequenceHash>,
     device: u32,
@@ -68,7 +66,6 @@ impl Blocks {
         }
     }
 
-    /// Drops all blocks.
     pub fn clear(&mut self) {
         self.held.clear();
         self.children.clear();
@@ -77,17 +74,14 @@ impl Blocks {
         }
     }
 
-    /// Returns the changes of the reported blocks since the last call.
     pub fn take(&mut self) -> Vec<KvEvent> {
         self.log.take()
     }
 
-    /// Returns the id of the last change of the reported blocks.
     pub fn last_id(&self) -> u64 {
         self.log.last_id()
     }
 
-    /// Returns the number of reported blocks.
     pub fn reported(&self) -> usize {
         self.reported
     }
@@ -120,12 +114,10 @@ impl Blocks {
         PrefixTiers { device_blocks: device as u32, host_blocks: host as u32 }
     }
 
-    /// Returns the held blocks with this parent. If the parent is reported, all of them are reported.
     fn children_of(&self, parent: Option<SequenceHash>) -> impl Iterator<Item = SequenceHash> {
         self.children.range((parent, SequenceHash(u64::MIN))..=(parent, SequenceHash(u64::MAX))).map(|(_, hash)| *hash)
     }
 
-    /// Returns the block and its held descendants, parents before their children.
     fn subtree(&self, root: SequenceHash) -> Vec<SequenceHash> {
         let (mut found, mut open) = (Vec::new(), vec![root]);
         while let Some(hash) = open.pop() {
@@ -135,7 +127,6 @@ impl Blocks {
         found
     }
 
-    /// Reports the block and its held descendants.
     fn report(&mut self, root: SequenceHash) {
         for hash in self.subtree(root) {
             let block = self.held.get_mut(&hash).expect("the tree has held blocks");
@@ -145,7 +136,6 @@ impl Blocks {
         }
     }
 
-    /// Retracts the report of the block and its descendants.
     fn retract(&mut self, root: SequenceHash) {
         for hash in self.subtree(root).into_iter().rev() {
             self.held.get_mut(&hash).expect("the tree has held blocks").reported = false;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use tandem_kv::{Change, StoredChain};
 
 const BLOCK: usize = 2;
-/// The number of the cluster's blocks in an engine block.
+/// The number of the cluster's blocks in one engine block.
 const K: usize = 2;
 const ENGINE_BLOCK: usize = BLOCK * K;
 
@@ -31,7 +31,6 @@ fn namespace() -> Namespace {
     Namespace::new("model", "main", "", "")
 }
 
-/// Returns the tokens of `blocks` engine blocks. Different seeds give different tokens.
 fn tokens(seed: u32, blocks: usize) -> Vec<TokenId> {
     (0..(blocks * ENGINE_BLOCK) as u32).map(|index| seed * 1000 + index).collect()
 }
@@ -44,7 +43,6 @@ fn number(hash: u64) -> EngineHash {
     EngineHash::Number(hash)
 }
 
-/// Returns blocks with these engine hashes that begin a prompt.
 fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
     let mut extra_keys = vec![ExtraKeys::None; engine_hashes.len()];
     extra_keys[0] = ExtraKeys::Text(salt::cache_salt(&KEY, &namespace()));
@@ -53,7 +51,7 @@ fn first_blocks(engine_hashes: &[u64], tokens: Vec<TokenId>) -> BlocksStored {
         parent: None,
         tokens,
         block_size: ENGINE_BLOCK as u32,
-        lora: false,
+        lora: None,
         extra_keys,
         medium: Medium::Device,
         group: Some(0),
@@ -112,13 +110,12 @@ fn block_stored_twice_stays_cached_until_both_copies_are_removed() {
 }
 
 #[test]
-fn hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
+fn cache_hit_that_is_reported_as_stored_does_not_count_as_a_copy() {
     let mut mirror = mirror_with(|settings| settings.hits_are_reported = true);
     let prompt = tokens(1, 2);
     let both = || EngineEvent::Stored(first_blocks(&[1, 2], prompt.clone()));
     mirror.apply(&[both(), both(), removed(2)]);
     assert_eq!(mirror.cached_blocks(), K);
-    // If a report of found blocks contains a block that the mirror lacks, the mirror adds that block.
     mirror.apply(&[both()]);
     assert_eq!(mirror.cached_blocks(), 2 * K);
     mirror.apply(&[removed(2), removed(1)]);
@@ -145,7 +142,7 @@ fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
     let mut mirror = mirror();
     let prompt = tokens(1, 3);
     let on_host = |engine_hashes: &[u64]| {
-        // vLLM's offloading reports hashes without tokens unless it is configured to describe them.
+        // vLLM's offloading reports hashes without tokens, unless it is configured to report the tokens, too.
         let blocks = BlocksStored { block_size: 0, medium: Medium::Host, ..first_blocks(engine_hashes, Vec::new()) };
         EngineEvent::Stored(BlocksStored { kind: None, ..blocks })
     };
@@ -154,7 +151,8 @@ fn block_in_host_memory_stays_routable_when_the_device_evicts_the_block() {
     mirror.apply(&[removed(3), removed(2)]);
     assert_eq!(changes(&mut mirror), []);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 4 });
-    // The engine searches host memory only for the block that follows the prefix on the device, so without block 2 it cannot use block 3.
+    // The engine searches host memory only for the blocks that follow the prefix on the device. Block 2 is in neither memory now, so block 3 cannot
+    // be used.
     mirror.apply(&[removed_from(2, Medium::Host)]);
     assert_eq!(mirror.cached_prefix(&namespace(), &prompt), PrefixTiers { device_blocks: 2, host_blocks: 0 });
     assert_eq!(mirror.cached_blocks(), K);
@@ -179,7 +177,7 @@ fn blocks_that_cannot_be_identified_are_not_routable() {
         (BlocksStored { extra_keys: Vec::new(), ..first() }, 0, namespace_and_parent),
         (BlocksStored { extra_keys: keys([text("tenant-a"), ExtraKeys::None]), ..first() }, 0, namespace_and_parent),
         (BlocksStored { extra_keys: keys([ExtraKeys::Other, ExtraKeys::None]), ..first() }, 0, keys_and_parent),
-        (BlocksStored { lora: true, ..first() }, 0, keys_and_parent),
+        (BlocksStored { lora: Some("lora".to_owned()), ..first() }, 2 * K, Unroutable::default()),
         (BlocksStored { extra_keys: keys([salt(), text("image")]), ..first() }, K, count(|unroutable| unroutable.extra_keys = 1)),
         (
             BlocksStored { extra_keys: keys([salt(), ExtraKeys::Other]), ..first() },
@@ -254,7 +252,7 @@ fn engine_block_size_that_is_not_a_multiple_of_the_cluster_block_size_is_refused
 #[test]
 fn assumed_blocks_are_those_of_the_latest_prompts() {
     let mut mirror = mirror();
-    // The device has 8 blocks, which hold two prompts of 2 engine blocks each.
+    // The device's memory has 8 blocks, which hold two prompts of 2 engine blocks each.
     let prompts = [1, 2, 3].map(|seed| tokens(seed, 2));
     let cached = |mirror: &Mirror, prompt: &[TokenId]| mirror.cached_prefix(&namespace(), prompt).device_blocks;
     for prompt in &prompts[..2] {
@@ -333,7 +331,7 @@ type Path = (u8, Vec<bool>);
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Stores the blocks of the path from this depth on: on the host if the last value is true, otherwise on the device.
+    /// Stores the blocks of the path from this depth on: in host memory if the last value is true, otherwise on the device.
     Store(Path, usize, bool),
     /// Drops one of the stored blocks, which need not be a leaf.
     Remove(Index),
@@ -461,10 +459,9 @@ proptest! {
     }
 
     #[test]
-    fn assumed_blocks_equal_a_naive_lru(prompts in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 1..5), 1..30)) {
+    fn assumed_blocks_equal_those_of_a_naive_lru_model(prompts in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 1..5), 1..30)) {
         let mut mirror = mirror();
         let mut replica = Replica::default();
-        // Each entry has the hash of a block, the time of its last use, and its position in its prompt.
         let mut model: Vec<(SequenceHash, usize, usize)> = Vec::new();
         for (time, choices) in prompts.into_iter().enumerate() {
             let prompt = path_tokens(&choices);

@@ -25,23 +25,31 @@ use std::{collections::HashMap, time::Duration};
 use tandem_engine::{KvHandle, Sampling, TokenLogprobs};
 use tandem_kv::HashKey;
 
-/// The time limit for answers to requests for which the server runs no step of the model.
+/// Time limit for the answer to a request for which the server need not run the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
 
-/// A client of one data-parallel rank of a vLLM server.
 pub(super) struct Client {
     http: HttpClient,
     rank: Option<u32>,
     hash_key: HashKey,
-    context_length: u32,
+    served: ServedModels,
     /// The time for which the engine is certain to hold a prompt's KV, so that another engine can pull it.
     handle_valid: Duration,
 }
 
-/// The settings of a [`Client`].
+#[derive(Clone, Debug, Default)]
+pub(super) struct ServedModels {
+    pub id: String,
+    /// The name or path from which the server loaded the base model; `None` if the server does not report it.
+    pub root: Option<String>,
+    /// The maximum length of a sequence, in tokens.
+    pub context_length: u32,
+    pub loras: Vec<String>,
+}
+
 pub(super) struct ClientSettings {
     pub http: HttpClient,
     pub rank: Option<u32>,
@@ -49,13 +57,13 @@ pub(super) struct ClientSettings {
     pub handle_valid: Duration,
 }
 
-/// A model that the server serves.
 #[derive(Debug, Deserialize)]
-pub(super) struct Model {
-    pub id: String,
-    /// The name or path from which the server loaded the model; `None` if the server does not report it.
-    pub root: Option<String>,
-    pub max_model_len: Option<u32>,
+struct Model {
+    id: String,
+    root: Option<String>,
+    max_model_len: Option<u32>,
+    /// The base model of a LoRA.
+    parent: Option<String>,
 }
 
 /// The ZMQ endpoints and the topic of a rank's KV events, as `/kv_event_sources` reports them.
@@ -74,15 +82,14 @@ pub(super) struct EventSource {
 impl Client {
     pub fn new(settings: ClientSettings) -> Self {
         let ClientSettings { http, rank, hash_key, handle_valid } = settings;
-        Self { http, rank, hash_key, context_length: 0, handle_valid }
+        Self { http, rank, hash_key, served: ServedModels::default(), handle_valid }
     }
 
-    /// Sets the model's context length. Answers end when they reach it.
-    pub fn with_context_length(self, context_length: u32) -> Self {
-        Self { context_length, ..self }
+    /// Sets the models to which requests are sent.
+    pub fn with_models(self, served: ServedModels) -> Self {
+        Self { served, ..self }
     }
 
-    /// Sends a GET request, and returns the body of the answer.
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
         failure::check(self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
     }
@@ -91,22 +98,26 @@ impl Client {
         serde_json::from_slice(&self.get(path).await?).map_err(|error| EngineFailure::Protocol(error.to_string()))
     }
 
-    /// Returns the models that the server serves.
+    /// Returns the models that the server serves now; `None` if there are none. Of several names of the base model, the first one counts.
     ///
     /// # Errors
-    /// The server does not answer, or answers with an error.
-    pub async fn models(&self) -> Result<Vec<Model>, EngineFailure> {
+    /// Fails if the server does not answer, or answers with an error.
+    pub async fn models(&self) -> Result<Option<ServedModels>, EngineFailure> {
         #[derive(Deserialize)]
         struct Models {
             data: Vec<Model>,
         }
-        Ok(self.get_json::<Models>("/v1/models").await?.data)
+        let (loras, bases): (Vec<_>, Vec<_>) =
+            self.get_json::<Models>("/v1/models").await?.data.into_iter().partition(|model| model.parent.is_some());
+        let loras = loras.into_iter().map(|lora| lora.id).collect();
+        Ok(bases.into_iter().next().map(|Model { id, root, max_model_len, .. }| ServedModels {
+            id,
+            root,
+            context_length: max_model_len.unwrap_or(u32::MAX),
+            loras,
+        }))
     }
 
-    /// Returns the server's version.
-    ///
-    /// # Errors
-    /// The server does not answer, or answers with an error.
     pub async fn version(&self) -> Result<String, EngineFailure> {
         #[derive(Deserialize)]
         struct Version {
@@ -115,10 +126,6 @@ impl Client {
         Ok(self.get_json::<Version>("/version").await?.version)
     }
 
-    /// Returns the text of the server's page `/metrics`.
-    ///
-    /// # Errors
-    /// The server does not answer, or answers with an error.
     pub async fn metrics(&self) -> Result<String, EngineFailure> {
         Ok(String::from_utf8_lossy(&self.get("/metrics").await?).into_owned())
     }
@@ -141,12 +148,19 @@ impl Client {
         if status.is_success() {
             return Ok(answer);
         }
-        Err(failure::of(status.as_u16(), &http::whole(answer).await.unwrap_or_default()))
+        let failure = failure::of(status.as_u16(), &http::whole(answer).await.unwrap_or_default());
+        match (failure, body.model) {
+            (EngineFailure::Denied { status: 404, .. }, Some(lora)) => Err(EngineFailure::Invalid(format!(
+                "the server does not serve the LoRA {lora:?} any more; load the LoRA again, or restart the worker so that it forgets the LoRA"
+            ))),
+            (failure, _) => Err(failure),
+        }
     }
 
     fn body<'a>(&self, call: &'a Call, sampling_params: SamplingParams<'a>) -> GenerateBody<'a> {
         let cache_salt = cache_salt(&self.hash_key, &call.namespace);
         GenerateBody {
+            model: call.namespace.model().filter(|model| self.served.loras.iter().any(|lora| lora == model)),
             token_ids: &call.tokens,
             sampling_params,
             cache_salt,
@@ -186,7 +200,7 @@ impl Api for Client {
         sampling: &Sampling,
         pull: Option<KvHandle>,
     ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
-        let room = (self.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let room = (self.served.context_length as usize).saturating_sub(call.tokens.len()).max(1);
         let max_tokens = sampling.max_tokens.unwrap_or(u32::MAX).min(room.try_into().unwrap_or(u32::MAX));
         let body = GenerateBody {
             stream: true,
@@ -195,10 +209,10 @@ impl Api for Client {
             ..self.body(call, SamplingParams::new(sampling, max_tokens))
         };
         let events = Box::pin(http::pieces(self.send(call, &body).await?)).eventsource();
-        let top = sampling.logprobs;
+        let wanted = response::Wanted { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() };
         let chunks = events.map(move |event| match event {
             Ok(event) if event.data == "[DONE]" => Ok(None),
-            Ok(event) => response::chunk(event.data.as_bytes(), top).map(Some),
+            Ok(event) => response::chunk(event.data.as_bytes(), &wanted).map(Some),
             Err(EventStreamError::Transport(error)) => Err(error.into()),
             Err(error) => Err(EngineFailure::Protocol(error.to_string())),
         });

@@ -2,7 +2,7 @@
 
 use super::{
     InvalidEndpoint, Subscription, SubscriptionSettings, Update,
-    client::{Client, ClientSettings, EventSource, Model},
+    client::{Client, ClientSettings, EventSource, ServedModels},
     metrics::{self, EngineConstants},
 };
 use crate::{
@@ -23,7 +23,7 @@ const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
 /// If no events arrive for this long, the adapter checks whether events were lost.
 const EVENTS_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The most engine blocks that the mirror holds. The number is large because host memory may hold many times as many blocks as the device.
+/// Maximum number of engine blocks in the mirror. The number is large because host memory may hold many times as many blocks as the device.
 const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 
 /// The settings of the connection to a vLLM server.
@@ -31,19 +31,19 @@ const MIRRORED_BLOCKS_MAX: usize = 1 << 22;
 pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
-    /// The server's `--api-key`; `None` if it has none.
+    /// The key that the server requires (its `--api-key`); `None` if it requires none.
     pub key: Option<String>,
     /// Certificates (PEM) of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The data-parallel rank that this worker uses; `None` if the server has one rank.
     pub rank: Option<u32>,
-    /// Where the server publishes KV events.
+    /// The source of the server's KV events.
     pub events: KvEvents,
-    /// Tokens in a block of the cluster; `None` for the engine's block size.
+    /// The number of tokens in a block of the cluster; `None` for the engine's block size.
     pub block_size: Option<u32>,
     /// The key with which the cluster's sequence hashes are computed.
     pub hash_key: HashKey,
-    /// The most requests that the engine runs at a time (vLLM's `--max-num-seqs`).
+    /// Maximum number of requests that the engine runs at the same time (vLLM's `--max-num-seqs`).
     pub running_max: usize,
     /// The maximum number of requests that may wait for a place in the engine.
     pub waiting_max: usize,
@@ -53,17 +53,33 @@ pub struct VllmSettings {
     pub kv_lease: Duration,
 }
 
-/// Where an engine publishes KV events.
+impl VllmSettings {
+    /// Returns the settings for one of several ranks. Addresses of KV events are those of rank 0: vLLM adds the rank to their ports.
+    pub(crate) fn with_rank(self, rank: u32) -> Self {
+        let of_rank = |endpoint: String| {
+            let moved = endpoint.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
+            moved.map_or(endpoint.clone(), |(host, port)| format!("{host}:{}", u32::from(port) + rank))
+        };
+        let events = match self.events {
+            KvEvents::At { endpoint, replay, topic } => {
+                KvEvents::At { endpoint: of_rank(endpoint), replay: replay.map(of_rank), topic }
+            }
+            other => other,
+        };
+        Self { rank: Some(rank), events, ..self }
+    }
+}
+
+/// The addresses at which an engine publishes KV events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvEvents {
-    /// At the addresses that the server reports. If the server reports no address, the cached blocks are assumed from the requests that
-    /// were routed to it.
+    /// The server reports the addresses. If it reports none, the cached blocks are assumed from the requests that were routed to it.
     Discover,
-    /// The engine publishes KV events at these addresses.
+    /// The engine publishes KV events at these fixed addresses.
     At {
-        /// `tcp://HOST:PORT` or `ipc://PATH`.
+        /// The address of the events: `tcp://HOST:PORT` or `ipc://PATH`.
         endpoint: String,
-        /// The address for replays; `None`: the engine offers no replays.
+        /// The address for replays; `None` if the engine offers no replays.
         replay: Option<String>,
         /// The ZMQ topic under which the engine publishes its batches of KV events.
         topic: String,
@@ -78,10 +94,10 @@ impl From<InvalidEndpoint> for ConnectError {
     }
 }
 
-/// Waits until the server answers, and returns what it says of itself.
+/// Waits until the server answers, and returns the server's description.
 ///
 /// # Errors
-/// The settings are invalid, or the server cannot be used.
+/// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
     let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {
@@ -90,20 +106,20 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
         hash_key: settings.hash_key,
         handle_valid: settings.kv_lease / 2,
     });
-    let (model, _, metrics) = describe(&client, &settings.url).await?;
+    let (served, _, metrics) = describe(&client, &settings.url).await?;
     let mut ranks = metrics::ranks(&metrics);
     ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
     if ranks.is_empty() {
         return Err(ConnectError::NoCacheConfig { rank: settings.rank.unwrap_or(0) });
     }
-    let context_length = model.max_model_len.unwrap_or(u32::MAX);
-    Ok(ServerDescription { model: model.id, root: model.root, context_length, ranks })
+    let ServedModels { id: model, root, context_length, loras } = served;
+    Ok(ServerDescription { model, loras, root, context_length, ranks })
 }
 
 /// Waits until the server answers, and connects to it.
 ///
 /// # Errors
-/// The settings are invalid, or the server cannot be used.
+/// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
     let url = &settings.url;
     let http = HttpClient::new(url, settings.key.as_deref(), settings.ca.as_deref())?;
@@ -115,10 +131,10 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (model, version, metrics) = describe(&client, url).await?;
+    let (served, version, metrics) = describe(&client, url).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-    let context_length = model.max_model_len.unwrap_or(u32::MAX);
-    let client = Arc::new(client.with_context_length(context_length));
+    let ServedModels { id: model, context_length, loras, .. } = served.clone();
+    let client = Arc::new(client.with_models(served));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     // vLLM never stores KV in its first block.
     let capacity_blocks = constants.blocks.saturating_sub(1).saturating_mul(constants.block_size / block_size.max(1));
@@ -158,7 +174,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     tracing::info!(
         engine = %url,
         version,
-        model = model.id,
+        model,
+        ?loras,
         engine_blocks = constants.blocks,
         engine_block_size = constants.block_size,
         block_size,
@@ -170,20 +187,18 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         tracing::warn!(
             engine = %url,
             "the engine publishes no KV events, so its cache is assumed from what was routed to it; start vLLM with --kv-events-config \
-             '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}}'"
+             '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
         );
     }
     let events = follow_events(Arc::clone(&shared), subscription).boxed();
     let instance = Some(constants.started.to_string());
-    Ok(Connected::new(client, Engine { shared, family, instance, events }, model.id))
+    Ok(Connected::new(client, Engine { shared, family, instance, events }, model, loras))
 }
 
-/// Waits until the server answers; returns its model, its version and its metrics.
-async fn describe(client: &Client, url: &str) -> Result<(Model, String, String), ConnectError> {
+async fn describe(client: &Client, url: &str) -> Result<(ServedModels, String, String), ConnectError> {
     let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
-    let (models, version, metrics) = server::wait_until(url, described).await?;
-    let model = models.into_iter().next().ok_or(ConnectError::NoModel)?;
-    Ok((model, version, metrics))
+    let (served, version, metrics) = server::wait_until(url, described).await?;
+    Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
 }
 
 /// Returns the source's addresses and topic. In an address that stands for all interfaces, such as `tcp://*:5557`, the host is replaced by
@@ -217,5 +232,35 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
             }
             Update::Restarted => return EngineEnded::Restarted,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_of_kv_events_are_those_of_the_rank() {
+        let at = |endpoint: &str, replay: &str| KvEvents::At {
+            endpoint: endpoint.to_owned(),
+            replay: Some(replay.to_owned()),
+            topic: "kv".to_owned(),
+        };
+        let settings = VllmSettings {
+            url: "http://engine:8000".to_owned(),
+            key: None,
+            ca: None,
+            rank: None,
+            events: at("tcp://engine:5557", "tcp://[::1]:5657"),
+            block_size: None,
+            hash_key: HashKey::NONE,
+            running_max: 1,
+            waiting_max: 1,
+            nixl: false,
+            kv_lease: Duration::from_secs(30),
+        };
+        let of_rank = settings.clone().with_rank(3);
+        assert_eq!((of_rank.rank, of_rank.events), (Some(3), at("tcp://engine:5560", "tcp://[::1]:5660")));
+        assert_eq!(settings.with_rank(0).events, at("tcp://engine:5557", "tcp://[::1]:5657"));
     }
 }

@@ -21,10 +21,10 @@ pub enum MalformedBatch {
     /// The payload is longer than any batch.
     #[error("a batch has {0} bytes, more than the limit of {PAYLOAD_MAX}")]
     TooLong(usize),
-    /// The payload is not msgpack.
+    /// The payload is not valid msgpack.
     #[error("a batch is not msgpack")]
     NotMsgpack,
-    /// The payload is msgpack, but not a list of events.
+    /// The payload is valid msgpack, but not a list of events.
     #[error("a batch is not a list of events")]
     NotABatch,
     /// A field of an event is missing or has the wrong type.
@@ -32,16 +32,16 @@ pub enum MalformedBatch {
     Field(&'static str),
 }
 
-/// The largest payload that is decoded. A token takes at most five bytes, so a step with a million tokens fits.
+/// Maximum size of a payload that is decoded, in bytes. A token takes at most five bytes, so the tokens of a step with a million tokens fit.
 const PAYLOAD_MAX: usize = 16 << 20;
-/// The deepest nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored
-/// fields may be nested deeper.
+/// Maximum depth of nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored fields
+/// may be nested deeper.
 const DEPTH_MAX: usize = 16;
 
 /// Returns the batch in this payload.
 ///
 /// # Errors
-/// The payload is not a batch.
+/// Fails if the payload is not a batch.
 pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
     if payload.len() > PAYLOAD_MAX {
         return Err(MalformedBatch::TooLong(payload.len()));
@@ -92,7 +92,6 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns the event; `None` if its kind is unknown.
 fn event(event: &ValueRef<'_>) -> Result<Option<EngineEvent>, MalformedBatch> {
     let fields = match event {
         ValueRef::Map(fields) => Fields::Named(fields),
@@ -109,14 +108,21 @@ fn event(event: &ValueRef<'_>) -> Result<Option<EngineEvent>, MalformedBatch> {
 
 fn stored(fields: Fields<'_>) -> Result<BlocksStored, MalformedBatch> {
     let medium = medium(fields.get("medium", 6), fields.get("locality", 12));
-    let lora = fields.get("lora_id", 5).is_some() || fields.get("lora_name", 7).is_some();
+    let hashes = fields.required("block_hashes", 1, |value| list(value, hash))?;
+    let lora = fields.optional("lora_name", 7, text)?;
+    let keys = fields.optional("extra_keys", 8, |value| list(value, |keys| extra_keys(keys, lora)))?;
+    let keys = match (lora, fields.get("lora_id", 5)) {
+        // The events of old versions of vLLM do not name the LoRA.
+        (None, Some(_)) => vec![ExtraKeys::Other; hashes.len()],
+        _ => keys.unwrap_or_default(),
+    };
     Ok(BlocksStored {
-        hashes: fields.required("block_hashes", 1, |value| list(value, hash))?,
+        hashes,
         parent: fields.optional("parent_block_hash", 2, hash)?,
         tokens: fields.required("token_ids", 3, |value| list(value, number))?,
         block_size: fields.required("block_size", 4, number)?,
-        lora,
-        extra_keys: fields.optional("extra_keys", 8, |value| list(value, extra_keys))?.unwrap_or_default(),
+        lora: lora.map(str::to_owned),
+        extra_keys: keys,
         medium,
         group: fields.optional("group_idx", 9, number)?,
         kind: fields.optional("kv_cache_spec_kind", 10, text)?.map(str::to_owned),
@@ -160,16 +166,23 @@ fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     }
 }
 
-fn extra_keys(value: &ValueRef<'_>) -> Option<ExtraKeys> {
-    match value {
-        ValueRef::Nil => Some(ExtraKeys::None),
-        ValueRef::Array(keys) => Some(match &keys[..] {
-            [] => ExtraKeys::None,
-            [key] => text(key).map_or(ExtraKeys::Other, |key| ExtraKeys::Text(key.to_owned())),
-            _ => ExtraKeys::Other,
-        }),
-        _ => None,
-    }
+/// Returns the extra keys of a block. With a LoRA, its name is the first of the keys in the event.
+fn extra_keys(value: &ValueRef<'_>, lora: Option<&str>) -> Option<ExtraKeys> {
+    let keys: &[ValueRef<'_>] = match value {
+        ValueRef::Nil => &[],
+        ValueRef::Array(keys) => &keys[..],
+        _ => return None,
+    };
+    let keys = match (lora, keys.split_first()) {
+        (None, _) => keys,
+        (Some(name), Some((first, keys))) if text(first) == Some(name) => keys,
+        (Some(_), _) => return Some(ExtraKeys::Other),
+    };
+    Some(match keys {
+        [] => ExtraKeys::None,
+        [key] => text(key).map_or(ExtraKeys::Other, |key| ExtraKeys::Text(key.to_owned())),
+        _ => ExtraKeys::Other,
+    })
 }
 
 /// Returns the medium of an event's blocks. Versions of vLLM that know only the device's memory send no medium.

@@ -4,7 +4,6 @@
 use crate::api::EngineFailure;
 use serde_json::Value;
 
-/// The name of a parameter, and the check of its value.
 type Field = (&'static str, fn(&Value) -> bool);
 
 /// The parameters that NIXL's connector needs to pull KV.
@@ -35,7 +34,7 @@ fn check(params: &Value) -> Result<(), EngineFailure> {
 /// Returns the handle for the parameters that an engine returned.
 ///
 /// # Errors
-/// A parameter is missing or invalid.
+/// Fails if a parameter is missing or invalid.
 pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> {
     let params = params.unwrap_or_default();
     check(&params)?;
@@ -45,7 +44,7 @@ pub(super) fn to_bytes(params: Option<Value>) -> Result<Vec<u8>, EngineFailure> 
 /// Returns the parameters in a handle.
 ///
 /// # Errors
-/// The bytes are not JSON, or a parameter is missing or invalid.
+/// Fails if the bytes are not JSON, or if a parameter is missing or invalid.
 pub(super) fn from_bytes(bytes: &[u8]) -> Result<Value, EngineFailure> {
     let invalid =
         |error: serde_json::Error| EngineFailure::Protocol(format!("the KV handle from the prefill worker is not JSON: {error}"));
@@ -59,7 +58,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Returns `kv_transfer_params` that vLLM 0.32 has sent.
+    /// Returns `kv_transfer_params` that were recorded from vLLM 0.32.
     fn recorded() -> Value {
         json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[9, 14]],

@@ -1,6 +1,5 @@
 //! Reads constants of an engine from vLLM's page `/metrics`.
 
-/// The constants of an engine's KV cache, and when the server started.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct EngineConstants {
     pub block_size: u32,
@@ -15,7 +14,6 @@ pub(super) struct EngineConstants {
 }
 
 impl EngineConstants {
-    /// Reads the constants of one data-parallel rank; `None` if the metrics lack them.
     pub fn parse(metrics: &str, rank: u32) -> Option<Self> {
         let labels = samples(metrics, "vllm:cache_config_info")
             .map(|(labels, _)| labels)
@@ -29,7 +27,7 @@ impl EngineConstants {
         })
     }
 
-    /// Returns the number of blocks that the engine can use: all but the first.
+    /// Returns the number of blocks that the engine can use: all except the first.
     pub fn usable_blocks(&self) -> u64 {
         u64::from(self.blocks.saturating_sub(1))
     }
@@ -45,7 +43,6 @@ pub(super) fn ranks(metrics: &str) -> Vec<(u32, u64)> {
     constants.map(|(rank, constants)| (rank, constants.usable_blocks() * u64::from(constants.block_size))).collect()
 }
 
-/// Returns the time at which the server started, in seconds since 1970; `None` if the metrics do not report it.
 pub(super) fn started(metrics: &str) -> Option<f64> {
     samples(metrics, "process_start_time_seconds").find_map(|(_, value)| value.parse().ok())
 }
@@ -61,7 +58,7 @@ fn samples<'a>(metrics: &'a str, name: &str) -> impl Iterator<Item = (&'a str, &
     })
 }
 
-/// Returns the value of a label; `None` if there is no such label. The value must have no escaped characters.
+/// Returns the value of a label; `None` if there is no such label. Escaped characters in values are not supported.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let start = labels
         .match_indices(name)

@@ -1,12 +1,13 @@
-//! Requests to vLLM's `/inference/v1/generate`: token ids in, token ids out.
+//! Requests to vLLM's `/inference/v1/generate`, with token ids as input and output.
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use tandem_engine::Sampling;
+use tandem_grammar::{Constraint, Kind};
 use tandem_kv::TokenId;
 
-/// The most logprobs that an engine returns by default (`--max-logprobs`).
+/// Maximum number of logprobs that an engine returns by default (vLLM's `--max-logprobs`).
 const LOGPROBS_MAX: u32 = 20;
 
 /// The mask that limits seeds to 63 bits. Without it, vLLM would treat every larger seed as the largest 63-bit number.
@@ -14,6 +15,8 @@ const SEED_MASK: u64 = i64::MAX as u64;
 
 #[derive(Serialize)]
 pub(super) struct GenerateBody<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<&'a str>,
     pub token_ids: &'a [TokenId],
     pub sampling_params: SamplingParams<'a>,
     pub cache_salt: String,
@@ -29,7 +32,7 @@ pub(super) struct StreamOptions {
     pub include_usage: bool,
 }
 
-/// vLLM's sampling parameters. Tandem's stop tokens include the end-of-sequence tokens, so `ignore_eos` is always set.
+/// vLLM's sampling parameters. Tandem's stop tokens include the end-of-sequence tokens, so `ignore_eos` is set.
 #[derive(Serialize)]
 pub(super) struct SamplingParams<'a> {
     max_tokens: u32,
@@ -49,20 +52,33 @@ pub(super) struct SamplingParams<'a> {
     detokenize: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<u32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    logprob_token_ids: Vec<TokenId>,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    allowed_token_ids: &'a [TokenId],
+    /// The engine converts these texts to tokens with its own tokenizer.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    bad_words: Vec<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    structured_outputs: Option<Value>,
     extra_args: ExtraArgs,
 }
 
 #[derive(Serialize)]
 struct ExtraArgs {
-    /// Makes KV events also report the cached blocks that the request uses, so that the mirror adds blocks whose events it missed.
+    /// Makes the engine's KV events also report the cached blocks that the request uses, so that the mirror adds blocks whose events it has missed.
     kv_cache_report_mode: &'static str,
 }
 
 impl<'a> SamplingParams<'a> {
     /// Returns the parameters of a generation with at most `max_tokens` new tokens.
     pub fn new(sampling: &'a Sampling, max_tokens: u32) -> Self {
+        // vLLM counts the sampled token as one of the alternatives, whose number is the length of this list. So the list has one token more: the
+        // first one again.
+        let requested = if sampling.logprobs.is_some() { sampling.logprob_token_ids.as_slice() } else { &[] };
+        let logprob_token_ids: Vec<_> = requested.iter().chain(requested.first()).copied().collect();
         Self {
             max_tokens,
             min_tokens: sampling.min_tokens.min(max_tokens),
@@ -76,26 +92,46 @@ impl<'a> SamplingParams<'a> {
             logit_bias: sampling.logit_bias.iter().map(|(token, bias)| (token.to_string(), *bias)).collect(),
             seed: sampling.seed & SEED_MASK,
             stop_token_ids: &sampling.stop_token_ids,
-            ignore_eos: true,
+            // vLLM ends a constrained text with its own end-of-sequence token, which is allowed only where the text is complete.
+            ignore_eos: sampling.constraint.is_none(),
             detokenize: false,
-            // If the sampled token is none of the alternatives, vLLM returns it in place of the last alternative, so one alternative more
-            // is requested.
-            logprobs: sampling.logprobs.map(|top| (top + 1).min(LOGPROBS_MAX)),
+            // If the sampled token is none of the alternatives, vLLM returns it in place of the last alternative. So one alternative more is
+            // requested.
+            logprobs: match logprob_token_ids.len() {
+                0 => sampling.logprobs.map(|top| (top + 1).min(LOGPROBS_MAX)),
+                requested => Some(requested as u32),
+            },
+            logprob_token_ids,
+            allowed_token_ids: &sampling.allowed_token_ids,
+            bad_words: sampling.bad_words.iter().map(|word| word.text.as_str()).collect(),
             prompt_logprobs: None,
+            structured_outputs: sampling.constraint.as_ref().map(structured_outputs),
             extra_args: ExtraArgs { kv_cache_report_mode: "full" },
         }
     }
 
     /// Returns the parameters of a request that only computes its prompt. vLLM generates at least one token.
     pub fn prompt_only(sampling: &'a Sampling, prompt_logprobs: Option<u32>) -> Self {
-        Self { temperature: 0.0, prompt_logprobs, ..Self::new(sampling, 1) }
+        Self { temperature: 0.0, prompt_logprobs, structured_outputs: None, ..Self::new(sampling, 1) }
+    }
+}
+
+/// Returns vLLM's form of a constraint. vLLM itself finds the end of the reasoning, if its server has a reasoning parser.
+fn structured_outputs(Constraint { kind, .. }: &Constraint) -> Value {
+    match kind {
+        Kind::JsonSchema { schema, .. } => json!({ "json": schema }),
+        Kind::JsonObject => json!({ "json_object": true }),
+        Kind::Regex(regex) => json!({ "regex": regex }),
+        Kind::Choice(texts) => json!({ "choice": texts }),
+        Kind::Grammar(grammar) => json!({ "grammar": grammar }),
+        Kind::StructuralTag(tags) => json!({ "structural_tag": tags }),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use tandem_engine::BadWord;
 
     #[test]
     fn request_body_contains_all_sampling_parameters() {
@@ -113,8 +149,13 @@ mod tests {
             seed: u64::MAX,
             stop_token_ids: vec![2],
             logprobs: Some(3),
+            allowed_token_ids: [7, 8].into(),
+            bad_words: [BadWord { text: "ugly".to_owned(), forms: vec![vec![4, 5]] }].into(),
+            logprob_token_ids: Vec::new(),
+            constraint: Some(Kind::Regex("a+".to_owned()).into()),
         };
         let body = GenerateBody {
+            model: Some("lora"),
             token_ids: &[1, 2],
             sampling_params: SamplingParams::new(&sampling, 9),
             cache_salt: "s".to_owned(),
@@ -125,11 +166,12 @@ mod tests {
         assert_eq!(
             serde_json::to_value(body).expect("the request body can be serialized"),
             json!({
-                "token_ids": [1, 2], "cache_salt": "s", "stream": true, "stream_options": { "include_usage": true },
+                "model": "lora", "token_ids": [1, 2], "cache_salt": "s", "stream": true, "stream_options": { "include_usage": true },
                 "sampling_params": {
                     "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125,
                     "frequency_penalty": 1.0, "presence_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": { "5": 3.0 },
-                    "seed": i64::MAX, "stop_token_ids": [2], "ignore_eos": true, "detokenize": false, "logprobs": 4,
+                    "seed": i64::MAX, "stop_token_ids": [2], "ignore_eos": false, "detokenize": false, "logprobs": 4,
+                    "allowed_token_ids": [7, 8], "bad_words": ["ugly"], "structured_outputs": { "regex": "a+" },
                     "extra_args": { "kv_cache_report_mode": "full" },
                 },
             })
@@ -137,8 +179,37 @@ mod tests {
     }
 
     #[test]
+    fn constraints_are_sent_under_the_field_names_of_vllm() {
+        for (kind, expected) in [
+            (Kind::JsonSchema { schema: "{}".to_owned(), lenient: true }, json!({ "json": "{}" })),
+            (Kind::JsonObject, json!({ "json_object": true })),
+            (Kind::Choice(vec!["a".to_owned(), "b".to_owned()]), json!({ "choice": ["a", "b"] })),
+            (Kind::Grammar("root ::= \"a\"".to_owned()), json!({ "grammar": "root ::= \"a\"" })),
+            (Kind::StructuralTag("{}".to_owned()), json!({ "structural_tag": "{}" })),
+        ] {
+            let sampling = Sampling { constraint: Some(kind.into()), ..Sampling::default() };
+            assert_eq!(SamplingParams::new(&sampling, 1).structured_outputs, Some(expected));
+            assert_eq!(SamplingParams::prompt_only(&sampling, None).structured_outputs, None);
+        }
+        let sampling = Sampling::default();
+        let free = SamplingParams::new(&sampling, 1);
+        assert!(free.structured_outputs.is_none() && free.ignore_eos);
+    }
+
+    #[test]
     fn at_most_twenty_logprobs_are_requested() {
         let requested = |top| SamplingParams::new(&Sampling { logprobs: top, ..Sampling::default() }, 1).logprobs;
         assert_eq!([None, Some(0), Some(19), Some(20)].map(requested), [None, Some(1), Some(20), Some(20)]);
+    }
+
+    #[test]
+    fn requested_tokens_replace_the_likeliest_alternatives() {
+        let requested = |logprobs| {
+            let sampling = Sampling { logprobs, logprob_token_ids: vec![5, 3], ..Sampling::default() };
+            let body = serde_json::to_value(SamplingParams::new(&sampling, 1)).expect("the parameters can be serialized");
+            (body.get("logprobs").cloned(), body.get("logprob_token_ids").cloned())
+        };
+        assert_eq!(requested(Some(0)), (Some(json!(3)), Some(json!([5, 3, 5]))));
+        assert_eq!(requested(None), (None, None));
     }
 }

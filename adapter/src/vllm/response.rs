@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use tandem_engine::{TokenLogprob, TokenLogprobs};
 use tandem_kv::TokenId;
 
-/// A whole answer, or one event of a streamed one.
+/// An answer, or one event of a streamed answer.
 #[derive(Deserialize)]
 pub(super) struct Answer {
     #[serde(default)]
@@ -20,7 +20,7 @@ pub(super) struct Answer {
     pub prompt_logprobs: Option<Vec<Option<RankedTokens>>>,
     #[serde(default)]
     pub kv_transfer_params: Option<Value>,
-    /// The error; an answer with an error has no other field. `None`: the request did not fail.
+    /// `None` if the request did not fail. An answer with an error has no other field.
     error: Option<ErrorBody>,
 }
 
@@ -37,7 +37,6 @@ struct Logprobs {
     content: Vec<Sampled>,
 }
 
-/// The logprob of a sampled token, and its alternatives, which include the token itself.
 #[derive(Deserialize)]
 struct Sampled {
     logprob: f32,
@@ -52,7 +51,6 @@ struct Alternative {
     rank: u32,
 }
 
-/// The alternatives of one position, by token.
 type RankedTokens = HashMap<TokenId, Ranked>;
 
 #[derive(Deserialize)]
@@ -80,7 +78,7 @@ impl AnswerUsage {
 /// Decodes one JSON answer.
 ///
 /// # Errors
-/// The JSON is not an answer, or reports an error.
+/// Fails if the JSON is not an answer, or reports an error.
 pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
     let answer: Answer = serde_json::from_slice(json).map_err(|error| EngineFailure::Protocol(error.to_string()))?;
     match answer.error {
@@ -89,21 +87,30 @@ pub(super) fn answer(json: &[u8]) -> Result<Answer, EngineFailure> {
     }
 }
 
-/// Decodes one event of a streamed answer, with at most `top` alternatives for each token.
+/// The logprobs that a request asked for.
+#[derive(Default)]
+pub(super) struct Wanted {
+    /// The number of alternatives; `None` if no logprobs were requested.
+    pub top: Option<u32>,
+    /// The tokens that are reported as alternatives. If the list is empty, the likeliest tokens are reported.
+    pub tokens: Vec<TokenId>,
+}
+
+/// Decodes one event of a streamed answer, with the logprobs that the request asked for.
 ///
 /// # Errors
-/// The JSON is not an answer, or reports an error.
-pub(super) fn chunk(json: &[u8], top: Option<u32>) -> Result<Chunk, EngineFailure> {
+/// Fails if the JSON is not an answer, or reports an error.
+pub(super) fn chunk(json: &[u8], wanted: &Wanted) -> Result<Chunk, EngineFailure> {
     let Answer { choices, usage, .. } = answer(json)?;
     let mut chunk = Chunk::default();
     for Choice { finish_reason, token_ids, logprobs } in choices {
         chunk.finish = finish_reason.as_deref().map(finish).transpose()?;
-        let mut logprobs = match (top, logprobs) {
+        let mut logprobs = match (wanted.top, logprobs) {
             (Some(top), Some(logprobs)) if logprobs.content.len() == token_ids.len() => {
-                logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top))).collect()
+                logprobs.content.into_iter().map(|sampled| Some(sampled.with_top(top, &wanted.tokens))).collect()
             }
             (Some(_), _) if !token_ids.is_empty() => {
-                return Err(EngineFailure::Protocol("tokens lack the requested logprobs".to_owned()));
+                return Err(EngineFailure::Protocol("the answer's tokens lack the requested logprobs".to_owned()));
             }
             _ => vec![None; token_ids.len()],
         };
@@ -123,7 +130,15 @@ fn finish(reason: &str) -> Result<Finish, EngineFailure> {
 }
 
 impl Sampled {
-    fn with_top(mut self, top: u32) -> TokenLogprobs {
+    /// Returns the logprob with the alternatives `tokens`, or with the `top` likeliest ones if `tokens` is empty.
+    fn with_top(mut self, top: u32, tokens: &[TokenId]) -> TokenLogprobs {
+        if !tokens.is_empty() {
+            let logprob = |token: &TokenId| {
+                let found = self.top_logprobs.iter().find(|alternative| alternative.token_id == *token);
+                found.map(|found| TokenLogprob { token: *token, logprob: found.logprob })
+            };
+            return TokenLogprobs { logprob: self.logprob, top: tokens.iter().filter_map(logprob).collect() };
+        }
         self.top_logprobs.sort_by_key(|alternative| alternative.rank);
         let top = self.top_logprobs.into_iter().take(top as usize);
         let top = top.map(|Alternative { token_id, logprob, .. }| TokenLogprob { token: token_id, logprob }).collect();
@@ -134,7 +149,7 @@ impl Sampled {
 /// Returns the logprobs of a prompt's tokens with at most `top` alternatives each; `None` for the first token.
 ///
 /// # Errors
-/// The answer does not have the logprobs of each token.
+/// Fails if the answer lacks the logprobs of a token.
 pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
     let missing = || EngineFailure::Protocol("the prompt's logprobs are missing".to_owned());
     let logprobs = answer.prompt_logprobs.filter(|logprobs| logprobs.len() == prompt.len()).ok_or_else(missing)?;
@@ -156,33 +171,47 @@ pub(super) fn prompt_logprobs(answer: Answer, prompt: &[TokenId], top: u32) -> R
 mod tests {
     use super::*;
 
-    /// Events that vLLM 0.32 has sent.
+    /// The events were recorded from vLLM 0.32.
     const FIRST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[324],"routed_experts":null,"sampling_mask":null,"weight_versions":null,"logprobs":{"content":[{"token_id":324,"logprob":-3.5,"rank":2,"top_logprobs":[{"token_id":324,"logprob":-3.5,"rank":2},{"token_id":344,"logprob":-3.25,"rank":1}]}]}}]}"#;
     const LAST: &str = r#"{"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[516],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":null}]}"#;
     const USAGE: &str = r#"{"request_id":"generate-tokens-a4","usage":{"prompt_tokens":70,"total_tokens":74,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":64}},"output_mode":"tokens","choices":[]}"#;
     const ERROR: &str =
         r#"{"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}"#;
 
+    fn likeliest(top: u32) -> Wanted {
+        Wanted { top: Some(top), tokens: Vec::new() }
+    }
+
+    #[test]
+    fn requested_tokens_are_the_alternatives_in_the_requested_order() {
+        let wanted = Wanted { top: Some(1), tokens: vec![344, 324] };
+        let chunk = chunk(FIRST.as_bytes(), &wanted).expect("the recorded event is valid");
+        let logprobs = chunk.tokens[0].1.as_ref().expect("the event has logprobs");
+        assert_eq!(logprobs.top.iter().map(|top| (top.token, top.logprob)).collect::<Vec<_>>(), [(344, -3.25), (324, -3.5)]);
+    }
+
     #[test]
     fn streamed_answer_is_decoded() {
-        let first = chunk(FIRST.as_bytes(), Some(1)).expect("the recorded event is valid");
+        let first = chunk(FIRST.as_bytes(), &likeliest(1)).expect("the recorded event is valid");
         let top = vec![TokenLogprob { token: 344, logprob: -3.25 }];
         assert_eq!(first.tokens, [(324, Some(TokenLogprobs { logprob: -3.5, top }))]);
         assert_eq!((first.finish, first.usage), (None, None));
-        let last = chunk(LAST.as_bytes(), None).expect("the recorded event is valid");
+        let last = chunk(LAST.as_bytes(), &Wanted::default()).expect("the recorded event is valid");
         assert_eq!((last.tokens.as_slice(), last.finish), (&[(516, None)][..], Some(Finish::Length)));
-        let usage = chunk(USAGE.as_bytes(), None).expect("the recorded event is valid").usage;
+        let usage = chunk(USAGE.as_bytes(), &Wanted::default()).expect("the recorded event is valid").usage;
         assert_eq!(usage, Some(Usage { cached_tokens: Some(64) }));
         assert!(
-            matches!(chunk(ERROR.as_bytes(), None), Err(EngineFailure::Failed(message)) if message == "Internal server error")
+            matches!(chunk(ERROR.as_bytes(), &Wanted::default()), Err(EngineFailure::Failed(message)) if message == "Internal server error")
         );
-        assert!(matches!(chunk(LAST.as_bytes(), Some(1)), Err(EngineFailure::Protocol(_))), "logprobs are missing");
+        assert!(matches!(chunk(LAST.as_bytes(), &likeliest(1)), Err(EngineFailure::Protocol(_))), "logprobs are missing");
     }
 
     #[test]
     fn missing_cached_token_count_differs_from_zero() {
         let of = |usage: &str| {
-            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), None).expect("the event is valid").usage
+            chunk(format!(r#"{{"choices":[],"usage":{usage}}}"#).as_bytes(), &Wanted::default())
+                .expect("the event is valid")
+                .usage
         };
         assert_eq!(of(r#"{"prompt_tokens":3}"#), Some(Usage { cached_tokens: None }));
         assert_eq!(of(r#"{"prompt_tokens_details":null}"#), Some(Usage { cached_tokens: None }));

@@ -34,32 +34,31 @@ use tokio::{sync::mpsc, task::JoinSet, time::sleep};
 pub struct SubscriptionSettings {
     /// The ZMQ endpoint at which the engine publishes its batches: `tcp://HOST:PORT` or `ipc://PATH`.
     pub endpoint: String,
-    /// The ZMQ endpoint at which the engine replays its batches; `None`: the engine offers no replays.
+    /// The ZMQ endpoint at which the engine replays its batches; `None` if the engine offers no replays.
     pub replay_endpoint: Option<String>,
     /// The ZMQ topic under which the engine publishes its batches of KV events.
     pub topic: String,
-    /// The rank whose batches are published at these endpoints.
+    /// The data-parallel rank whose batches are published at these endpoints.
     pub data_parallel_rank: u32,
     /// Time limit for connecting, and for the arrival of each batch of a replay.
     pub timeout: Duration,
-    /// The longest time without a batch before the task requests a replay to find lost batches.
+    /// After this time without a batch, the task requests a replay to find lost batches.
     pub check_interval: Duration,
 }
 
 /// An update of the mirror: the next changes of the engine's prefix cache, or the reason to empty the mirror.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Update {
-    /// The events of the next batch.
+    /// The events of the next batch of the engine.
     Batch(Vec<EngineEvent>),
-    /// Changes were lost, so everything that was reported before is void. The updates that follow have all events from some moment on. A
-    /// mirror that is emptied now and applies these updates contains only blocks that the engine has cached; after the next clear it
-    /// contains all of them.
+    /// Changes were lost, so the content of the mirror is void. The updates that follow have all events from some moment on. A mirror that is emptied
+    /// now and applies these updates contains only blocks that the engine has cached; after the next clear it contains all of them.
     Lost(Lost),
-    /// Another engine process publishes now. Its cache was empty at its start, and later updates have all of its events.
+    /// Another engine process publishes its events now. Its cache was empty at its start, and later updates have all of its events.
     Restarted,
 }
 
-/// Why changes were lost.
+/// The reason why changes of the engine's cache were lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lost {
     /// The engine no longer has its first batches. The field is the number of these batches.
@@ -90,10 +89,10 @@ pub struct Subscription {
     _task: JoinSet<()>,
 }
 
-/// The most updates that are buffered for the caller. While the buffer is full, the socket is not read, and batches are queued at the
+/// Maximum number of updates that are buffered for the caller. While the buffer is full, the socket is not read, and batches are queued at the
 /// engine.
 const UPDATES_MAX: usize = 64;
-/// The shortest and the longest pause between connection attempts. An engine needs about a minute to restart, and an attempt costs very
+/// The shortest pause between connection attempts; `PAUSE_MAX` is the longest. An engine needs about a minute to restart, and an attempt costs very
 /// little.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -105,7 +104,7 @@ impl Subscription {
     /// Starts the task that receives the events. The task reconnects as often as needed.
     ///
     /// # Errors
-    /// A client cannot connect to one of the endpoints.
+    /// Fails if a client cannot connect to one of the endpoints.
     pub fn start(settings: SubscriptionSettings) -> Result<Self, InvalidEndpoint> {
         for endpoint in [Some(&settings.endpoint), settings.replay_endpoint.as_ref()].into_iter().flatten() {
             socket::check(endpoint)?;
@@ -126,13 +125,12 @@ impl Subscription {
         Ok(Self { updates, _task: task })
     }
 
-    /// Returns the next update. Cancel-safe.
+    /// Returns the next update. This method is cancel-safe.
     pub async fn next(&mut self) -> Update {
         self.updates.recv().await.expect("the task runs while its subscription exists")
     }
 }
 
-/// The task's state.
 struct Follower {
     settings: Arc<SubscriptionSettings>,
     updates: mpsc::Sender<Update>,
@@ -143,7 +141,6 @@ struct Follower {
     /// A loss that the current replay has revealed and that is not reported yet. `None` if the replay has revealed no loss, or if a later
     /// batch of the replay clears the cache, because then the loss does not matter.
     missing: Option<Lost>,
-    /// Whether the last replay succeeded.
     replays: bool,
 }
 
@@ -183,7 +180,7 @@ impl Position {
         }
     }
 
-    /// Returns which batches were lost if the next batch has the number `got`.
+    /// Returns which batches were lost if the batch that follows has the number `got`.
     fn loss(self, got: u64) -> Lost {
         match self {
             Self::After(seen) => Lost::Gap { next: seen.number + 1, got },
@@ -198,7 +195,6 @@ fn since_clear(events: &[EngineEvent]) -> Option<Vec<EngineEvent>> {
     Some(events[cleared..].to_vec())
 }
 
-/// How a replay ended.
 enum Replayed {
     /// All batches that the engine has were replayed.
     All,
@@ -210,9 +206,7 @@ enum Replayed {
     Incomplete,
 }
 
-/// Why [`Follower::follow`] has ended.
 enum Stop {
-    /// The subscription was dropped.
     Unsubscribed,
     Failed(SocketError),
 }
@@ -239,7 +233,6 @@ impl Follower {
         }
     }
 
-    /// Connects, and delivers published batches until the connection fails.
     async fn follow(&mut self) -> Result<Infallible, Stop> {
         let mut live = Live::connect(&self.settings).await?;
         self.live = None;
@@ -261,7 +254,6 @@ impl Follower {
         }
     }
 
-    /// Delivers batches that were published before the connection was made.
     async fn synchronise(&mut self) -> Result<(), Stop> {
         if self.settings.replay_endpoint.is_some() {
             match self.catch_up().await {
@@ -270,7 +262,7 @@ impl Follower {
             }
         }
         if matches!(self.position, Position::Start) {
-            // Later, the number of the first batch that arrives shows whether earlier batches were missed.
+            // The number of the first published batch that arrives later shows whether earlier batches were missed.
             return Ok(());
         }
         self.position = Position::Unknown;
@@ -287,7 +279,7 @@ impl Follower {
         }
     }
 
-    /// Delivers a published batch, after the batches that are missing before it.
+    /// Delivers a published batch. If batches before it are missing, they are requested and delivered first.
     async fn receive(&mut self, number: u64, payload: &[u8]) -> Result<(), Stop> {
         if self.live.replace(number).is_some_and(|last| number <= last) {
             self.restart().await?;
@@ -299,7 +291,7 @@ impl Follower {
             }
         }
         let lost = match self.position.next() {
-            // The batch was delivered before, as part of the replay.
+            // The replay has already delivered this batch.
             Some(next) if number < next => return Ok(()),
             Some(next) if number > next => Some(self.position.loss(number)),
             _ => None,

@@ -38,8 +38,7 @@ fn recorded_stored_event_is_decoded() {
     assert_eq!(stored.tokens[..4], [1, 20, 7939, 15858]);
     assert_eq!(stored.extra_keys, [ExtraKeys::Text("a1b2c3d4e5f60719".to_owned()), ExtraKeys::None]);
     assert_eq!((stored.medium, stored.group, stored.kind.as_deref()), (Medium::Device, Some(0), Some("full_attention")));
-    assert!(!stored.lora);
-    assert_eq!(stored.session, None);
+    assert_eq!((&stored.lora, &stored.session), (&None, &None));
 }
 
 #[test]
@@ -86,7 +85,7 @@ fn array_events_of_older_vllm_versions_are_decoded() {
             parent: Some(EngineHash::Number(5)),
             tokens: vec![7, 8],
             block_size: 1,
-            lora: false,
+            lora: None,
             extra_keys: Vec::new(),
             medium: Medium::Device,
             group: None,
@@ -118,21 +117,46 @@ fn unknown_events_fields_and_media_are_tolerated() {
 }
 
 #[test]
-fn extra_keys_other_than_one_string_are_not_a_salt() {
+fn extra_key_besides_the_name_of_the_lora_is_the_cache_salt() {
     let keys = |keys: Vec<Value>| Value::Array(keys);
     let (image, lora, salt) = (Value::Array(vec!["image".into(), 3.into()]), Value::from("lora"), Value::from("salt"));
-    for (value, expected) in [
-        (Value::Nil, ExtraKeys::None),
-        (keys(vec![]), ExtraKeys::None),
-        (keys(vec![salt.clone()]), ExtraKeys::Text("salt".to_owned())),
-        (keys(vec![lora, salt.clone()]), ExtraKeys::Other),
-        (keys(vec![image.clone()]), ExtraKeys::Other),
-        (keys(vec![image, salt]), ExtraKeys::Other),
+    let of_salt = || ExtraKeys::Text("salt".to_owned());
+    for (value, name, expected) in [
+        (Value::Nil, None, ExtraKeys::None),
+        (keys(vec![]), None, ExtraKeys::None),
+        (keys(vec![salt.clone()]), None, of_salt()),
+        (keys(vec![lora.clone(), salt.clone()]), None, ExtraKeys::Other),
+        (keys(vec![image.clone()]), None, ExtraKeys::Other),
+        (keys(vec![image.clone(), salt.clone()]), None, ExtraKeys::Other),
+        (keys(vec![lora.clone(), salt.clone()]), Some("lora"), of_salt()),
+        (keys(vec![lora.clone()]), Some("lora"), ExtraKeys::None),
+        (keys(vec![lora, image]), Some("lora"), ExtraKeys::Other),
+        (keys(vec![salt]), Some("lora"), ExtraKeys::Other),
+        (Value::Nil, Some("lora"), ExtraKeys::Other),
     ] {
         let bytes = encode(&value);
         let value = rmpv::decode::read_value_ref(&mut &bytes[..]).unwrap();
-        assert_eq!(extra_keys(&value), Some(expected), "{value:?}");
+        assert_eq!(extra_keys(&value, name), Some(expected), "{value:?} {name:?}");
     }
+}
+
+#[test]
+fn stored_event_names_the_lora_of_its_blocks() {
+    let stored = |fields: &[(&str, Value)]| {
+        let own = [
+            ("block_hashes", Value::Array(vec![1.into()])),
+            ("token_ids", Value::Array(vec![7.into()])),
+            ("block_size", 1.into()),
+        ];
+        match decode(&batch_of(vec![named("BlockStored", &[&own, fields].concat())])).unwrap().events.pop() {
+            Some(EngineEvent::Stored(stored)) => (stored.lora, stored.extra_keys),
+            other => panic!("{other:?}"),
+        }
+    };
+    let keys = Value::Array(vec![Value::Array(vec!["lora".into(), "salt".into()])]);
+    let named = stored(&[("lora_id", 1.into()), ("lora_name", "lora".into()), ("extra_keys", keys.clone())]);
+    assert_eq!(named, (Some("lora".to_owned()), vec![ExtraKeys::Text("salt".to_owned())]));
+    assert_eq!(stored(&[("lora_id", 1.into()), ("extra_keys", keys)]), (None, vec![ExtraKeys::Other]));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The two ZMQ connections of a subscription.
+//! The two ZMQ connections of a subscription to KV events.
 
 use super::SubscriptionSettings;
 use bytes::Bytes;
@@ -12,7 +12,6 @@ use zeromq::{DealerSocket, Endpoint, Host, Socket, SocketEvent, SocketRecv, Sock
 #[error("{0:?} is not an endpoint of KV events; write tcp://HOST:PORT or ipc://PATH")]
 pub struct InvalidEndpoint(pub String);
 
-/// Why a connection or a replay failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SocketError {
     #[error(transparent)]
@@ -39,7 +38,6 @@ pub(super) fn check(endpoint: &str) -> Result<(), InvalidEndpoint> {
     if is_valid { Ok(()) } else { Err(InvalidEndpoint(endpoint.to_owned())) }
 }
 
-/// The connection on which the engine publishes its batches of KV events.
 pub(super) struct Live {
     socket: SubSocket,
     monitor: mpsc::Receiver<SocketEvent>,
@@ -55,10 +53,10 @@ impl Live {
         Ok(Self { socket, monitor, topic: settings.topic.clone() })
     }
 
-    /// Returns the next batch's number and payload. Cancel-safe.
+    /// Returns the next batch's number and payload. This method is cancel-safe.
     ///
     /// # Errors
-    /// The connection was lost. The socket would reconnect by itself, without any sign that batches were missed.
+    /// Fails if the connection was lost. The socket would reconnect by itself, without any sign that batches were missed.
     pub async fn next(&mut self) -> Result<(u64, Bytes), SocketError> {
         loop {
             let message = tokio::select! {
@@ -69,7 +67,7 @@ impl Live {
                     Some(_) => continue,
                 },
             };
-            // A ZMQ subscription also receives topics that begin with its own topic.
+            // A ZMQ subscription also receives messages of topics that begin with its own topic.
             if message.get(0).is_some_and(|topic| *topic == self.topic.as_bytes()) {
                 return batch(&message);
             }
@@ -77,14 +75,12 @@ impl Live {
     }
 }
 
-/// A running replay of batches that the engine has published.
 pub(super) struct Replay {
     socket: DealerSocket,
     limit: Duration,
 }
 
 impl Replay {
-    /// Requests a replay of all batches from number `from` on that the engine still has.
     pub async fn request(settings: &SubscriptionSettings, from: u64) -> Result<Self, SocketError> {
         let endpoint = settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?;
         let mut socket = DealerSocket::new();
@@ -95,7 +91,6 @@ impl Replay {
         Ok(Self { socket, limit: settings.timeout })
     }
 
-    /// Returns the next batch's number and payload; `None` after the last batch.
     pub async fn next(&mut self) -> Result<Option<(u64, Bytes)>, SocketError> {
         let message = in_time(self.limit, self.socket.recv()).await?;
         let (number, payload) = batch(&message)?;
