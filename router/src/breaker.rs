@@ -43,7 +43,12 @@ pub(crate) fn is_fault(reason: FailureReason) -> bool {
     use FailureReason as Reason;
     match reason {
         Reason::Unspecified | Reason::PrefillLost | Reason::Timeout | Reason::EngineFailed => true,
-        Reason::AtCapacity | Reason::WrongInstance | Reason::InvalidRequest | Reason::Draining | Reason::WriteRefused => false,
+        Reason::AtCapacity
+        | Reason::WrongInstance
+        | Reason::InvalidRequest
+        | Reason::Draining
+        | Reason::WriteRefused
+        | Reason::NoWorker => false,
     }
 }
 

@@ -1,17 +1,30 @@
-//! The prefix index: which worker has cached which block. It is exact, and a query skips most blocks of a long prompt.
+//! The prefix index: which worker has cached which block.
 //!
-//! One flat table maps a sequence hash to the set of workers that have cached the block. A worker's cache is prefix-closed (a block is
-//! cached only while its parent is), so along a prompt the set only shrinks: [`PrefixIndex::overlap`] finds the next block that some worker
-//! lacks by galloping (exponential, then binary) search and skips the blocks between.
+//! Blocks are kept in runs (docs/adr/033-index.md). A run is a stretch of consecutive blocks. It has the number of its leading blocks that
+//! each holder has cached. So a lookup visits a few runs instead of all blocks of a prompt, and a change of a shared run writes one number.
 //!
-//! Invariants: every set in the table is non-empty; `by_worker[w]` has the hashes of the sets that contain `w`, so that a worker is removed
-//! without scanning other workers' blocks; a stored chain whose parent the worker has not cached is skipped, so a wrong event cannot break
-//! prefixes that are already in the index.
+//! Lookups run while changes are applied. The runs are spread over shards, each with a lock of its own, and a lookup waits only while
+//! the run that it needs is being changed. Changes exclude each other. No call moves more than some thousand blocks at once: the tables
+//! grow in segments, and the blocks of a worker that has left are removed in slices ([`PrefixIndex::sweep`]).
+//!
+//! Invariants: each block is in exactly one run; the shard that the run's first block selects has the run, and finds it by that block; the
+//! rows of [`Holders`](run::Holders) have cached exactly the blocks that were stored for them and not removed. A worker's cache is one row. If it is cleared
+//! or replaced, the worker gets another row at once, and the old row is hidden from lookups until its blocks are removed.
 
-use std::collections::{HashMap, HashSet, hash_map::Entry};
+mod changes;
+mod prefetch;
+mod run;
+mod shard;
+mod sweep;
+mod table;
+
+use changes::Writer;
+use parking_lot::{Mutex, RwLock};
+use run::{Holders, place, rows};
+use shard::{SHARDS, Shard, shard_of};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
-/// A worker's bit position in the index's sets. Slots are small and dense: the caller reuses the slots of removed workers.
+/// A worker's number in the index. Numbers are small: those of removed workers are used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerSlot(pub u32);
 
@@ -22,215 +35,270 @@ pub struct Skipped {
     pub absent_blocks: u64,
     /// Blocks that were stored under a parent that the worker has not cached.
     pub orphaned_blocks: u64,
+    /// Blocks for which the index has no space.
+    pub beyond_index_blocks: u64,
 }
 
-/// Maps each sequence hash to the workers that have cached the block.
+impl std::ops::AddAssign for Skipped {
+    fn add_assign(&mut self, other: Self) {
+        self.absent_blocks += other.absent_blocks;
+        self.orphaned_blocks += other.orphaned_blocks;
+        self.beyond_index_blocks += other.beyond_index_blocks;
+    }
+}
+
+/// The most blocks that change while the index is locked for other changes.
+const SLICE_BLOCKS: usize = 1 << 10;
+
+/// Maps sequence hashes to the workers that have cached the blocks.
 pub struct PrefixIndex {
-    workers: HashMap<SequenceHash, Workers, KeyedState>,
-    /// All bit sets, one after the other, of `words` words each.
-    sets: Vec<u64>,
-    free_sets: Vec<u32>,
-    words: usize,
-    /// The hashes of each worker's blocks, by the worker's slot.
-    by_worker: Vec<HashSet<SequenceHash, KeyedState>>,
+    key: Key,
+    shards: Box<[RwLock<Shard>]>,
+    view: RwLock<View>,
+    writer: Mutex<Writer>,
 }
 
-/// The workers that have cached a block. Most blocks are cached by only one worker and need no bit set.
+/// The seed of the index's tables. Sequence hashes are hashes already, but clients may be able to choose them.
 #[derive(Clone, Copy)]
-enum Workers {
-    One(u32),
-    /// The number of the bit set in [`PrefixIndex::sets`] that names the workers.
-    Set(u32),
+struct Key(u64);
+
+/// The rows that lookups see.
+#[derive(Default)]
+struct View {
+    /// The set of visible rows.
+    visible: Vec<u64>,
+    /// The worker of each visible row.
+    worker_of: Vec<WorkerSlot>,
+    /// One more than the largest worker slot.
+    workers: usize,
+}
+
+impl Key {
+    fn mix(self, value: u64) -> u64 {
+        let product = u128::from(value ^ self.0) * 0x9E37_79B9_7F4A_7C15_u128;
+        product as u64 ^ (product >> 64) as u64
+    }
 }
 
 impl PrefixIndex {
     /// Returns an empty index. The key only seeds hash tables; a random key keeps crafted prompts from slowing the index down.
     pub fn new(key: u64) -> Self {
-        let workers = HashMap::with_hasher(KeyedState::with_seed(key));
-        Self { workers, sets: Vec::new(), free_sets: Vec::new(), words: 1, by_worker: Vec::new() }
+        Self {
+            key: Key(tandem_kv::mix(key)),
+            shards: (0..SHARDS).map(|number| RwLock::new(Shard::new(number))).collect(),
+            view: RwLock::default(),
+            writer: Mutex::default(),
+        }
     }
 
-    /// Applies a change of the worker's cache.
-    pub fn apply(&mut self, worker: WorkerSlot, change: &Change) -> Skipped {
+    fn mix(&self, hash: SequenceHash) -> u64 {
+        self.key.mix(hash.0)
+    }
+
+    /// Adds a worker with an empty cache.
+    pub fn add_worker(&self) -> WorkerSlot {
+        let mut writer = self.writer.lock();
+        let row = writer.add_row();
+        let worker = writer.add_worker(row);
+        self.view.write().show(worker, row);
+        worker
+    }
+
+    /// Removes the worker. Lookups do not see its blocks any more; [`Self::sweep`] removes them.
+    pub fn remove_worker(&self, worker: WorkerSlot) {
+        let mut writer = self.writer.lock();
+        let Some(row) = writer.remove_worker(worker) else { return };
+        self.view.write().hide(row, writer.workers());
+        writer.retire(row);
+    }
+
+    /// Applies a change of the worker's cache. A worker that was not added has no cache, so the change does nothing.
+    pub fn apply(&self, worker: WorkerSlot, change: &Change) -> Skipped {
         let mut skipped = Skipped::default();
         match change {
-            Change::Stored(chain) => self.store(worker, chain, &mut skipped),
+            Change::Stored(chain) => self.store(|writer| writer.row(worker), chain, &mut skipped),
             Change::Removed(hashes) => {
-                skipped.absent_blocks = hashes.iter().filter(|hash| !self.remove(worker, **hash)).count() as u64;
+                for hashes in hashes.chunks(SLICE_BLOCKS) {
+                    let mut writer = self.writer.lock();
+                    let Some(row) = writer.row(worker) else { break };
+                    self.remove(&mut writer, row, hashes, &mut skipped);
+                }
             }
-            Change::Cleared => self.forget(worker),
+            Change::Cleared => {
+                self.replacement().complete(worker);
+            }
         }
         skipped
+    }
+
+    /// Returns an empty cache that is to replace the cache of a worker.
+    pub fn replacement(&self) -> Replacement<'_> {
+        Replacement { index: self, row: Some(self.writer.lock().add_row()), skipped: Skipped::default() }
     }
 
     /// Replaces the worker's blocks in the index by those of the snapshot.
-    pub fn replace(&mut self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
-        self.forget(worker);
-        let mut skipped = Skipped::default();
-        for chain in &snapshot.stored {
-            self.store(worker, chain, &mut skipped);
-        }
-        skipped
-    }
-
-    /// Removes all of the worker's blocks. The time is proportional to their number and independent of other workers' blocks.
-    pub fn forget(&mut self, worker: WorkerSlot) {
-        let Some(hashes) = self.by_worker.get_mut(worker.0 as usize) else { return };
-        let empty = HashSet::with_hasher(self.workers.hasher().clone());
-        for hash in std::mem::replace(hashes, empty) {
-            self.remove_worker(worker, hash);
-        }
-    }
-
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
-    pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
-        let mut leading = vec![0; self.by_worker.len()];
-        let Some(first) = hashes.first() else { return leading };
-        // Each worker in `active` has cached `hashes[..common]`.
-        let mut active: Vec<u64> = (0..self.words).map(|word| self.word(self.workers.get(first), word)).collect();
-        let mut common = 1;
-        while active.iter().any(|word| *word != 0) {
-            let common_max = self.common(hashes, common, &active);
-            let next = hashes.get(common_max).and_then(|hash| self.workers.get(hash));
-            for (word, active) in active.iter_mut().enumerate() {
-                let keep = if common_max < hashes.len() { *active & self.word(next, word) } else { 0 };
-                for bit in bits(*active & !keep) {
-                    leading[word * 64 + bit] = common_max as u32;
-                }
-                *active = keep;
-            }
-            common = common_max + 1;
-        }
-        leading
+    pub fn replace(&self, worker: WorkerSlot, snapshot: &Snapshot) -> Skipped {
+        let mut replacement = self.replacement();
+        snapshot.stored.iter().for_each(|chain| replacement.store(chain));
+        replacement.complete(worker)
     }
 
     /// Returns how many blocks the worker has cached.
     pub fn blocks(&self, worker: WorkerSlot) -> u64 {
-        self.by_worker.get(worker.0 as usize).map_or(0, |hashes| hashes.len() as u64)
+        let writer = self.writer.lock();
+        writer.row(worker).map_or(0, |row| writer.blocks(row))
     }
 
-    /// Returns the length of the longest prefix that all `active` workers have cached. They must have cached the first `from` blocks.
-    fn common(&self, hashes: &[SequenceHash], from: usize, active: &[u64]) -> usize {
-        let (mut cached, mut lacking, mut stride) = (from, hashes.len() + 1, 8);
-        while lacking - cached > 1 {
-            let probe =
-                if lacking > hashes.len() { (cached + stride).min(hashes.len()) } else { cached + (lacking - cached) / 2 };
-            let workers = self.workers.get(&hashes[probe - 1]);
-            if active.iter().enumerate().all(|(word, active)| active & !self.word(workers, word) == 0) {
-                cached = probe;
-                stride *= 2;
-            } else {
-                lacking = probe;
-            }
-        }
-        cached
-    }
-
-    fn store(&mut self, worker: WorkerSlot, chain: &StoredChain, skipped: &mut Skipped) {
-        self.grow_to(worker);
-        let hashes = &self.by_worker[worker.0 as usize];
-        if chain.parent.is_some_and(|parent| !hashes.contains(&parent)) {
-            skipped.orphaned_blocks += chain.sequence_hashes.len() as u64;
-            return;
-        }
-        for hash in &chain.sequence_hashes {
-            self.add(worker, *hash);
-        }
-    }
-
-    fn add(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
-        if !self.by_worker[worker as usize].insert(hash) {
-            return;
-        }
-        let (word, bit) = place(worker);
-        match self.workers.entry(hash) {
-            Entry::Vacant(entry) => {
-                entry.insert(Workers::One(worker));
-            }
-            Entry::Occupied(mut entry) => match *entry.get() {
-                Workers::One(other) => {
-                    let set = self.free_sets.pop().unwrap_or_else(|| {
-                        self.sets.resize(self.sets.len() + self.words, 0);
-                        (self.sets.len() / self.words - 1) as u32
-                    });
-                    let base = set as usize * self.words;
-                    self.sets[base + place(other).0] |= place(other).1;
-                    self.sets[base + word] |= bit;
-                    entry.insert(Workers::Set(set));
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
+    ///
+    /// While a worker's cache changes, its number is one that was right at some time during the call.
+    pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
+        let view = self.view.read();
+        let mut leading = vec![0; view.workers];
+        // The rows that have cached all blocks before `from`. Up to 1,024 rows need no allocation.
+        let (mut few, mut many, words) = ([0; 16], Vec::new(), view.visible.len());
+        let active = if words <= few.len() {
+            &mut few[..words]
+        } else {
+            many.resize(words, 0);
+            &mut many[..]
+        };
+        active.copy_from_slice(&view.visible);
+        let mut from = 0;
+        let mut report = |word: usize, bits: u64, blocks: usize| {
+            rows(word, bits).for_each(|row| leading[view.worker_of[row as usize].0 as usize] = blocks as u32);
+        };
+        let shard_from = |from: usize| {
+            let mixed = self.mix(*hashes.get(from)?);
+            // The shard may be the one that is locked already, for reading.
+            let shard = self.shards[shard_of(mixed)].read_recursive();
+            shard.prefetch(mixed);
+            Some((mixed, shard))
+        };
+        let mut next = shard_from(0);
+        while let Some((mixed, shard)) = next {
+            let Some((run, common)) = shard.find(mixed, &hashes[from..]) else { break };
+            // The next run's slot is read while this run's holders are visited.
+            next = shard_from(from + common);
+            match &run.holders {
+                Holders::One { row, blocks } => {
+                    let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
+                    for (word, active) in active.iter_mut().enumerate() {
+                        let keep = if word == holder { *active & bit } else { 0 };
+                        report(word, *active & !keep, from);
+                        report(word, keep, from + held);
+                        *active = if held == common { keep } else { 0 };
+                    }
                 }
-                Workers::Set(set) => self.sets[set as usize * self.words + word] |= bit,
-            },
-        }
-    }
-
-    /// Removes the block from the worker's cache in the index. Returns whether it was there.
-    fn remove(&mut self, worker: WorkerSlot, hash: SequenceHash) -> bool {
-        let was_cached = self.by_worker.get_mut(worker.0 as usize).is_some_and(|hashes| hashes.remove(&hash));
-        if was_cached {
-            self.remove_worker(worker, hash);
-        }
-        was_cached
-    }
-
-    /// Removes the worker from the set of workers that have cached the block. The set must contain it.
-    fn remove_worker(&mut self, WorkerSlot(worker): WorkerSlot, hash: SequenceHash) {
-        let Entry::Occupied(mut entry) = self.workers.entry(hash) else { unreachable!("a cached block has workers") };
-        match *entry.get() {
-            Workers::One(_) => {
-                entry.remove();
-            }
-            Workers::Set(set) => {
-                let (word, bit) = place(worker);
-                let members = &mut self.sets[set as usize * self.words..][..self.words];
-                members[word] &= !bit;
-                if members.iter().map(|word| word.count_ones()).sum::<u32>() == 1 {
-                    let word = members.iter().position(|word| *word != 0).expect("one member is left");
-                    entry.insert(Workers::One(word as u32 * 64 + members[word].trailing_zeros()));
-                    members[word] = 0;
-                    self.free_sets.push(set);
+                Holders::Many(groups) => {
+                    for (word, active) in active.iter_mut().enumerate() {
+                        let keep = *active & groups.all().get(word).copied().unwrap_or(0);
+                        report(word, *active & !keep, from);
+                        *active = keep;
+                    }
+                    for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
+                        for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
+                            report(word, *active & set, from + blocks as usize);
+                            *active &= !set;
+                        }
+                    }
                 }
             }
-        }
-    }
-
-    /// Returns one 64-bit word of a set of workers.
-    fn word(&self, workers: Option<&Workers>, word: usize) -> u64 {
-        match workers {
-            Some(Workers::One(worker)) if place(*worker).0 == word => place(*worker).1,
-            Some(Workers::Set(set)) if word < self.words => self.sets[*set as usize * self.words + word],
-            None | Some(Workers::One(_) | Workers::Set(_)) => 0,
-        }
-    }
-
-    /// Enlarges the sets if they have no bit for this worker yet.
-    fn grow_to(&mut self, WorkerSlot(worker): WorkerSlot) {
-        if worker as usize >= self.by_worker.len() {
-            self.by_worker.resize(worker as usize + 1, HashSet::with_hasher(self.workers.hasher().clone()));
-        }
-        let (word, _) = place(worker);
-        if word >= self.words {
-            let words = (word + 1).next_power_of_two();
-            let mut sets = vec![0; self.sets.len() / self.words * words];
-            for (old, new) in self.sets.chunks_exact(self.words).zip(sets.chunks_exact_mut(words)) {
-                new[..self.words].copy_from_slice(old);
+            from += common;
+            if active.iter().all(|word| *word == 0) {
+                return leading;
             }
-            (self.sets, self.words) = (sets, words);
+        }
+        active.iter().enumerate().for_each(|(word, bits)| report(word, *bits, from));
+        leading
+    }
+
+    /// Returns the bytes that the index has allocated. Visits every run.
+    pub fn bytes(&self) -> usize {
+        let writer = self.writer.lock().bytes();
+        let shards: usize = self.shards.iter().map(|shard| shard.read().bytes() + size_of::<RwLock<Shard>>()).sum();
+        writer + shards
+    }
+
+    /// Stores the chain in slices. `row` returns the row that the slice concerns, or `None` if the rest does not concern any row.
+    fn store(&self, row: impl Fn(&Writer) -> Option<u32>, chain: &StoredChain, skipped: &mut Skipped) {
+        let (mut parent, mut rest) = (chain.parent, &chain.sequence_hashes[..]);
+        while !rest.is_empty() {
+            let (piece, later) = rest.split_at(rest.len().min(SLICE_BLOCKS));
+            let mut writer = self.writer.lock();
+            let Some(row) = row(&writer) else { return };
+            if !self.store_piece(&mut writer, row, parent, piece, skipped) {
+                skipped.orphaned_blocks += rest.len() as u64;
+                return;
+            }
+            (parent, rest) = (piece.last().copied(), later);
         }
     }
 }
 
-/// Returns the index of a worker's word in a set, and the worker's bit in that word.
-fn place(worker: u32) -> (usize, u64) {
-    (worker as usize / 64, 1 << (worker % 64))
+/// A cache that lookups do not see until it replaces the cache of a worker. If it is dropped before, its blocks are removed like those of
+/// a worker that leaves.
+pub struct Replacement<'a> {
+    index: &'a PrefixIndex,
+    /// `None` once the replacement is complete.
+    row: Option<u32>,
+    skipped: Skipped,
 }
 
-/// Returns the positions of the bits that are set.
-fn bits(mut word: u64) -> impl Iterator<Item = usize> {
-    std::iter::from_fn(move || {
-        let bit = (word != 0).then(|| word.trailing_zeros() as usize)?;
-        word &= word - 1;
-        Some(bit)
-    })
+impl Replacement<'_> {
+    /// Adds the blocks of the chain.
+    pub fn store(&mut self, chain: &StoredChain) {
+        self.index.store(|_| self.row, chain, &mut self.skipped);
+    }
+
+    /// Replaces the worker's blocks at once. Returns what could not be stored. The blocks before are removed by [`PrefixIndex::sweep`]. If
+    /// the worker was removed, so are these blocks.
+    pub fn complete(mut self, worker: WorkerSlot) -> Skipped {
+        let Self { index, skipped, .. } = self;
+        let mut writer = index.writer.lock();
+        if let Some(new) = writer.row(worker).and(self.row)
+            && let Some(old) = writer.set_row(worker, new)
+        {
+            let mut view = index.view.write();
+            view.show(worker, new);
+            view.hide(old, writer.workers());
+            writer.retire(old);
+            self.row = None;
+        }
+        skipped
+    }
+}
+
+impl Drop for Replacement<'_> {
+    fn drop(&mut self) {
+        if let Some(row) = self.row {
+            self.index.writer.lock().retire(row);
+        }
+    }
+}
+
+impl View {
+    fn show(&mut self, worker: WorkerSlot, row: u32) {
+        let (word, bit) = place(row);
+        if row as usize >= self.worker_of.len() {
+            self.worker_of.resize(row as usize + 1, worker);
+        }
+        self.visible.resize(self.visible.len().max(word + 1), 0);
+        self.visible[word] |= bit;
+        self.worker_of[row as usize] = worker;
+        self.workers = self.workers.max(worker.0 as usize + 1);
+    }
+
+    /// `workers` is one more than the largest slot of the remaining workers.
+    fn hide(&mut self, row: u32, workers: usize) {
+        self.workers = workers;
+        let (word, bit) = place(row);
+        self.visible[word] &= !bit;
+        while self.visible.last() == Some(&0) {
+            self.visible.pop();
+        }
+        self.worker_of.truncate(self.visible.len() * 64);
+    }
 }
 
 /// Sequence hashes are hashes already, so the tables use a fast hash function. Its seed keeps clients from choosing the tables' buckets.

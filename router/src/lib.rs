@@ -3,11 +3,14 @@
 //! [`run`] serves the gRPC service `Router` and watches the workers. Two parts are pure: [`PrefixIndex`] knows which worker has
 //! cached which block, and `route::place` chooses.
 
+mod answers;
+mod applied;
 mod breaker;
 mod cluster;
 mod index;
 mod metrics;
 mod peer_watch;
+mod predictions;
 mod rates;
 mod replication;
 mod route;
@@ -20,7 +23,7 @@ mod watch;
 mod worker_bookings;
 mod worker_watch;
 
-pub use index::{PrefixIndex, Skipped, WorkerSlot};
+pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::{Cluster, UnavailableWorkers};
@@ -110,6 +113,7 @@ pub async fn run(
         never = workers => match never {},
         never = peers => match never {},
         never = startup_timeout => never,
+        never = cluster.sweep() => match never {},
         served = serve => Ok(served?),
     }
 }

@@ -1,8 +1,8 @@
 //! The router's metrics. A worker's series have its `worker_id` as a label. They are removed when the worker leaves, and start at 0 when it
 //! returns.
 
+use crate::{applied::Applied, index::Skipped};
 use metrics::{Counter, Gauge, Histogram};
-use tandem_kv::Change;
 use tandem_node::Metrics;
 use tandem_proto::v1::WorkerInfo;
 
@@ -42,10 +42,12 @@ pub(crate) struct WorkerSeries {
     pub(crate) direct: Gauge,
     pub(crate) gaps: Counter,
     /// Blocks that the worker removed although the index did not have them.
-    pub(crate) absent: Counter,
+    absent: Counter,
     /// Blocks that the worker stored under a parent that it has not cached.
-    pub(crate) orphaned: Counter,
-    pub(crate) beyond_capacity: Counter,
+    orphaned: Counter,
+    /// Blocks for which the index has no space.
+    beyond_index: Counter,
+    beyond_capacity: Counter,
     pub(crate) breaker_opened: Counter,
     stored: Counter,
     removed: Counter,
@@ -139,6 +141,7 @@ impl RouterMetrics {
             ),
             absent: skipped("absent"),
             orphaned: skipped("orphaned"),
+            beyond_index: skipped("index_full"),
             stored: event("stored"),
             removed: event("removed"),
             cleared: event("cleared"),
@@ -152,19 +155,28 @@ impl WorkerSeries {
     pub(crate) fn describe(&self, info: &WorkerInfo) {
         let worker = ("worker", info.worker_id.as_str());
         let constant = |name, help, labels: &[_], value| self.exported.gauge(name, help, labels).set(value);
-        let help = "1 for each worker, with the model that it serves.";
-        constant("tandem_router_worker_info", help, &[worker, ("model", &info.model)], 1.0);
+        let help = "1 for each worker and each model that it serves.";
+        for model in std::iter::once(&info.model).chain(&info.loras) {
+            constant("tandem_router_worker_info", help, &[worker, ("model", model)], 1.0);
+        }
         let help =
             "1 if the index of the worker is assumed from what was routed to it, because its engine publishes no KV events.";
         constant("tandem_router_index_approximate", help, &[worker], f64::from(u8::from(info.approximate_index)));
     }
 
-    /// Counts an event that was applied to the index.
-    pub(crate) fn count_event(&self, change: &Change) {
-        match change {
-            Change::Stored(_) => self.stored.increment(1),
-            Change::Removed(_) => self.removed.increment(1),
-            Change::Cleared => self.cleared.increment(1),
-        }
+    /// Counts events that were applied to the index.
+    pub(crate) fn count_applied(&self, applied: &Applied) {
+        self.stored.increment(applied.stored);
+        self.removed.increment(applied.removed);
+        self.cleared.increment(applied.cleared);
+        self.count_skipped(applied.skipped);
+        self.beyond_capacity.increment(u64::from(applied.beyond_capacity.is_some()));
+    }
+
+    /// Counts blocks that could not be applied to the index.
+    pub(crate) fn count_skipped(&self, skipped: Skipped) {
+        self.absent.increment(skipped.absent_blocks);
+        self.orphaned.increment(skipped.orphaned_blocks);
+        self.beyond_index.increment(skipped.beyond_index_blocks);
     }
 }

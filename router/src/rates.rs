@@ -13,10 +13,20 @@ use std::time::Duration;
 /// A measured value and its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measurement {
-    /// The measured value, which is more than 0.
-    pub value: f64,
+    /// The natural logarithm of the value.
+    log: f64,
     /// The weight: 1 for a new measurement, less for an older one, never 0.
     pub weight: f64,
+}
+
+/// The logarithms of the values that a worker has measured; `None` for a value that it has not. They are computed when the worker reports,
+/// and not for each placement.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MeasuredLogs {
+    pub prefill_tokens_per_second: Option<f64>,
+    pub prefill_fixed_ms: Option<f64>,
+    pub decode_step_ms: Option<f64>,
+    pub transfer_bytes_per_second: Option<f64>,
 }
 
 /// The minimum weight of a measurement. It is not 0: if all measurements are old, their mean is still a better estimate than a constant.
@@ -25,40 +35,58 @@ const WEIGHT_MIN: f64 = 1e-6;
 /// Differences from the mean up to this factor are ignored. Larger differences are reduced by this factor. Equal workers measure rates that
 /// differ by less than this factor, because their prompts have different lengths. If unequal workers differ by less, the lengths of their
 /// queues show the difference.
-const TOLERANCE: f64 = 1.25;
+///
+/// The constant is the natural logarithm of the factor 1.25.
+const TOLERANCE_LOG: f64 = 0.223_143_551_314_209_76;
 
 impl Measurement {
-    /// Returns a measurement whose weight depends on the time since the value was measured; `None` for the value 0, which means that
-    /// nothing was measured.
-    pub fn new(value: f64, age: Duration, costs: &Costs) -> Option<Self> {
+    pub fn new(log: f64, weight: f64) -> Self {
+        Self { log, weight }
+    }
+
+    /// Returns the logarithm of a measured value; `None` for the value 0, which means that nothing was measured.
+    pub fn log(value: f64) -> Option<f64> {
+        (value > 0.0).then(|| value.ln())
+    }
+
+    /// Returns the weight of a value that was measured so long ago.
+    pub fn weight(age: Duration, costs: &Costs) -> f64 {
         let half_lives = age.as_secs_f64() / costs.rate_half_life.as_secs_f64();
-        (value > 0.0).then(|| Self { value, weight: (-half_lives).exp2().max(WEIGHT_MIN) })
+        (-half_lives).exp2().max(WEIGHT_MIN)
     }
 }
 
 /// The weighted geometric mean of one kind of measurement over all workers, or a default while no worker has measured one.
 #[derive(Clone, Copy, Debug)]
-pub struct MeanRate(f64);
+pub struct MeanRate {
+    value: f64,
+    log: f64,
+}
 
 impl MeanRate {
     /// Returns the mean of these measurements, or `default` if there are none.
     pub fn of(measurements: impl Iterator<Item = Measurement>, default: f64) -> Self {
-        let sums = |(logs, weights), one: Measurement| (logs + one.value.ln() * one.weight, weights + one.weight);
+        let sums = |(logs, weights), one: Measurement| (logs + one.log * one.weight, weights + one.weight);
         let (logs, weights) = measurements.fold((0.0, 0.0), sums);
-        Self(if weights > 0.0 { f64::exp(logs / weights) } else { default })
+        if weights > 0.0 {
+            Self { value: f64::exp(logs / weights), log: logs / weights }
+        } else {
+            Self { value: default, log: default.ln() }
+        }
     }
 
     /// Returns the mean of all workers.
     pub fn value(&self) -> f64 {
-        self.0
+        self.value
     }
 
     /// Returns the rate to assume for a worker with this measurement.
     pub fn for_worker(&self, own: Option<Measurement>) -> f64 {
-        let Some(own) = own else { return self.0 };
-        let deviation = own.weight * (own.value / self.0).ln();
-        let excess = (deviation.abs() - TOLERANCE.ln()).max(0.0).copysign(deviation);
-        self.0 * excess.exp()
+        let deviation = own.map_or(0.0, |own| own.weight * (own.log - self.log));
+        if deviation.abs() <= TOLERANCE_LOG {
+            return self.value;
+        }
+        self.value * (deviation.abs() - TOLERANCE_LOG).copysign(deviation).exp()
     }
 }
 
@@ -67,7 +95,8 @@ mod tests {
     use super::*;
 
     fn measured(value: f64, age_s: u64) -> Measurement {
-        Measurement::new(value, Duration::from_secs(age_s), &Costs::default()).expect("the value is not 0")
+        let log = Measurement::log(value).expect("the value is not 0");
+        Measurement::new(log, Measurement::weight(Duration::from_secs(age_s), &Costs::default()))
     }
 
     /// Returns the rates to assume for workers with these measurements.
@@ -118,6 +147,7 @@ mod tests {
             (only_own.for_worker(Some(measured(100.0, 600))) - 100.0).abs() < 1e-9,
             "the mean of one worker is its measurement"
         );
-        assert_eq!(Measurement::new(0.0, Duration::ZERO, &Costs::default()), None);
+        assert_eq!(Measurement::log(0.0), None);
+        assert_eq!(TOLERANCE_LOG, 1.25_f64.ln());
     }
 }

@@ -76,6 +76,8 @@ pub(crate) struct BookingRecord {
     pub(crate) prefilling: bool,
     /// The prompt's blocks, at most [`HASHES_MAX`]; empty once the prompt has been prefilled.
     pub(crate) hashes: Arc<[SequenceHash]>,
+    /// The number of tokens that the answer is expected to have, of all samples together.
+    pub(crate) answer_tokens: u64,
 }
 
 /// A change of one booking: the booking's id at the sender, and its current record; `None`: the booking has ended.
@@ -149,6 +151,7 @@ impl From<BookingRecord> for BookedRequest {
             prefill: record.prefill.map(load),
             prefilling: record.prefilling,
             sequence_hashes: record.hashes.iter().map(|hash| hash.0).collect(),
+            answer_tokens: record.answer_tokens,
         }
     }
 }
@@ -166,6 +169,7 @@ impl TryFrom<BookedRequest> for BookingRecord {
             decode,
             prefilling: booked.prefilling,
             hashes: hashes.into_iter().take(HASHES_MAX).map(SequenceHash).collect(),
+            answer_tokens: booked.answer_tokens,
         })
     }
 }
@@ -258,7 +262,8 @@ mod tests {
     fn record(hashes: usize) -> BookingRecord {
         let load = |name: &str| (name.into(), BookedLoad { tokens: 3, sequences: 2 });
         let hashes = (0..hashes as u64).map(SequenceHash).collect();
-        BookingRecord { request_id: "r".into(), decode: load("d"), prefill: Some(load("p")), prefilling: true, hashes }
+        let (decode, prefill) = (load("d"), Some(load("p")));
+        BookingRecord { request_id: "r".into(), decode, prefill, prefilling: true, hashes, answer_tokens: 9 }
     }
 
     /// Returns the message that ends a full state of this router instance.

@@ -84,10 +84,17 @@ impl Router for RouterService {
     }
 
     async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainReply>, Status> {
-        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits } = request.into_inner();
-        let request_id = "explain".to_owned();
-        let prompt =
-            RoutePrompt { request_id, model, sequence_hashes, prompt_tokens, prompt_logits, samples: 1, ..Default::default() };
+        let ExplainRequest { model, sequence_hashes, prompt_tokens, prompt_logits, max_tokens, samples } = request.into_inner();
+        let prompt = RoutePrompt {
+            request_id: "explain".to_owned(),
+            model,
+            sequence_hashes,
+            prompt_tokens,
+            max_tokens,
+            samples,
+            prompt_logits,
+            ..Default::default()
+        };
         let (_, request) = self.check(prompt)?;
         Ok(Response::new(self.cluster.lock().explain(&request)))
     }
@@ -156,6 +163,7 @@ impl RouterService {
             hashes: prompt.sequence_hashes.into_iter().map(SequenceHash).collect(),
             prompt_tokens: prompt.prompt_tokens,
             samples: prompt.samples,
+            max_tokens: prompt.max_tokens,
             prompt_logits: prompt.prompt_logits,
         };
         Ok((prompt.existing, request))
@@ -235,6 +243,11 @@ impl Route {
                     return Ok(Some((reply, self)));
                 }
                 Some(Message::PrefillFinished(finished)) => self.on_first_token(finished.cached_tokens),
+                Some(Message::AnswerFinished(finished)) => {
+                    if let Some(booking) = self.booking {
+                        self.service.cluster.lock().on_answered(booking, finished.generated_tokens);
+                    }
+                }
                 Some(Message::Prompt(_)) => return Err(Status::invalid_argument("a stream may have only one prompt")),
                 None => return Err(Status::invalid_argument("a message of the stream is empty")),
             }
@@ -332,9 +345,8 @@ fn failure(error: PlacementError) -> Failure {
             | NoEligibleWorker::NoCommonFamily
             | NoEligibleWorker::AllFailed,
         )
-        | PlacementError::NoWorkerOfModel
-        | PlacementError::TooManyBookings
-        | PlacementError::TooManyAttempts => FailureReason::AtCapacity,
+        | PlacementError::NoWorkerOfModel => FailureReason::NoWorker,
+        PlacementError::TooManyBookings | PlacementError::TooManyAttempts => FailureReason::AtCapacity,
         PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::NoModelNamed => {
             FailureReason::InvalidRequest
         }

@@ -135,6 +135,8 @@ pub struct Costs {
     /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
     /// blocks that running answers must release. Default 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
+    /// The assumed number of tokens of an answer, until one has ended; at most the request's `max_tokens`. Default 256: a few paragraphs.
+    pub answer_tokens: f64,
     /// The age at which a worker's measurement has the same weight as the mean of all workers. Default 30 s: a worker whose measurement is
     /// wrong by a factor of a hundred receives a prompt again after two to five minutes. A worker that really is ten times slower delays
     /// one prompt in two minutes.
@@ -153,6 +155,7 @@ impl Default for Costs {
             displaced_weight: 0.25,
             interference: 0.1,
             answer_ms: 5_000.0,
+            answer_tokens: 256.0,
             rate_half_life: Duration::from_secs(30),
         }
     }

@@ -1,12 +1,11 @@
 //! The load that placed requests add to one worker before the worker's own reports include them.
 //!
 //! Invariants: a request's load counts from its placement until the worker reports that its load includes the request, or until the booking
-//! is released. So it is never counted in addition to the worker's own report. Predicted blocks are those of prompts that are being
-//! prefilled on the worker.
+//! is released. So it is never counted in addition to the worker's own report. The expected length of its answer, which no worker knows,
+//! counts until the booking is released.
 
-use crate::index::KeyedState;
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use tandem_kv::{RequestId, SequenceHash};
+use std::collections::{BTreeMap, VecDeque};
+use tandem_kv::RequestId;
 
 /// Identifies a booking within this router. Request ids may collide; booking ids do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,6 +29,7 @@ pub(crate) struct BookedLoad {
 const INCLUDED_MAX: usize = 1_024;
 
 /// All bookings on one worker.
+#[derive(Default)]
 pub(crate) struct WorkerBookings {
     /// The number of requests placed on the worker, reported or not.
     pub(crate) count: u32,
@@ -40,40 +40,17 @@ pub(crate) struct WorkerBookings {
     pub(crate) tokens: u64,
     /// The number of sequences that the worker's report does not include yet.
     pub(crate) sequences: u64,
-    /// For each block, the number of prompts being prefilled that contain it. Each prompt adds all of its blocks, so the set of keys is
-    /// prefix-closed.
-    predicted: HashMap<SequenceHash, u32, KeyedState>,
+    /// The number of tokens that the answers of all booked requests are expected to have, reported or not.
+    pub(crate) answer_tokens: u64,
 }
 
 impl WorkerBookings {
-    /// Returns an empty set of bookings. `key` only seeds its hash table.
-    pub(crate) fn new(key: u64) -> Self {
-        Self {
-            count: 0,
-            unreported: BTreeMap::new(),
-            included: VecDeque::new(),
-            tokens: 0,
-            sequences: 0,
-            predicted: HashMap::with_hasher(KeyedState::with_seed(key)),
-        }
-    }
-
-    /// Returns how many leading blocks of the prompt after the first `overlap_blocks` are being computed on the worker.
-    pub(crate) fn predicted_blocks(&self, hashes: &[SequenceHash], overlap_blocks: u32) -> u32 {
-        if self.predicted.is_empty() {
-            return 0;
-        }
-        (hashes.partition_point(|hash| self.predicted.contains_key(hash)) as u32).saturating_sub(overlap_blocks)
-    }
-
-    /// Adds a booking. `prefilling` has the prompt's blocks if the worker will prefill the prompt; otherwise it is empty.
-    pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, prefilling: &[SequenceHash]) {
+    /// Adds a booking, whose answer is expected to have `answer_tokens` tokens on the worker.
+    pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, answer_tokens: u64) {
         self.count += 1;
+        self.answer_tokens += answer_tokens;
         self.tokens += load.tokens;
         self.sequences += u64::from(load.sequences);
-        for hash in prefilling {
-            *self.predicted.entry(*hash).or_insert(0) += 1;
-        }
         let before = self.unreported.insert(key, load);
         assert!(before.is_none(), "a booking is made once on a worker");
     }
@@ -108,25 +85,18 @@ impl WorkerBookings {
         (self.tokens, self.sequences) = (0, 0);
     }
 
-    /// Records that the booking's prompt has been prefilled: its tokens and predicted blocks do not count any more, but its sequences do.
-    /// To be called once for a booking, with the same blocks as in [`Self::add`].
-    pub(crate) fn on_prefilled(&mut self, key: &BookingKey, prefilling: &[SequenceHash]) {
+    /// Records that the booking's prompt has been prefilled: its tokens do not count any more, but its sequences do.
+    pub(crate) fn on_prefilled(&mut self, key: &BookingKey) {
         if let Some(load) = self.unreported.get_mut(key) {
             self.tokens -= std::mem::take(&mut load.tokens);
         }
-        for hash in prefilling {
-            let count = self.predicted.get_mut(hash).expect("a prediction is dropped once");
-            *count -= 1;
-            if *count == 0 {
-                self.predicted.remove(hash);
-            }
-        }
     }
 
-    /// Removes the booking. If it had `prefilling` blocks, [`Self::on_prefilled`] must have been called before.
-    pub(crate) fn remove(&mut self, key: &BookingKey) {
+    /// Removes the booking. `answer_tokens` is the number with which it was added.
+    pub(crate) fn remove(&mut self, key: &BookingKey, answer_tokens: u64) {
         self.stop_counting(key);
         self.count -= 1;
+        self.answer_tokens -= answer_tokens;
     }
 
     fn stop_counting(&mut self, key: &BookingKey) {
@@ -145,44 +115,26 @@ mod tests {
         (request_id.into(), BookingId(id))
     }
 
-    fn hashes(numbers: &[u64]) -> Vec<SequenceHash> {
-        numbers.iter().copied().map(SequenceHash).collect()
-    }
-
-    fn totals(bookings: &WorkerBookings) -> (u64, u64, u32) {
-        (bookings.tokens, bookings.sequences, bookings.count)
+    fn totals(bookings: &WorkerBookings) -> (u64, u64, u32, u64) {
+        (bookings.tokens, bookings.sequences, bookings.count, bookings.answer_tokens)
     }
 
     #[test]
-    fn booked_load_counts_until_the_worker_reports_it() {
-        let mut bookings = WorkerBookings::new(0);
-        bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, &[]);
-        bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, &[]);
-        assert_eq!(totals(&bookings), (110, 3, 2));
+    fn booked_load_counts_until_the_worker_reports_it_and_the_answer_until_its_end() {
+        let mut bookings = WorkerBookings::default();
+        bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, 60);
+        bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, 7);
+        assert_eq!(totals(&bookings), (110, 3, 2, 67));
         for _ in 0..2 {
             bookings.on_included("a");
-            assert_eq!(totals(&bookings), (10, 1, 2));
+            assert_eq!(totals(&bookings), (10, 1, 2, 67));
         }
         bookings.on_included("another router's request");
-        bookings.on_prefilled(&key("ab", 2), &[]);
-        assert_eq!(totals(&bookings), (0, 1, 2));
-        bookings.remove(&key("a", 1));
-        bookings.remove(&key("ab", 2));
-        assert_eq!(totals(&bookings), (0, 0, 0));
-    }
-
-    #[test]
-    fn block_is_predicted_until_all_prompts_that_store_it_are_prefilled() {
-        let mut bookings = WorkerBookings::new(0);
-        bookings.add(key("a", 1), BookedLoad::default(), &hashes(&[1, 2, 3]));
-        bookings.add(key("b", 2), BookedLoad::default(), &hashes(&[1, 2, 9]));
-        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 3);
-        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 2), 1);
-        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 4), 0);
-        bookings.on_prefilled(&key("a", 1), &hashes(&[1, 2, 3]));
-        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 2);
-        bookings.on_prefilled(&key("b", 2), &hashes(&[1, 2, 9]));
-        assert_eq!(bookings.predicted_blocks(&hashes(&[1, 2, 3, 4]), 0), 0);
-        assert!(bookings.predicted.is_empty());
+        bookings.on_prefilled(&key("ab", 2));
+        assert_eq!(totals(&bookings), (0, 1, 2, 67));
+        bookings.remove(&key("a", 1), 60);
+        assert_eq!(totals(&bookings), (0, 1, 1, 7));
+        bookings.remove(&key("ab", 2), 7);
+        assert_eq!(totals(&bookings), (0, 0, 0, 0));
     }
 }

@@ -220,13 +220,13 @@ impl Connection<'_> {
         Ok(self.remote.in_time(self.control.snapshot(request)).await??.into_inner())
     }
 
-    fn replace(&mut self, snapshot: &Snapshot) -> Result<(), JoinError> {
+    async fn replace(&mut self, snapshot: &Snapshot) -> Result<(), JoinError> {
         let Self { remote: Remote { cluster, address, .. }, info, .. } = self;
-        let mut state = cluster.lock();
+        let content = cluster.load(snapshot).await;
         match self.member {
-            Some(id) => state.members.replace(id, snapshot),
+            Some(id) => cluster.replace(id, content),
             None => {
-                self.member = Some(state.join(info.clone(), address.clone(), snapshot)?);
+                self.member = Some(cluster.lock().join(info.clone(), address.clone(), content)?);
                 tracing::info!(worker_id = info.worker_id, instance_id = info.instance_id, %address, "worker joined");
             }
         }
@@ -239,7 +239,7 @@ impl Connection<'_> {
         let has_events = match update {
             Update::None => false,
             Update::Snapshot(snapshot) => {
-                self.replace(&snapshot)?;
+                self.replace(&snapshot).await?;
                 true
             }
             Update::Batch { batch, stats, sent_unix_us } => {

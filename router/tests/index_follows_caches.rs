@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tandem_kv::{
     BlockId, CacheSettings, Change, HashKey, Namespace, PrefixCache, SequenceHash, StoredChain, TokenId, Wanted, sequence_hashes,
 };
-use tandem_router::{PrefixIndex, Skipped, WorkerSlot};
+use tandem_router::{PrefixIndex, Skipped};
 
 const BLOCK: usize = 2;
 
@@ -78,9 +78,10 @@ proptest! {
     ) {
         let namespace = Namespace::new("m", "r", "", "");
         let mut workers = [Worker::new(), Worker::new(), Worker::new()];
-        let mut index = PrefixIndex::new(1);
+        let index = PrefixIndex::new(1);
+        let slots = [(); 3].map(|()| index.add_worker());
         for (at, op) in &ops {
-            let (worker, slot) = (&mut workers[*at], WorkerSlot(*at as u32));
+            let (worker, slot) = (&mut workers[*at], slots[*at]);
             match op {
                 Op::Compute(prompt) => worker.compute(&namespace, prompt),
                 Op::End => worker.end(),
@@ -97,6 +98,7 @@ proptest! {
             }
             prop_assert_eq!(index.blocks(slot), worker.held().len() as u64);
         }
+        while index.sweep() {}
         for prompt in asked {
             let hashes = sequence_hashes(&HashKey::NONE, &namespace, BLOCK, &prompt);
             let leading = index.overlap(&hashes);

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 /// The most sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests with a larger `n`.
 pub(super) const SAMPLES_MAX: u32 = 128;
 
-/// The most prompt tokens that one request may add to a worker's load: the largest value of `prompt_tokens`.
+/// The most prompt tokens, and the most answer tokens of one sample, that one request may add to a worker's load: the largest value of
+/// `prompt_tokens` and of `max_tokens`.
 const TOKENS_MAX: u64 = u32::MAX as u64;
 
 /// A request that this router or a peer has placed. The booking's instances need not be members.
@@ -31,6 +32,18 @@ pub(super) struct Booking {
     /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once it was
     /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
+    pub(super) answer: Answer,
+}
+
+/// The answer to a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Answer {
+    /// The most tokens that each sample may have; 0: not known.
+    pub(super) max_tokens: u32,
+    /// The number of samples; 0 if a peer has placed the request.
+    pub(super) samples: u32,
+    /// The number of tokens that the answer was expected to have, of all samples together, when the request was placed.
+    pub(super) expected_tokens: u64,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.
@@ -46,13 +59,15 @@ impl Booking {
         self.prefill.as_ref().unwrap_or(&self.decode)
     }
 
-    /// Returns the instances on which the booking counts now. An instance that is prefilling the prompt comes with the prompt's blocks, any
-    /// other instance with no blocks.
-    pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, &[SequenceHash])> {
-        let prefilling: &[SequenceHash] = if self.prefilling { &self.hashes } else { &[] };
-        let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, prefilling));
-        let on_decode = if self.prefill.is_some() { &[] } else { prefilling };
-        std::iter::once((&self.decode, on_decode)).chain(prefill)
+    /// Returns the instances on which the booking counts now, and whether each is prefilling the prompt.
+    pub(super) fn places(&self) -> impl Iterator<Item = (&InstanceId, bool)> {
+        let prefill = self.prefill.as_ref().filter(|_| self.prefilling).map(|prefill| (prefill, true));
+        std::iter::once((&self.decode, self.prefilling && self.prefill.is_none())).chain(prefill)
+    }
+
+    /// Returns the number of tokens that the answer is expected to have on this instance.
+    pub(super) fn answer_tokens_on(&self, instance_id: &str) -> u64 {
+        if *self.decode == *instance_id { self.answer.expected_tokens } else { 0 }
     }
 
     /// Returns the booking record for peers. `unreported` is the load that the request's workers have not reported yet.
@@ -68,15 +83,18 @@ impl Booking {
             prefill: self.prefill.clone().map(|instance_id| (instance_id, unreported.prefill)),
             prefilling: self.prefilling,
             hashes,
+            answer_tokens: self.answer.expected_tokens,
         }
     }
 
     /// Returns a peer's booking under a key of this router. The booking does not contain the load that the peer announced: see
     /// [`LoadByRole::recorded`].
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
-        let BookingRecord { request_id: _, decode, prefill, prefilling, hashes } = record;
+        let BookingRecord { request_id: _, decode, prefill, prefilling, hashes, answer_tokens } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        Self { key, decode, prefill, model: "".into(), prefilling, answering_since: None, hashes, overlap_tokens: None }
+        let expected_tokens = answer_tokens.min(TOKENS_MAX * u64::from(SAMPLES_MAX));
+        let answer = Answer { expected_tokens, ..Answer::default() };
+        Self { key, decode, prefill, model: "".into(), prefilling, answering_since: None, hashes, overlap_tokens: None, answer }
     }
 }
 

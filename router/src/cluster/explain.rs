@@ -1,4 +1,4 @@
-//! Explains a placement: the cost of each worker by cause, and why the chosen workers were chosen.
+//! Explains a placement: the cost of each worker by cause, and the reason for the choice of the workers.
 
 use super::{members::Members, placement::Decision, texts};
 use crate::route::Cost;

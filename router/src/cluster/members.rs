@@ -1,7 +1,7 @@
 //! The members: the workers on which requests are placed, each with its known cache content and its bookings.
 //!
 //! Invariants: every member has a slot of its own in the index; the index has entries of members only; all members that serve one model
-//! agree on its revision and block size. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name
+//! agree on its revision and block size, and if it is a LoRA, on its base model. A member's [`WorkerBookings`] are exactly the bookings, of this router and of its peers, that name
 //! the member's instance. A booking on an instance that is not a member counts nowhere. When such an instance joins, its first report is
 //! assumed to include the booked load.
 
@@ -11,20 +11,22 @@ use super::{
     texts,
 };
 use crate::{
+    applied::{Applied, IndexedWorker},
     breaker::Breaker,
-    index::{PrefixIndex, WorkerSlot},
+    index::{PrefixIndex, Replacement, WorkerSlot},
     metrics::WorkerSeries,
-    rates::Measurement,
+    predictions::Predictions,
+    rates::{MeasuredLogs, Measurement},
     route::{Candidate, NoEligibleWorker, Role, paired_families},
     settings::{Costs, PrefillPlace},
-    subscription::{EventSource, ReportedStats, SubscriptionError, cached_blocks_max},
+    subscription::{EventSource, ReportedStats, cached_blocks_max},
     worker_bookings::{BookedLoad, WorkerBookings},
 };
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
-use tandem_kv::{Change, InstanceId, KvEvent, Load, SequenceHash, Snapshot};
+use tandem_kv::{InstanceId, Load, SequenceHash};
 use tandem_proto::{
     Difference,
     v1::{self, Identity, WorkerInfo, worker_info},
@@ -40,6 +42,10 @@ pub(crate) enum JoinError {
     Differs(#[from] Difference),
     #[error("the worker rejects this router's cluster key; give all processes the same --cluster-key-file")]
     OtherKey,
+    #[error(
+        "{model} is {one} on this worker and {other} on another; give LoRAs names that no base model and no LoRA of another one has"
+    )]
+    Ambiguous { model: String, one: String, other: String },
     #[error("this worker instance has already joined under another address; list each worker once")]
     Duplicate,
     #[error("the worker at {address} has the same id {worker_id}; give each worker its own --worker-id")]
@@ -54,8 +60,8 @@ pub(super) struct Member {
     pub(super) info: WorkerInfo,
     /// Equal to `info.instance_id`.
     pub(super) instance_id: InstanceId,
-    /// Equal to `info.model`.
-    pub(super) model: Arc<str>,
+    /// The models that the worker serves: `info.model`, then `info.loras`.
+    models: Box<[Arc<str>]>,
     pub(super) role: Role,
     /// The worker's transfer family, as in [`Candidate`].
     family: Option<Arc<str>>,
@@ -63,6 +69,7 @@ pub(super) struct Member {
     pub(super) slot: WorkerSlot,
     pub(super) load: Load,
     pub(super) stats: ReportedStats,
+    measured: MeasuredLogs,
     /// The time of the latest report that had a new measurement of the prefill rate.
     prefilled_at: Instant,
     /// The time of the latest report that showed decoding since the previous report.
@@ -74,14 +81,22 @@ pub(super) struct Member {
     pub(super) placements: v1::PlacementTotals,
 }
 
+/// What a member has of a prompt.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Prefix {
+    /// The leading blocks that it has cached.
+    pub(super) overlap_blocks: u32,
+    /// The leading blocks that it has cached or is about to compute.
+    pub(super) computed_blocks: u32,
+}
+
 /// All members, in the order in which they joined.
 pub(crate) struct Members {
     by_id: BTreeMap<MemberId, Member>,
     by_instance: HashMap<InstanceId, MemberId>,
-    index: PrefixIndex,
-    free_slots: Vec<WorkerSlot>,
+    pub(super) index: Arc<PrefixIndex>,
+    pub(super) predictions: Predictions,
     next_id: u64,
-    hash_key: u64,
 }
 
 impl Members {
@@ -90,16 +105,15 @@ impl Members {
         Self {
             by_id: BTreeMap::new(),
             by_instance: HashMap::new(),
-            index: PrefixIndex::new(hash_key),
-            free_slots: Vec::new(),
+            index: Arc::new(PrefixIndex::new(hash_key)),
+            predictions: Predictions::new(hash_key),
             next_id: 0,
-            hash_key,
         }
     }
 
-    /// Returns the role of the worker that `info` describes, if the worker may join now. `cluster` is the identity on which all processes of
-    /// its model must agree.
-    pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: &Identity) -> Result<Role, JoinError> {
+    /// Returns the role of the worker that `info` describes, if the worker may join now. `cluster` returns the identity on which all
+    /// processes of a model must agree.
+    pub(super) fn check_joinable(&self, info: &WorkerInfo, cluster: impl Fn(&str) -> Identity) -> Result<Role, JoinError> {
         let role = match info.role() {
             worker_info::Role::Prefill => Role::Prefill,
             worker_info::Role::Decode => Role::Decode,
@@ -116,13 +130,19 @@ impl Members {
                 return Err(JoinError::Incomplete { field });
             }
         }
-        Identity::from(info).fits(cluster)?;
+        Identity::from(info).fits(&cluster(&info.model))?;
         for Member { info: other, address, .. } in self.values() {
             if other.instance_id == info.instance_id {
                 return Err(JoinError::Duplicate);
             }
             if other.worker_id == info.worker_id {
                 return Err(JoinError::SameWorkerId { worker_id: info.worker_id.clone(), address: address.clone() });
+            }
+            let own: BTreeSet<&str> = models_of(info).collect();
+            let in_common = models_of(other).filter(|model| own.contains(model));
+            let roles = in_common.map(|model| (model, use_of(model, info), use_of(model, other)));
+            if let Some((model, one, other)) = { roles }.find(|(_, one, other)| one != other) {
+                return Err(JoinError::Ambiguous { model: model.to_owned(), one, other });
             }
         }
         Ok(role)
@@ -141,23 +161,27 @@ impl Members {
         let (id, now) = (MemberId(self.next_id), Instant::now());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
-        let mut own_bookings = WorkerBookings::new(self.hash_key);
+        let (slot, mut own_bookings) = (self.index.add_worker(), WorkerBookings::default());
         for booking in bookings {
             for (_, prefilling) in booking.places().filter(|(on, _)| **on == instance_id) {
-                own_bookings.add(booking.key.clone(), BookedLoad::default(), prefilling);
+                own_bookings.add(booking.key.clone(), BookedLoad::default(), booking.answer_tokens_on(&instance_id));
+                if prefilling {
+                    self.predictions.add(slot, &booking.hashes);
+                }
             }
         }
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
             family: info.family().map(Arc::from),
-            model: info.model.as_str().into(),
+            models: models_of(&info).map(Arc::from).collect(),
             info,
             instance_id,
             role,
             address,
-            slot: self.free_slots.pop().unwrap_or(WorkerSlot(self.by_id.len() as u32)),
+            slot,
             load: Load::default(),
             stats: ReportedStats::default(),
+            measured: MeasuredLogs::default(),
             prefilled_at: now,
             decoded_at: now,
             bookings: own_bookings,
@@ -173,48 +197,33 @@ impl Members {
     pub(super) fn leave(&mut self, id: MemberId) {
         if let Some(member) = self.by_id.remove(&id) {
             self.by_instance.remove(&member.instance_id);
-            self.index.forget(member.slot);
-            self.free_slots.push(member.slot);
+            self.index.remove_worker(member.slot);
+            self.predictions.forget(member.slot);
         }
     }
 
-    /// Replaces the member's blocks in the index by those of the snapshot. A snapshot follows lost messages, and one of these may have
+    /// Replaces the member's blocks in the index by those of a snapshot. A snapshot follows lost messages, and one of these may have
     /// reported a booked request. Therefore all bookings now count as included in the reported load. So no request is counted twice, but a
     /// request that has not reached the worker yet is missing in the load until the next report.
-    pub(crate) fn replace(&mut self, id: MemberId, snapshot: &Snapshot) {
+    pub(crate) fn replace(&mut self, id: MemberId, content: Replacement<'_>) {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         member.bookings.on_all_included();
-        let skipped = self.index.replace(member.slot, snapshot);
-        member.series.orphaned.increment(skipped.orphaned_blocks);
+        let skipped = content.complete(member.slot);
+        member.series.count_skipped(skipped);
         member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
     }
 
-    /// Applies the changes of the member's cache, in the order of `events`.
-    ///
-    /// # Errors
-    /// [`SubscriptionError::BeyondCapacity`] if an event names more blocks than the worker can hold. Later events are then not applied, and
-    /// the member's index entries are not reliable any more.
-    pub(super) fn apply_events(&mut self, id: MemberId, events: &[KvEvent]) -> Result<(), SubscriptionError> {
-        let Some(member) = self.by_id.get_mut(&id) else { return Ok(()) };
-        let capacity_blocks = cached_blocks_max(&member.info);
-        let applied = events.iter().try_for_each(|event| {
-            let blocks = match &event.change {
-                Change::Stored(chain) => self.index.blocks(member.slot) + chain.sequence_hashes.len() as u64,
-                Change::Removed(hashes) => hashes.len() as u64,
-                Change::Cleared => 0,
-            };
-            if blocks > u64::from(capacity_blocks) {
-                member.series.beyond_capacity.increment(1);
-                return Err(SubscriptionError::BeyondCapacity { capacity_blocks });
-            }
-            let skipped = self.index.apply(member.slot, &event.change);
-            member.series.count_event(&event.change);
-            member.series.absent.increment(skipped.absent_blocks);
-            member.series.orphaned.increment(skipped.orphaned_blocks);
-            Ok(())
-        });
-        member.series.index_blocks.set(self.index.blocks(member.slot) as f64);
-        applied
+    /// Returns where the member's blocks are in the index; `None` if it is not a member any more.
+    pub(super) fn indexed(&self, id: MemberId) -> Option<IndexedWorker> {
+        let Member { slot, info, .. } = self.by_id.get(&id)?;
+        Some(IndexedWorker { index: self.index.clone(), slot: *slot, capacity_blocks: cached_blocks_max(info) })
+    }
+
+    /// Counts the events that were applied to the member's blocks in the index.
+    pub(super) fn on_applied(&mut self, id: MemberId, applied: &Applied) {
+        let Some(member) = self.by_id.get_mut(&id) else { return };
+        member.series.count_applied(applied);
+        member.series.index_blocks.set(applied.blocks as f64);
     }
 
     /// Records the member's load. The caller must have applied all events that came with the load. `included` has the ids of the requests
@@ -228,6 +237,12 @@ impl Members {
         if load.decode_step_ms != member.load.decode_step_ms || stats.generated() != member.stats.generated() {
             member.decoded_at = now;
         }
+        member.measured = MeasuredLogs {
+            prefill_tokens_per_second: Measurement::log(load.prefill_tokens_per_second),
+            prefill_fixed_ms: Measurement::log(load.prefill_fixed_ms),
+            decode_step_ms: Measurement::log(load.decode_step_ms),
+            transfer_bytes_per_second: Measurement::log(stats.transfer_bytes_per_second),
+        };
         (member.load, member.stats) = (load, stats);
         for request_id in included {
             member.bookings.on_included(request_id);
@@ -276,13 +291,13 @@ impl Members {
     }
 
     /// Returns the members that serve the model, in the order in which they joined.
-    pub(super) fn of_model<'a>(&'a self, model: &'a str) -> impl Iterator<Item = &'a Member> {
-        self.values().filter(move |member| *member.model == *model)
+    pub(super) fn of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a Member> {
+        self.values().filter(move |member| member.models.iter().any(|served| **served == *model))
     }
 
     /// Returns the models that members serve, in the order of their ids.
     pub(super) fn models(&self) -> BTreeSet<&Arc<str>> {
-        self.values().map(|member| &member.model).collect()
+        self.values().flat_map(|member| &member.models).collect()
     }
 
     /// Returns the model that a request names, or the only model if the request names none.
@@ -290,11 +305,13 @@ impl Members {
     /// # Errors
     /// No member serves the model, or the request names none of several models.
     pub(super) fn requested_model(&self, requested: &str) -> Result<Arc<str>, PlacementError> {
-        let Some(first) = self.values().next() else { return Err(NoEligibleWorker::NoDecodeWorker.into()) };
+        let mut served = self.values().flat_map(|member| &member.models);
+        let first = served.next().ok_or(NoEligibleWorker::NoDecodeWorker)?;
         match requested {
-            "" if self.values().all(|member| member.model == first.model) => Ok(first.model.clone()),
+            "" if served.all(|model| model == first) => Ok(first.clone()),
             "" => Err(PlacementError::NoModelNamed),
-            model => self.of_model(model).next().map(|member| member.model.clone()).ok_or(PlacementError::NoWorkerOfModel),
+            model if **first == *model => Ok(first.clone()),
+            model => served.find(|served| ***served == *model).cloned().ok_or(PlacementError::NoWorkerOfModel),
         }
     }
 
@@ -313,7 +330,7 @@ impl Members {
     /// Returns the reason if the member is unpaired: it is a prefill worker, and no decode worker has its transfer family. An unpaired
     /// member receives no placements.
     pub(super) fn unpaired_reason(&self, member: &Member) -> Option<String> {
-        let decode_workers = || self.of_model(&member.model).filter(|other| other.role == Role::Decode);
+        let decode_workers = || self.of_model(&member.info.model).filter(|other| other.role == Role::Decode);
         let is_paired = || member.family.is_some() && decode_workers().any(|other| other.family == member.family);
         if member.role == Role::Decode || is_paired() {
             return None;
@@ -331,13 +348,12 @@ impl Members {
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
-        let (overlaps, now) = (self.index.overlap(hashes), Instant::now());
+        let (overlaps, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), Instant::now());
+        let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
-            let overlap_blocks = overlaps.get(member.slot.0 as usize).copied().unwrap_or(0);
-            let mut candidate = member.candidate(hashes, overlap_blocks, now, costs);
-            candidate.excluded =
-                excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
-            candidate
+            let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));
+            let prefix = Prefix { overlap_blocks: of(&overlaps, member), computed_blocks: of(&predicted, member) };
+            member.candidate(prefix, excluded, now, costs)
         };
         members.iter().map(candidate).collect()
     }
@@ -346,8 +362,11 @@ impl Members {
     pub(super) fn book(&mut self, booking: &Booking, load: LoadByRole) {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
-            if let Some(member) = self.of_mut(instance_id) {
-                member.bookings.add(booking.key.clone(), load, prefilling);
+            let Some(member) = self.of_mut(instance_id) else { continue };
+            member.bookings.add(booking.key.clone(), load, booking.answer_tokens_on(instance_id));
+            let slot = member.slot;
+            if prefilling {
+                self.predictions.add(slot, &booking.hashes);
             }
         }
     }
@@ -357,10 +376,12 @@ impl Members {
     pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
         let was_prefilling = std::mem::take(&mut booking.prefilling);
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
-            member.bookings.on_prefilled(&booking.key, &booking.hashes);
+            member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
-                member.bookings.remove(&booking.key);
+                member.bookings.remove(&booking.key, 0);
             }
+            let slot = member.slot;
+            self.predictions.remove(slot, &booking.hashes);
         }
         was_prefilling
     }
@@ -369,7 +390,7 @@ impl Members {
     pub(super) fn release(&mut self, mut booking: Booking) {
         self.on_prefilled(&mut booking);
         if let Some(member) = self.of_mut(&booking.decode) {
-            member.bookings.remove(&booking.key);
+            member.bookings.remove(&booking.key, booking.answer.expected_tokens);
         }
     }
 
@@ -379,6 +400,16 @@ impl Members {
             |instance_id: &str| self.of(instance_id).map(|member| member.bookings.unreported(&booking.key)).unwrap_or_default();
         LoadByRole { decode: on(&booking.decode), prefill: booking.prefill.as_deref().map(on).unwrap_or_default() }
     }
+}
+
+/// Returns the models that a worker serves: its own, then its LoRAs.
+fn models_of(info: &WorkerInfo) -> impl Iterator<Item = &str> {
+    std::iter::once(&*info.model).chain(info.loras.iter().map(String::as_str))
+}
+
+/// Returns as what a worker serves a model, as a text for operators.
+fn use_of(model: &str, info: &WorkerInfo) -> String {
+    if model == info.model { "a base model".to_owned() } else { format!("a LoRA of {}", info.model) }
 }
 
 impl Member {
@@ -393,9 +424,11 @@ impl Member {
     }
 
     /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
-    pub(super) fn candidate(&self, hashes: &[SequenceHash], overlap_blocks: u32, now: Instant, costs: &Costs) -> Candidate {
-        let Self { load, bookings, info, .. } = self;
-        let measured = |value, at: Instant| Measurement::new(value, now.duration_since(at), costs);
+    pub(super) fn candidate(&self, prefix: Prefix, excluded: bool, now: Instant, costs: &Costs) -> Candidate {
+        let Self { load, bookings, info, measured, .. } = self;
+        let weight = |at: Instant| Measurement::weight(now.duration_since(at), costs);
+        let (prefilled, decoded) = (weight(self.prefilled_at), weight(self.decoded_at));
+        let measurement = |log: Option<f64>, weight| log.map(|log| Measurement::new(log, weight));
         let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
         let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
         let filled =
@@ -404,21 +437,22 @@ impl Member {
         Candidate {
             role: self.role,
             family: self.family.clone(),
-            excluded: false,
+            excluded,
             tokens_max: capacity.min(context),
-            overlap_blocks,
-            predicted_blocks: bookings.predicted_blocks(hashes, overlap_blocks),
+            overlap_blocks: prefix.overlap_blocks,
+            predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
             cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
             queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
             sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
             running: load.running_sequences,
             available_blocks: load.free_blocks.saturating_add(load.cached_blocks),
             in_use_blocks: load.in_use_blocks,
+            answer_tokens: bookings.answer_tokens,
             block_bytes: info.block_bytes,
-            prefill_tokens_per_second: measured(load.prefill_tokens_per_second, self.prefilled_at),
-            prefill_fixed_ms: measured(load.prefill_fixed_ms, self.prefilled_at),
-            decode_step_ms: measured(load.decode_step_ms, self.decoded_at),
-            transfer_bytes_per_second: measured(self.stats.transfer_bytes_per_second, now),
+            prefill_tokens_per_second: measurement(measured.prefill_tokens_per_second, prefilled),
+            prefill_fixed_ms: measurement(measured.prefill_fixed_ms, prefilled),
+            decode_step_ms: measurement(measured.decode_step_ms, decoded),
+            transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
         }
     }
 }

@@ -12,6 +12,7 @@ mod placement;
 mod request;
 pub(crate) mod texts;
 mod unavailable;
+mod view;
 
 pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
@@ -19,33 +20,36 @@ pub(crate) use request::{Excluded, PlacementError, PlacementRequest};
 pub(crate) use unavailable::UnavailableWorkers;
 
 use crate::{
+    applied::{SLICE_BLOCKS, slice_len},
     breaker::is_fault,
+    index::{PrefixIndex, Replacement},
     metrics::RouterMetrics,
     replication::PeerUpdate,
-    route::{NoEligibleWorker, Role},
+    route::Role,
     settings::RouterSettings,
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
 };
-use booking::{Booking, LoadByRole, SAMPLES_MAX};
+use booking::{Answer, Booking, LoadByRole, SAMPLES_MAX};
 use bookings::Bookings;
 use members::{Member, Members};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
 use placement::Placer;
-use std::sync::Arc;
-use tandem_kv::{Change, InstanceId, KvBatch, KvEvent, Snapshot};
+use std::{convert::Infallible, sync::Arc};
+use tandem_kv::{InstanceId, KvBatch, Snapshot};
 use tandem_node::Metrics;
-use tandem_proto::{
-    channel::OnRefused,
-    v1::{self, Identity, WorkerInfo},
-};
+use tandem_proto::v1::{self, WorkerInfo};
 use tokio::{sync::Notify, time::Instant};
 
 /// The router's state, shared by its tasks.
 pub(crate) struct Cluster {
     pub(crate) settings: Arc<RouterSettings>,
     state: Mutex<State>,
+    /// The index of `state`, which has locks of its own.
+    index: Arc<PrefixIndex>,
+    /// Notifies one waiter that the index has blocks to be removed. Without a waiter the notification is kept.
+    blocks_left: Notify,
     /// Notifies one waiter each time that a worker leaves. Without a waiter the notification is kept.
     pub(crate) member_left: Notify,
     /// Notifies one waiter each time that a peer is removed, like `member_left`.
@@ -67,10 +71,6 @@ pub(crate) struct State {
 /// A placement with its booking.
 type Placed = (BookingId, v1::Placement);
 
-/// A slice of events ends when its events name this many blocks. Applying a slice takes about a millisecond, during which the state is
-/// locked.
-const SLICE_BLOCKS: usize = 4_096;
-
 impl Cluster {
     pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
         let settings = Arc::new(settings);
@@ -84,7 +84,9 @@ impl Cluster {
             peers: Peers::default(),
             placer: Placer::new(settings.clone()),
         };
-        Self { settings, state: Mutex::new(state), member_left: Notify::new(), peer_left: Notify::new() }
+        let index = state.members.index.clone();
+        let state = Mutex::new(state);
+        Self { settings, state, index, blocks_left: Notify::new(), member_left: Notify::new(), peer_left: Notify::new() }
     }
 
     /// Locks the state. The lock must be held only briefly and never across an await.
@@ -92,16 +94,28 @@ impl Cluster {
         self.state.lock()
     }
 
-    /// Applies a worker's events and then its load. A long list of events is applied in slices, between which other tasks can lock the
-    /// state, so that no worker's message delays placements for long. If the future is dropped between two slices, the remaining events are
-    /// not applied.
+    /// Applies a worker's events and then its load. The state is not locked while events are applied. A long list of events is applied in
+    /// slices, between which other tasks run. If the future is dropped between two slices, the remaining events are not applied.
+    ///
+    /// # Errors
+    /// [`SubscriptionError::BeyondCapacity`] if an event names more blocks than the worker can hold.
     pub(crate) async fn apply(&self, id: MemberId, batch: KvBatch, stats: ReportedStats) -> Result<(), SubscriptionError> {
+        let Some(worker) = self.lock().members.indexed(id) else { return Ok(()) };
         let mut events = batch.events.as_slice();
         loop {
             let (now, later) = events.split_at(slice_len(events));
+            let applied = worker.apply(now);
             {
                 let mut state = self.lock();
-                state.members.apply_events(id, now)?;
+                if !now.is_empty() {
+                    state.members.on_applied(id, &applied);
+                }
+                if applied.cleared > 0 {
+                    self.blocks_left.notify_one();
+                }
+                if let Some(error) = applied.beyond_capacity {
+                    return Err(error);
+                }
                 if later.is_empty() {
                     state.members.report(id, batch.load, stats, &batch.included_request_ids);
                     return Ok(());
@@ -112,10 +126,42 @@ impl Cluster {
         }
     }
 
+    /// Returns the content of the snapshot, which [`State::join`] or [`Self::replace`] makes visible at once. It is read in slices, between
+    /// which other tasks run.
+    pub(crate) async fn load(&self, snapshot: &Snapshot) -> Replacement<'_> {
+        let (mut content, mut blocks) = (self.index.replacement(), 0);
+        for chain in &snapshot.stored {
+            content.store(chain);
+            blocks += chain.sequence_hashes.len();
+            if blocks >= SLICE_BLOCKS {
+                blocks = 0;
+                tokio::task::yield_now().await;
+            }
+        }
+        content
+    }
+
+    /// Replaces the known content of the member's cache.
+    pub(crate) fn replace(&self, id: MemberId, content: Replacement<'_>) {
+        self.lock().members.replace(id, content);
+        self.blocks_left.notify_one();
+    }
+
     /// Removes a worker that is not connected any more.
     pub(crate) fn leave(&self, id: MemberId) {
         self.lock().leave(id);
         self.member_left.notify_one();
+        self.blocks_left.notify_one();
+    }
+
+    /// Removes the blocks of workers that have left, and of caches that were cleared or replaced, from the index, in slices.
+    pub(crate) async fn sweep(&self) -> Infallible {
+        loop {
+            self.blocks_left.notified().await;
+            while self.index.sweep() {
+                tokio::task::yield_now().await;
+            }
+        }
     }
 
     /// Removes a peer that is not connected any more, with its bookings.
@@ -125,37 +171,22 @@ impl Cluster {
     }
 }
 
-/// Returns the number of events in the next slice, at least 1. A slice ends once its events name [`SLICE_BLOCKS`] blocks, or at a
-/// `Cleared`, because the message does not say how many blocks that event removes.
-fn slice_len(events: &[KvEvent]) -> usize {
-    let mut blocks = 0;
-    let last = events.iter().position(|event| {
-        blocks += match &event.change {
-            Change::Stored(chain) => chain.sequence_hashes.len(),
-            Change::Removed(hashes) => hashes.len(),
-            Change::Cleared => SLICE_BLOCKS,
-        };
-        blocks >= SLICE_BLOCKS
-    });
-    last.map_or(events.len(), |last| last + 1)
-}
-
 /// Methods for the membership of workers.
 impl State {
     /// Checks whether a worker with this description may join now. Returns its role.
     pub(crate) fn check_joinable(&self, info: &WorkerInfo) -> Result<Role, JoinError> {
-        self.members.check_joinable(info, &self.identity_of(&info.model))
+        self.members.check_joinable(info, |model| self.identity_of(model))
     }
 
-    /// Adds a worker whose cache content is the snapshot.
-    pub(crate) fn join(&mut self, info: WorkerInfo, address: String, snapshot: &Snapshot) -> Result<MemberId, JoinError> {
+    /// Adds a worker whose cache has this content.
+    pub(crate) fn join(&mut self, info: WorkerInfo, address: String, content: Replacement<'_>) -> Result<MemberId, JoinError> {
         let role = self.check_joinable(&info)?;
         let series = self.metrics.worker(&info.worker_id);
         series.describe(&info);
         let bookings = self.bookings.by_id.values().chain(self.peers.bookings());
         self.unavailable.remove(&address);
         let id = self.members.join(info, role, address, series, bookings);
-        self.members.replace(id, snapshot);
+        self.members.replace(id, content);
         self.show_workers();
         Ok(id)
     }
@@ -183,87 +214,6 @@ impl State {
         self.metrics.unreachable.set((self.unavailable.values().len() - incompatible) as f64);
         let (synced, known) = self.synced_of_known();
         self.metrics.index_complete.set(if known == 0 { 1.0 } else { synced as f64 / known as f64 });
-    }
-}
-
-/// Methods that report on the router and the cluster.
-impl State {
-    /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
-    /// members if they are empty.
-    pub(crate) fn identity(&self) -> Identity {
-        let configured = self.settings.identity.clone();
-        let Some(first) = self.members.values().next() else { return configured };
-        let WorkerInfo { cluster, version, .. } = first.info.clone();
-        configured.or(&Identity { cluster, version, ..Identity::default() })
-    }
-
-    /// Returns the identity on which all processes that serve or request the model must agree: [`Self::identity`], with empty fields taken
-    /// from the model's members. An empty id stands for the only model.
-    pub(crate) fn identity_of(&self, model: &str) -> Identity {
-        let Ok(model) = self.members.requested_model(model) else { return self.identity() };
-        let first = self.members.of_model(&model).next().expect("a member serves it");
-        self.identity().or(&(&first.info).into())
-    }
-
-    /// Returns a function that counts one call refused because it lacks the cluster key.
-    pub(crate) fn count_unauthenticated(&self) -> OnRefused {
-        let refused = self.metrics.unauthenticated.clone();
-        Arc::new(move || refused.increment(1))
-    }
-
-    /// Returns that the router is starting, if it waits for workers that were listed at its start.
-    pub(crate) fn starting_reason(&self) -> Option<String> {
-        let (synced, known) = self.synced_of_known();
-        self.unavailable.is_starting().then(|| texts::starting(synced, known))
-    }
-
-    /// Returns why no request can be placed at present; `None` if requests for at least one model can be placed.
-    pub(crate) fn unavailable_reason(&self) -> Option<String> {
-        let models = self.models();
-        self.starting_reason().or_else(|| match &models[..] {
-            [] => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
-            [only] => only.unavailable_reason.clone(),
-            several => texts::all_unavailable(several),
-        })
-    }
-
-    /// Returns the models that members serve.
-    fn models(&self) -> Vec<v1::ModelView> {
-        let view = |model: &Arc<str>| v1::ModelView {
-            identity: Some(self.identity_of(model)),
-            workers: self.members.of_model(model).count() as u32,
-            unavailable_reason: self.members.unavailable_reason(model, self.settings.prefill).map(|reason| reason.to_string()),
-        };
-        self.members.models().into_iter().map(view).collect()
-    }
-
-    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
-    pub(crate) fn view(&self) -> v1::WorkersReply {
-        let now = Instant::now();
-        let workers = self.members.values().map(|member| v1::WorkerView {
-            info: Some(member.info.clone()),
-            address: member.address.clone(),
-            indexed_blocks: self.members.indexed_blocks(member),
-            bookings: member.bookings.count,
-            load: Some(member.stats.fill((&member.load).into())),
-            placements: Some(member.placements),
-            circuit_open: !member.breaker.admits(now),
-            unpaired_reason: self.members.unpaired_reason(member),
-        });
-        let (synced, known) = self.synced_of_known();
-        v1::WorkersReply {
-            workers: workers.collect(),
-            bookings: self.bookings.by_id.len() as u32,
-            identity: Some(self.identity()),
-            unavailable_reason: self.unavailable_reason(),
-            unavailable: self.unavailable.values().cloned().collect(),
-            instance_id: self.instance_id.to_string(),
-            peer_bookings: self.peers.count_bookings() as u32,
-            peers: self.peers.len() as u32,
-            synced_workers: synced as u32,
-            known_workers: known as u32,
-            models: self.models(),
-        }
     }
 }
 
@@ -305,6 +255,7 @@ impl State {
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
         let instance = |at: usize| decision.members[at].instance_id.clone();
+        let answer = Answer { max_tokens: request.max_tokens, samples: full.sequences, expected_tokens: decision.answer_tokens };
         let booking = Booking {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
@@ -314,6 +265,7 @@ impl State {
             answering_since: None,
             hashes: decision.hashes.into(),
             overlap_tokens: Some(u64::from(overlap_blocks) * u64::from(decision.query.block_size)),
+            answer,
         };
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
@@ -328,6 +280,11 @@ impl State {
     ) -> Result<BookingId, PlacementError> {
         self.check_capacity()?;
         let v1::ExistingPlacement { decode_instance_id: decode, prefill_instance_id: prefill, prefilling } = existing;
+        let answer = Answer {
+            max_tokens: request.max_tokens,
+            samples: request.samples,
+            expected_tokens: self.placer.expected_answer_tokens(&request.model, request),
+        };
         let booking = Booking {
             key: self.bookings.new_key(request.request_id.clone()),
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
@@ -337,6 +294,7 @@ impl State {
             answering_since: None,
             hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
             overlap_tokens: None,
+            answer,
         };
         self.metrics.rebooked.increment(1);
         Ok(self.book(booking, LoadByRole::default()))
@@ -378,11 +336,18 @@ impl State {
         });
     }
 
+    /// Records that the answer is complete, with this number of tokens in all samples together.
+    pub(crate) fn on_answered(&mut self, id: BookingId, generated_tokens: u64) {
+        let Some(Booking { model, answer, .. }) = self.bookings.by_id.get(&id) else { return };
+        let tokens = generated_tokens as f64 / f64::from(answer.samples.max(1));
+        self.placer.on_answered(model, answer.max_tokens, tokens);
+    }
+
     /// Removes the booking and its load.
     pub(crate) fn release(&mut self, id: BookingId) {
         self.for_each_worker(id, |member| member.breaker.on_released(id));
         if let Some((model, answering_since)) = self.bookings.release(id, &mut self.members) {
-            self.placer.on_answer(&model, answering_since.elapsed());
+            self.placer.on_released(&model, answering_since.elapsed());
         }
         self.metrics.bookings.set(self.bookings.by_id.len() as f64);
     }

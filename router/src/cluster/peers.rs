@@ -11,17 +11,16 @@ use super::{
 use crate::replication::{BookingRecord, PeerUpdate};
 use std::collections::{BTreeMap, HashMap, HashSet, hash_map::Entry};
 
-/// One connection to a peer router.
+/// The id of a connection to a peer router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PeerId(u64);
 
 struct Peer {
     address: String,
-    /// The peer's bookings, by the numbers that the peer gave them.
+    /// The peer's bookings, by the numbers that the peer has given them.
     bookings: HashMap<u64, Booking>,
 }
 
-/// All connected peers.
 #[derive(Default)]
 pub(crate) struct Peers {
     by_id: BTreeMap<PeerId, Peer>,
@@ -72,8 +71,8 @@ impl Peers {
                         members.on_prefilled(known.get_mut());
                     }
                 }
-                // The peer's limit on its bookings is higher than this router's. A booking that is ignored here counts as load once the
-                // workers report its request.
+                // The peer's limit on its bookings is higher than this router's. An ignored booking counts as load once the workers report its
+                // request.
                 (Entry::Vacant(_), Some(_)) if is_full => {}
                 (Entry::Vacant(new), Some(record)) => {
                     new.insert(book(record, members, own));
@@ -94,7 +93,6 @@ impl Peers {
         self.by_id.len()
     }
 
-    /// Whether the router at this address is connected.
     pub(crate) fn is_connected(&self, address: &str) -> bool {
         self.by_id.values().any(|peer| peer.address == address)
     }

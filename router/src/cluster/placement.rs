@@ -1,10 +1,12 @@
 //! Decides placements from the router's state. The pure module [`crate::route`] makes the decision itself.
 
 use super::{
+    booking::SAMPLES_MAX,
     members::{Member, Members},
     request::{Excluded, PlacementError, PlacementRequest},
 };
 use crate::{
+    answers::{AnswerLengths, MovingMean},
     route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
@@ -17,20 +19,21 @@ use tandem_kv::{InstanceId, SequenceHash};
 use tandem_proto::v1;
 use tokio::time::Instant;
 
-/// Decides placements. Also measures the duration of answers, on which the decisions depend.
+/// Decides placements. Also learns the duration and the length of answers, on which the decisions depend.
 pub(super) struct Placer {
     settings: Arc<RouterSettings>,
     policy: Box<dyn Policy>,
     by_model: BTreeMap<Arc<str>, ModelHistory>,
 }
 
-/// What was placed for one model. Models share no worker, so no history concerns another model.
-#[derive(Clone, Copy, Default)]
+/// What was placed for one model, and how long its answers were.
+#[derive(Default)]
 struct ModelHistory {
     /// The number of placements decided so far.
     placements: u64,
-    /// The mean time in milliseconds from the end of a prompt's prefill to the end of its answer; `None` until an answer has ended.
-    answer_ms: Option<f64>,
+    /// The time in milliseconds from the end of a prompt's prefill to the end of its answer.
+    answer_ms: MovingMean,
+    lengths: AnswerLengths,
 }
 
 /// A decision and the input on which it is based. Lists are in the order of `members`.
@@ -44,10 +47,9 @@ pub(super) struct Decision<'a> {
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
     pub(super) choice: Result<Choice, NoEligibleWorker>,
+    /// The number of tokens that the answer is expected to have, of all samples together.
+    pub(super) answer_tokens: u64,
 }
-
-/// The weight of the latest answer in the moving average of answer times.
-const ANSWER_WEIGHT: f64 = 0.02;
 
 impl Placer {
     pub(super) fn new(settings: Arc<RouterSettings>) -> Self {
@@ -86,11 +88,26 @@ impl Placer {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
     }
 
-    /// Records the duration of an answer of the model that has ended.
-    pub(super) fn on_answer(&mut self, model: &str, took: Duration) {
-        let Some(ModelHistory { answer_ms, .. }) = self.by_model.get_mut(model) else { return };
-        let took = took.as_secs_f64() * 1e3;
-        *answer_ms = Some(answer_ms.map_or(took, |before| before + (took - before) * ANSWER_WEIGHT));
+    /// Records how long after its prefill a request of the model ended.
+    pub(super) fn on_released(&mut self, model: &str, took: Duration) {
+        if let Some(history) = self.by_model.get_mut(model) {
+            history.answer_ms.record(took.as_secs_f64() * 1e3);
+        }
+    }
+
+    /// Records the length of a complete answer of the model, in tokens for each sample. `max_tokens` is the limit of its request.
+    pub(super) fn on_answered(&mut self, model: &str, max_tokens: u32, tokens: f64) {
+        if let Some(history) = self.by_model.get_mut(model) {
+            history.lengths.record(max_tokens, tokens);
+        }
+    }
+
+    /// Returns the number of tokens that the answer of a request to the model is expected to have, of all samples together.
+    pub(super) fn expected_answer_tokens(&self, model: &str, request: &PlacementRequest) -> u64 {
+        let default = self.settings.costs.answer_tokens;
+        let lengths = self.by_model.get(model).map(|history| &history.lengths);
+        let expected = lengths.unwrap_or(&AnswerLengths::default()).expected(request.max_tokens, default);
+        expected as u64 * u64::from(request.samples.clamp(1, SAMPLES_MAX))
     }
 
     fn weigh<'a>(
@@ -103,16 +120,19 @@ impl Placer {
     ) -> Result<Decision<'a>, PlacementError> {
         let Self { settings, policy, by_model } = self;
         let model = members.requested_model(&request.model)?;
-        let ModelHistory { placements, answer_ms } = by_model.get(&model).copied().unwrap_or_default();
+        let history = by_model.get(&model);
+        let placements = history.map_or(0, |history| history.placements);
+        let answer_ms = history.and_then(|history| history.answer_ms.get());
         let all = members;
-        let members: Vec<&Member> = all.values().filter(|member| member.model == model).collect();
+        let members: Vec<&Member> = all.of_model(&model).collect();
         let (query, hashes) = query(settings, members[0].info.block_size, request, attempt);
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
         let choice = route::place(&costs, &query, &candidates, seed);
-        Ok(Decision { model, members, query, hashes, candidates, costs, choice })
+        let answer_tokens = self.expected_answer_tokens(&model, request);
+        Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens })
     }
 }
 

@@ -1,16 +1,20 @@
 //! Tests of the cluster's state: a fixture here, scenarios in the modules below.
 
 mod bookings;
+mod cost;
 mod membership;
 mod models;
 mod peers;
 mod placement;
 
 use super::*;
-use crate::{Costs, PrefillPlace, route::Candidate};
+use crate::{
+    Costs, PrefillPlace,
+    route::{Candidate, NoEligibleWorker},
+};
 use std::collections::BTreeSet;
-use tandem_kv::{Load, SequenceHash, StoredChain};
-use tandem_proto::v1::worker_info;
+use tandem_kv::{Change, KvEvent, Load, SequenceHash, StoredChain};
+use tandem_proto::v1::{Identity, worker_info};
 
 const BLOCK: u32 = 16;
 
@@ -23,8 +27,24 @@ impl Members {
 impl State {
     /// Applies all events of the batch at once, and then its load.
     pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
-        self.members.apply_events(id, &batch.events).expect("the worker can hold the blocks that the batch stores");
+        if let Some(worker) = self.members.indexed(id) {
+            let applied = worker.apply(&batch.events);
+            assert_eq!(applied.beyond_capacity, None);
+            self.members.on_applied(id, &applied);
+        }
         self.members.report(id, batch.load, stats, &batch.included_request_ids);
+    }
+
+    /// Adds a worker with an empty cache.
+    pub(crate) fn join_empty(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
+        let index = self.members.index.clone();
+        self.join(info, "host:1".to_owned(), index.replacement())
+    }
+
+    /// Replaces the member's cache by an empty one.
+    fn empty(&mut self, id: MemberId) {
+        let index = self.members.index.clone();
+        self.members.replace(id, index.replacement());
     }
 
     /// Returns each member as a candidate for a placement. No member is excluded.
@@ -83,7 +103,7 @@ impl Scenario {
     }
 
     fn join(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
-        self.state.join(info, "host:1".to_owned(), &Snapshot { at_event_id: 0, stored: Vec::new() })
+        self.state.join_empty(info)
     }
 
     fn member(&self, name: &str) -> MemberId {
@@ -98,6 +118,7 @@ impl Scenario {
             hashes,
             prompt_tokens,
             samples: 1,
+            max_tokens: 0,
             prompt_logits: false,
         }
     }
@@ -128,12 +149,19 @@ impl Scenario {
         (booked.tokens, booked.sequences, booked.count)
     }
 
+    /// Returns how many leading blocks of the prompt are about to be computed on the worker.
+    fn predicted(&self, name: &str, hashes: &[SequenceHash]) -> u32 {
+        let slot = self.state.members.get(self.member(name)).slot;
+        self.state.members.predictions.leading_blocks(hashes).get(slot.0 as usize).copied().unwrap_or(0)
+    }
+
     fn assert_idle(&self) {
         assert!(self.state.bookings.by_id.is_empty());
         for member in self.state.members.values() {
-            assert_eq!((member.bookings.tokens, member.bookings.sequences, member.bookings.count), (0, 0, 0));
-            assert_eq!(member.bookings.predicted_blocks(&hashes(0, 1, 9), 0), 0);
+            let booked = &member.bookings;
+            assert_eq!((booked.tokens, booked.sequences, booked.count, booked.answer_tokens), (0, 0, 0, 0));
         }
+        assert!(self.state.members.predictions.is_empty());
         assert!(self.recorder.render().contains("tandem_router_bookings 0"), "{}", self.recorder.render());
     }
 }

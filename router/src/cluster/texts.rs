@@ -4,22 +4,22 @@ use crate::route::{self, Candidate, Choice, Cost, CostsByUse, Pair, PlacementSee
 use std::collections::BTreeSet;
 use tandem_proto::v1::ModelView;
 
-/// Why a draining router is unavailable.
+/// The reason why a draining router is unavailable.
 pub(crate) const DRAINING: &str = "the router is draining";
 
-/// Returns why a router that has just started is unavailable: it is synchronised with only `synced` of the `known` workers.
+/// Returns the reason why a router that has just started is unavailable: it is synchronised with only `synced` of the `known` workers.
 pub(super) fn starting(synced: usize, known: usize) -> String {
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 
-/// Returns why no request can be placed if there are several models; `None` if requests for at least one of them can be placed.
+/// Returns the reason why no request can be placed if there are several models; `None` if requests for at least one of them can be placed.
 pub(super) fn all_unavailable(models: &[ModelView]) -> Option<String> {
     let reason = |view: &ModelView| Some(format!("{}: {}", view.identity.as_ref()?.model, view.unavailable_reason.as_ref()?));
     let reasons: Option<Vec<String>> = models.iter().map(reason).collect();
     Some(reasons?.join("; "))
 }
 
-/// Returns why the choice was made: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.
+/// Returns the reason for the choice: its cost and the costs of the best alternatives. `costs`, `workers` and `name` are indexed by candidate.
 pub(super) fn explanation<'a>(
     choice: Choice,
     costs: &[CostsByUse],
@@ -29,7 +29,7 @@ pub(super) fn explanation<'a>(
     let total = |cost: &Option<Cost>| cost.as_ref().map(Cost::total);
     let on_one = |at: usize| format!("prefill and decode on {}", name(at));
     let on_two = |Pair { prefill, decode }| format!("prefill on {}, decode on {}", name(prefill), name(decode));
-    // Removes the chosen use of a worker from the costs, because it is not an alternative to itself.
+    // The chosen workers are removed from the costs, because they are no alternative to themselves.
     let mut others = costs.to_vec();
     let (chosen, ms) = match choice {
         Choice { decode, prefill: None } => {
@@ -50,7 +50,7 @@ pub(super) fn explanation<'a>(
     format!("cheapest is {chosen}: {:.1} ms; {alternatives}", ms.unwrap_or_default())
 }
 
-/// Returns the words for a transfer family in a message to operators.
+/// Returns the name of a transfer family in a message to operators.
 fn family(family: Option<&str>) -> String {
     match family {
         None => "no transfer family".to_owned(),
@@ -59,7 +59,7 @@ fn family(family: Option<&str>) -> String {
     }
 }
 
-/// Returns why a prefill worker of this family receives no requests, given the families of the decode workers that serve its model.
+/// Returns the reason why a prefill worker of this family receives no requests, given the families of the decode workers that serve its model.
 pub(super) fn unpaired<'a>(own: Option<&'a str>, decode_families: impl Iterator<Item = Option<&'a str>>) -> String {
     let own = family(own);
     let decode_families: BTreeSet<String> = decode_families.map(family).collect();

@@ -9,7 +9,7 @@ pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
     /// Workers that were listed when the router started and that have neither joined nor failed to join since.
     expected: BTreeSet<String>,
-    /// Whether the router has started, so it does not wait for workers any more.
+    /// True if the router no longer waits for workers.
     started: bool,
 }
 
@@ -23,31 +23,29 @@ impl UnavailableWorkers {
         }
     }
 
-    /// Stops waiting for workers that have not answered.
     pub(crate) fn stop_expecting(&mut self) {
         self.expected.clear();
         self.started = true;
     }
 
-    /// Whether the router has just started and waits for workers.
     pub(crate) fn is_starting(&self) -> bool {
         !self.expected.is_empty()
     }
 
-    /// Records why a worker is not a member. `incompatible`: it must not join with its present identity.
+    /// Records the reason why a worker is not a member. `incompatible` is true if the worker must not join with its present identity.
     pub(crate) fn insert(&mut self, address: &str, reason: String, incompatible: bool) {
         self.remove(address);
         let worker = UnavailableWorker { address: address.to_owned(), reason, incompatible };
         self.by_address.insert(address.to_owned(), worker);
     }
 
-    /// Removes a worker that has joined, or is not listed any more.
+    /// Removes a worker that has joined or is no longer listed.
     pub(crate) fn remove(&mut self, address: &str) {
         self.started |= self.expected.remove(address) && self.expected.is_empty();
         self.by_address.remove(address);
     }
 
-    /// Returns the workers for which there is a reason: they could not be reached or must not join.
+    /// Returns the workers that could not be reached or must not join, with their reasons.
     pub(super) fn values(&self) -> impl ExactSizeIterator<Item = &UnavailableWorker> {
         self.by_address.values()
     }

@@ -56,6 +56,8 @@ pub struct Candidate {
     pub available_blocks: u32,
     /// Blocks of running sequences. They become available when these sequences end.
     pub in_use_blocks: u32,
+    /// The number of tokens that the answers of the requests placed on the worker are expected to have, generated or not.
+    pub answer_tokens: u64,
     /// Bytes of KV per block.
     pub block_bytes: u64,
     pub prefill_tokens_per_second: Option<Measurement>,

@@ -5,6 +5,10 @@ use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
 };
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 /// Identifies one placement of one router. It is the seed for breaking ties, and for the ranks of policies that estimate no time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,15 +73,15 @@ impl Cost {
 }
 
 /// The rates from which all costs of one placement are estimated.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Rates {
     costs: Costs,
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// The mean of the bandwidths that all sending workers have measured. It is used for every pair of workers, because the sender is not
-    /// known when the receiver is chosen.
-    transfer_bytes_per_second: f64,
+    /// For each transfer family, the mean of the bandwidths that its sending workers have measured. It is used for every pair of the family,
+    /// because the sender is not known when the receiver is chosen.
+    transfer_bytes_per_second: HashMap<Option<Arc<str>>, f64>,
 }
 
 impl Rates {
@@ -85,12 +89,18 @@ impl Rates {
         let mean = |measurement: fn(&Candidate) -> Option<Measurement>, default| {
             MeanRate::of(workers.iter().filter_map(measurement), default)
         };
+        let families: BTreeSet<&Option<Arc<str>>> = workers.iter().map(|worker| &worker.family).collect();
+        let bandwidth = |family: &Option<Arc<str>>| {
+            let measured = workers.iter().filter(|worker| worker.family == *family);
+            let measured = measured.filter_map(|worker| worker.transfer_bytes_per_second);
+            (family.clone(), MeanRate::of(measured, costs.transfer_bytes_per_second).value())
+        };
         Self {
             costs: *costs,
             prefill_tokens_per_second: mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
             prefill_fixed_ms: mean(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
             decode_step_ms: mean(|worker| worker.decode_step_ms, costs.decode_step_ms),
-            transfer_bytes_per_second: mean(|worker| worker.transfer_bytes_per_second, costs.transfer_bytes_per_second).value(),
+            transfer_bytes_per_second: families.into_iter().map(bandwidth).collect(),
         }
     }
 
@@ -99,13 +109,17 @@ impl Rates {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
     }
 
-    /// Returns the time until running sequences have released enough blocks for the queued prompts and for `blocks` more blocks. The
-    /// estimate assumes that sequences end one after the other at equal intervals, so that all blocks in use are released within the time
-    /// of one answer.
+    /// Returns the time until enough blocks are available for the queued prompts, for `blocks` more blocks, and for what the answers of the
+    /// requests on the worker will still take. The estimate assumes that answers end one after the other at equal intervals. So on average
+    /// half of each is still to come, and a full cache is released once within the time of an answer.
     fn blocks_ms(&self, query: &PlacementQuery, worker: &Candidate, blocks: u64) -> f64 {
-        let queued = worker.queued_tokens / u64::from(query.block_size.max(1));
-        let lacking = queued.saturating_add(blocks).saturating_sub(u64::from(worker.available_blocks));
-        if worker.in_use_blocks == 0 { 0.0 } else { lacking as f64 / f64::from(worker.in_use_blocks) * self.costs.answer_ms }
+        let blocks_of = |tokens: u64| tokens as f64 / f64::from(query.block_size.max(1));
+        let available = f64::from(worker.available_blocks);
+        let capacity = available + f64::from(worker.in_use_blocks);
+        let wanted = blocks_of(worker.queued_tokens) + blocks_of(worker.answer_tokens) / 2.0 + blocks as f64;
+        let lacking = (wanted - available).max(0.0);
+        // A worker that has not reported its blocks has no capacity.
+        if capacity > 0.0 { lacking / capacity * self.costs.answer_ms } else { 0.0 }
     }
 }
 
@@ -162,7 +176,9 @@ impl Policy for FirstToken {
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
         let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).div_ceil(query.block_size).saturating_sub(cached);
-        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / rates.transfer_bytes_per_second * 1e3;
+        let bytes_per_second = rates.transfer_bytes_per_second.get(&worker.family);
+        let bytes_per_second = bytes_per_second.copied().unwrap_or(rates.costs.transfer_bytes_per_second);
+        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / bytes_per_second * 1e3;
         Cost {
             queue_ms: rates.blocks_ms(query, worker, u64::from(lacking)),
             transfer_ms,

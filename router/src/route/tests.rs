@@ -7,7 +7,7 @@ use crate::{rates::Measurement, settings::PolicyKind};
 
 /// Returns a new measurement of this value.
 fn measured(value: f64) -> Option<Measurement> {
-    Some(Measurement { value, weight: 1.0 })
+    Measurement::log(value).map(|log| Measurement::new(log, 1.0))
 }
 
 /// Returns an idle worker with measured rates. It computes 1 token/ms and sends 1 MB/s, and a block of 16 tokens is 16 kB, so a block takes
@@ -26,6 +26,7 @@ fn worker(role: Role) -> Candidate {
         running: 0,
         available_blocks: 6_250,
         in_use_blocks: 0,
+        answer_tokens: 0,
         block_bytes: 16_000,
         prefill_tokens_per_second: measured(1_000.0),
         prefill_fixed_ms: None,
@@ -296,19 +297,33 @@ fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
 #[test]
 fn prompt_without_enough_free_blocks_is_charged_the_wait_for_running_answers() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
-    // Running answers release 100 blocks within the 5 s of an answer, so 50 blocks are released in half of that time.
-    let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100, ..decode() };
+    // Running answers release all 100 blocks within the 5 s of an answer, so 50 blocks are released in half of that time.
+    let full = |available_blocks| Candidate { available_blocks, in_use_blocks: 100 - available_blocks, ..decode() };
     let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
     let waits = |available, queued| placed(&local, &[full(available), queue(queued)]).expect("the request can be placed").0 == 0;
     assert!(waits(0, 5_001) && !waits(0, 4_999));
     assert!(waits(50, 2_501) && !waits(50, 2_499));
     assert!(waits(100, 1));
-    // The queued prompts get released blocks first. If no block is in use, no answer can release one, so there is nothing to wait for.
-    let both = Candidate { queued_tokens: 800, ..full(100) };
-    assert_eq!(placed(&local, &[both, queue(3_299)]).expect("the request can be placed").0, 1);
+    // The queued prompts get released blocks first: 50 blocks are lacking. Their computation takes 0.8 s in addition.
+    let both = |other| placed(&local, &[Candidate { queued_tokens: 800, ..full(100) }, queue(other)]).expect("it is placed").0;
+    assert_eq!((both(3_299), both(3_301)), (1, 0));
+    // A worker that has not reported its blocks has nothing to wait for.
     let nothing_runs = Candidate { available_blocks: 0, in_use_blocks: 0, ..decode() };
     assert_eq!(placed(&local, &[nothing_runs, queue(1)]).expect("the request can be placed").0, 0);
     // A worker that receives KV needs blocks, too.
     let receives = [full(0), decode(), prefill()];
     assert_eq!(placed(&remote(1_601), &receives).expect("the request can be placed").0, 1);
+}
+
+#[test]
+fn blocks_that_answers_will_take_are_charged_before_they_are_taken() {
+    let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_600) };
+    let busy = |answer_tokens| Candidate { available_blocks: 110, in_use_blocks: 90, answer_tokens, ..decode() };
+    let queue = |queued_tokens| Candidate { queued_tokens, ..decode() };
+    let waits =
+        |answer_tokens, queued| placed(&local, &[busy(answer_tokens), queue(queued)]).expect("the request can be placed").0 == 0;
+    // The 100 blocks of the prompt are available, but half of the 100 blocks of running answers is still to come. So 40 blocks are lacking
+    // of the 200 that answers release within 5 s.
+    assert!(waits(0, 1) && waits(320, 1));
+    assert!(waits(1_600, 1_001) && !waits(1_600, 999));
 }

@@ -182,7 +182,7 @@ async fn worker_is_removed_when_its_stream_ends_or_is_silent_and_may_rejoin() {
         }
         router.until_left("d").await;
         let failure = router.route(prompt("r", &[1])).await.failure().await;
-        assert_eq!(refusal(failure), (FailureReason::AtCapacity, true));
+        assert_eq!(refusal(failure), (FailureReason::NoWorker, true));
     }
     let watch = decode.join().await;
     router.until_indexed("d", 0).await;
@@ -311,7 +311,7 @@ async fn failed_attempts_are_retried_on_other_workers_until_no_worker_is_left() 
     assert_eq!(moved(&router.view().await), (Some(0), Some(1), 1), "the load has moved to the other worker");
     route.failed(&second);
     let failure = route.failure().await;
-    assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::AtCapacity, true));
+    assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::NoWorker, true));
     assert_eq!(router.view().await.bookings, 0, "a refused request has no booking");
     assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
 }

@@ -55,7 +55,7 @@ fn bookings_count_as_reported_after_a_new_snapshot() {
     // A snapshot follows lost messages. One of these may have announced that the worker's load includes the request, so the booking now
     // counts as reported.
     let id = scenario.member("d0");
-    scenario.state.members.replace(id, &Snapshot { at_event_id: 7, stored: Vec::new() });
+    scenario.state.empty(id);
     assert_eq!(scenario.booked("d0"), (0, 0, 1));
     scenario.state.on_prefilled(booking, None);
     scenario.state.release(booking);
@@ -114,8 +114,35 @@ fn worker_that_leaves_loses_its_index_entries_and_bookings() {
         KvBatch { included_request_ids: vec!["r3".to_owned()], ..Default::default() },
         ReportedStats::default(),
     );
-    scenario.state.members.replace(left, &Snapshot { at_event_id: 1, stored: Vec::new() });
+    scenario.state.empty(left);
     assert_eq!(scenario.booked("p0"), (99, 1, 1));
     scenario.state.release(second);
+    scenario.assert_idle();
+}
+
+#[test]
+fn answer_is_expected_to_be_as_long_as_those_of_similar_requests() {
+    let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
+    let place = |scenario: &mut Scenario, max_tokens, samples| {
+        let request = PlacementRequest { max_tokens, samples, ..scenario.request(101, hashes(1, 0, 6)) };
+        scenario.place(&request).0
+    };
+    let expected =
+        |scenario: &Scenario| ["d0", "p0"].map(|name| scenario.state.members.get(scenario.member(name)).bookings.answer_tokens);
+    // Before the first answer has ended, the default is assumed for each sample.
+    let first = place(&mut scenario, 1_000, 2);
+    let default = Costs::default().answer_tokens as u64;
+    assert_eq!(expected(&scenario), [2 * default, 0], "only the decode worker holds the answer");
+    scenario.state.on_prefilled(first, Some(0));
+    scenario.reports("d0", vec![], Load::default(), &["r1"]);
+    assert_eq!(expected(&scenario), [2 * default, 0], "the answer counts until it ends");
+    scenario.state.on_answered(first, 80);
+    scenario.state.release(first);
+    assert_eq!(expected(&scenario), [0, 0]);
+    let second = place(&mut scenario, 1_000, 3);
+    assert_eq!(expected(&scenario), [3 * 40, 0]);
+    let third = place(&mut scenario, 5, 1);
+    assert_eq!(expected(&scenario), [3 * 40 + 5, 0]);
+    [second, third].into_iter().for_each(|booking| scenario.state.release(booking));
     scenario.assert_idle();
 }

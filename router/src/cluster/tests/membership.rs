@@ -1,6 +1,7 @@
 //! Tests of membership: which workers may join, and how their events and measurements are recorded.
 
 use super::*;
+use crate::cluster::members::Prefix;
 use std::time::Duration;
 
 #[test]
@@ -86,7 +87,7 @@ fn worker_avoided_for_an_old_slow_rate_is_tried_again() {
         if placed(&mut scenario, &mut tokens) == "p0" {
             first.get_or_insert(second);
         }
-        // These heartbeats of p0 repeat its old measurement.
+        // The heartbeats of p0 repeat its old measurement.
         report(&mut scenario, "p0", 100.0, 2);
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
     }
@@ -102,7 +103,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 1, 1);
     let id = scenario.member("p0");
     let weight = |scenario: &Scenario| {
-        let candidate = scenario.state.members.get(id).candidate(&[], 0, Instant::now(), &Costs::default());
+        let candidate = scenario.state.members.get(id).candidate(Prefix::default(), false, Instant::now(), &Costs::default());
         candidate.prefill_tokens_per_second.expect("the prefill rate is measured").weight
     };
     let report = |scenario: &mut Scenario, rate: f64, prefilled_tokens: u64, prefill_measurements: u64| {
@@ -112,7 +113,7 @@ fn short_prefills_do_not_refresh_an_old_rate() {
     };
     report(&mut scenario, 200.0, 1_536, 1);
     assert_eq!(weight(&scenario), 1.0);
-    // The worker prefills 16 tokens every second, and each such step changes the fitted rate a little.
+    // The worker prefills 16 tokens every second. Each of these short steps changes the fitted rate a little.
     for second in 1..=300_u32 {
         runtime.block_on(tokio::time::advance(Duration::from_secs(1)));
         report(&mut scenario, 200.0 + f64::from(second) / 1e3, 1_536 + 16 * u64::from(second), 1);

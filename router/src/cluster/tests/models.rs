@@ -34,34 +34,38 @@ impl Scenario {
 #[test]
 fn members_of_one_model_agree_and_models_may_differ() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
-    scenario.join(serving("a", DECODE, "a0")).expect("the first of its model decides");
+    scenario.join(serving("a", DECODE, "a0")).expect("the first member of a model determines its identity");
     let block_size = 2 * BLOCK;
-    scenario.join(WorkerInfo { block_size, ..serving("b", DECODE, "b0") }).expect("the first of its model decides");
+    scenario
+        .join(WorkerInfo { block_size, ..serving("b", DECODE, "b0") })
+        .expect("the first member of a model determines its identity");
     for (bad, field) in [
         (serving("b", DECODE, "b1"), "block size"),
         (WorkerInfo { revision: "revision of a".to_owned(), block_size, ..serving("b", DECODE, "b1") }, "revision"),
         (WorkerInfo { version: "99.0.0".to_owned(), ..serving("c", DECODE, "c0") }, "version"),
     ] {
-        let refused = scenario.join(bad).expect_err("it does not agree").to_string();
+        let refused = scenario.join(bad).expect_err("the worker differs from the other members of its model").to_string();
         assert!(refused.contains(field), "{field}: {refused}");
     }
-    scenario.join(WorkerInfo { block_size, ..serving("b", PREFILL, "b1") }).expect("it agrees with its model");
+    scenario
+        .join(WorkerInfo { block_size, ..serving("b", PREFILL, "b1") })
+        .expect("the worker agrees with the other members of its model");
     let identity = |model: &str| {
         let Identity { model, revision, block_size, .. } = scenario.state.identity_of(model);
         (model, revision, block_size)
     };
     assert_eq!(identity("b"), ("b".to_owned(), "revision of b".to_owned(), block_size));
-    assert_eq!(identity("c"), (String::new(), String::new(), 0), "no member serves it yet");
-    assert_eq!(identity(""), (String::new(), String::new(), 0), "there are several");
+    assert_eq!(identity("c"), (String::new(), String::new(), 0), "no member serves the model yet");
+    assert_eq!(identity(""), (String::new(), String::new(), 0), "several models are served");
 }
 
 #[test]
 fn named_model_of_the_router_excludes_other_models() {
     let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
     let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
-    let refused = scenario.join(serving("b", DECODE, "b0")).expect_err("it serves another model").to_string();
+    let refused = scenario.join(serving("b", DECODE, "b0")).expect_err("the worker serves another model").to_string();
     assert!(refused.contains("model is b, but the cluster's is a"), "{refused}");
-    scenario.join(serving("a", DECODE, "a0")).expect("it serves the model");
+    scenario.join(serving("a", DECODE, "a0")).expect("the worker serves the model");
     assert_eq!(scenario.decode_worker_for(""), Ok("a0".to_owned()));
 }
 
@@ -79,7 +83,7 @@ fn requests_are_placed_only_on_workers_of_their_model() {
     assert_eq!(scenario.decode_worker_for("b"), Ok("b1".to_owned()));
     assert_eq!(scenario.decode_worker_for("c"), Err(PlacementError::NoWorkerOfModel));
     assert_eq!(scenario.decode_worker_for(""), Err(PlacementError::NoModelNamed));
-    // A failed worker is not replaced by one of another model.
+    // A failed worker must not be replaced by a worker of another model.
     let mut excluded = Excluded::default();
     excluded.failed.insert("a0-1".into());
     excluded.suspect.insert("a0-1".into());
@@ -93,7 +97,7 @@ fn requests_are_placed_only_on_workers_of_their_model() {
     let metrics = scenario.recorder.render();
     assert!(metrics.contains(r#"tandem_router_worker_info{worker="b1",model="b"} 1"#), "{metrics}");
     scenario.state.leave(scenario.member("a0"));
-    assert_eq!(scenario.decode_worker_for(""), Ok("b1".to_owned()), "one model is left");
+    assert_eq!(scenario.decode_worker_for(""), Ok("b1".to_owned()), "only one model is served");
 }
 
 #[test]
@@ -108,8 +112,8 @@ fn models_become_available_one_by_one() {
         (models.collect::<Vec<_>>(), view.unavailable_reason)
     };
     assert_eq!(models(&scenario), (vec![], Some(NoEligibleWorker::NoDecodeWorker.to_string())));
-    scenario.join(serving("b", DECODE, "b0")).expect("the first of its model decides");
-    scenario.join(serving("a", PREFILL, "a0")).expect("the first of its model decides");
+    scenario.join(serving("b", DECODE, "b0")).expect("the first member of a model determines its identity");
+    scenario.join(serving("a", PREFILL, "a0")).expect("the first member of a model determines its identity");
     let (found, reason) = models(&scenario);
     assert_eq!(found, [("a".to_owned(), 1, false), ("b".to_owned(), 1, false)]);
     let reason = reason.expect("each model lacks a worker");
@@ -132,13 +136,13 @@ fn round_robin_counts_the_placements_of_each_model() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn answers_of_one_model_say_nothing_about_another() {
+async fn answer_times_of_models_are_measured_separately() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Local));
     for model in ["a", "b"] {
         for number in 0..2 {
             scenario.join(serving(model, DECODE, &format!("{model}{number}"))).expect("models may differ");
         }
-        // The first worker has no free blocks, and the second one has a queue of 1 s.
+        // The first worker has no free blocks, and the second one has a queue of one second.
         let full = Load { in_use_blocks: 7, ..Default::default() };
         scenario.reports(&format!("{model}0"), vec![], full, &[]);
         let queue = Load { pending_prefill_tokens: 2_000, free_blocks: 1_000, ..Default::default() };
@@ -151,21 +155,90 @@ async fn answers_of_one_model_say_nothing_about_another() {
     scenario.state.on_prefilled(booking, None);
     advance(Duration::from_millis(10)).await;
     scenario.state.release(booking);
-    assert_eq!(scenario.decode_worker_for("a"), Ok("a0".to_owned()), "its answers are short");
+    assert_eq!(scenario.decode_worker_for("a"), Ok("a0".to_owned()), "the answers of the model are short");
     assert_eq!(scenario.decode_worker_for("b"), Ok("b1".to_owned()));
 }
 
 #[test]
 fn request_of_another_router_is_booked_whatever_its_model() {
     let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
-    scenario.join(serving("a", DECODE, "a0")).expect("the first of its model decides");
+    scenario.join(serving("a", DECODE, "a0")).expect("the first member of a model determines its identity");
     for (model, instance) in [("a", "a0-1"), ("b", "b0-1")] {
         let existing =
             v1::ExistingPlacement { decode_instance_id: instance.to_owned(), prefill_instance_id: None, prefilling: true };
         let request = scenario.asking(model);
-        let booking = scenario.state.rebook(&request, existing).expect("its workers need not be members yet");
+        let booking = scenario.state.rebook(&request, existing).expect("the workers of the request need not be members yet");
         scenario.state.on_prefilled(booking, None);
         scenario.state.release(booking);
     }
     scenario.assert_idle();
+}
+
+fn with_loras(loras: &[&str], info: WorkerInfo) -> WorkerInfo {
+    WorkerInfo { loras: loras.iter().map(|&lora| lora.to_owned()).collect(), ..info }
+}
+
+#[test]
+fn lora_is_a_model_of_the_workers_that_have_it() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
+    scenario.join(serving("a", DECODE, "a0")).expect("the first member of a model determines its identity");
+    scenario
+        .join(with_loras(&["x", "y"], serving("a", DECODE, "a1")))
+        .expect("the worker agrees with the other members of its model");
+    scenario.stored("a0", &hashes(1, 0, 6));
+    assert_eq!(scenario.decode_worker_for("a"), Ok("a0".to_owned()), "the worker has the prompt's blocks");
+    assert_eq!(scenario.decode_worker_for("x"), Ok("a1".to_owned()), "the other worker does not have the LoRA");
+    assert_eq!(scenario.decode_worker_for("z"), Err(PlacementError::NoWorkerOfModel));
+    assert_eq!(scenario.decode_worker_for(""), Err(PlacementError::NoModelNamed));
+    let models: Vec<(String, String, u32)> = scenario
+        .state
+        .view()
+        .models
+        .into_iter()
+        .map(|view| (view.identity.clone().expect("it is set"), view))
+        .map(|(identity, view)| (identity.model, identity.revision, view.workers))
+        .collect();
+    let of_a = |model: &str, workers| (model.to_owned(), "revision of a".to_owned(), workers);
+    assert_eq!(models, [of_a("a", 2), of_a("x", 1), of_a("y", 1)]);
+    let metrics = scenario.recorder.render();
+    assert!(metrics.contains(r#"tandem_router_worker_info{worker="a1",model="y"} 1"#), "{metrics}");
+    scenario.assert_idle();
+}
+
+#[test]
+fn requests_for_all_models_of_a_worker_add_to_one_load() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Local));
+    for name in ["a0", "a1"] {
+        scenario.join(with_loras(&["x"], serving("a", DECODE, name))).expect("they agree");
+    }
+    let (of_base, first) = scenario.place_for("a").expect("it is served");
+    let (of_lora, second) = scenario.place_for("x").expect("it is served");
+    assert_ne!(name(&first.decode), name(&second.decode), "the first worker is busy");
+    scenario.state.release(of_base);
+    scenario.state.release(of_lora);
+}
+
+#[test]
+fn name_of_a_lora_stands_for_one_model_in_the_whole_cluster() {
+    let mut scenario = Scenario::new(settings(PrefillPlace::Auto));
+    scenario.join(with_loras(&["x"], serving("a", DECODE, "a0"))).expect("the first member of a model determines its identity");
+    for (other, text) in [
+        (with_loras(&["x"], serving("b", DECODE, "b0")), "a LoRA of b on this worker and a LoRA of a"),
+        (WorkerInfo { revision: String::new(), ..serving("x", DECODE, "x0") }, "a base model on this worker and a LoRA of a"),
+        (with_loras(&["a"], serving("c", DECODE, "c0")), "a LoRA of c on this worker and a base model"),
+    ] {
+        let refused = scenario.join(other).expect_err("the name is already in use").to_string();
+        assert!(refused.contains(text), "{refused}");
+    }
+    scenario.join(with_loras(&["x"], serving("a", PREFILL, "a1"))).expect("the workers have the same LoRA");
+}
+
+#[test]
+fn named_model_of_the_router_excludes_its_loras() {
+    let identity = Identity { model: "a".to_owned(), ..RouterSettings::default().identity };
+    let mut scenario = Scenario::new(RouterSettings { identity, ..settings(PrefillPlace::Auto) });
+    scenario.join(with_loras(&["x"], serving("a", DECODE, "a0"))).expect("the worker serves the model");
+    assert_eq!(scenario.state.view().models.len(), 1);
+    let requested = Identity { model: "x".to_owned(), ..RouterSettings::default().identity };
+    assert!(requested.fits(&scenario.state.identity_of("x")).is_err());
 }

@@ -116,8 +116,7 @@ const NAMES: [&str; 4] = ["p0", "p1", "d0", "d1"];
 fn counted(scenario: &Scenario) -> Vec<(u64, u64, u32, Vec<u32>)> {
     let of = |name: &str| {
         let (tokens, sequences, bookings) = scenario.booked(name);
-        let booked = &scenario.state.members.get(scenario.member(name)).bookings;
-        (tokens, sequences, bookings, (0..4).map(|prompt| booked.predicted_blocks(&hashes(prompt, 1, 9), 0)).collect())
+        (tokens, sequences, bookings, (0..4).map(|prompt| scenario.predicted(name, &hashes(prompt, 1, 9))).collect())
     };
     NAMES.map(of).into()
 }
@@ -150,6 +149,21 @@ fn union(made: &[Vec<ModelBooking>; 2], included_request_ids: &HashSet<(String, 
 
 fn two(place: PrefillPlace) -> [Scenario; 2] {
     [1, 2].map(|seed| Scenario::with(RouterSettings { seed, ..settings(place) }, 2, 2))
+}
+
+#[test]
+fn expected_answer_of_a_peers_booking_counts_until_the_booking_ends() {
+    let [mut one, mut other] = two(PrefillPlace::Remote);
+    let mut replica = Replica::open(&mut other.state);
+    let (booking, placement) = one.place_hashes(101, hashes(1, 0, 6));
+    replica.settle(&one.state, &mut other.state);
+    let decode = name(&placement.decode);
+    let expected = |scenario: &Scenario| scenario.state.members.get(scenario.member(&decode)).bookings.answer_tokens;
+    assert_eq!((expected(&other), expected(&one)), (256, 256));
+    one.state.release(booking);
+    replica.settle(&one.state, &mut other.state);
+    assert_eq!(expected(&other), 0);
+    other.assert_idle();
 }
 
 proptest! {
@@ -259,9 +273,7 @@ fn peer_booking_on_a_worker_that_joins_later_adds_no_load() {
     assert_eq!(other.booked("d0"), (0, 1, 1));
     other.join(info(worker_info::Role::Prefill, "p0")).expect("the worker agrees with the other members");
     assert_eq!(other.booked("p0"), (0, 0, 1));
-    let predicted =
-        |scenario: &Scenario| scenario.state.members.get(scenario.member("p0")).bookings.predicted_blocks(&hashes(1, 0, 9), 0);
-    assert_eq!(predicted(&other), 6);
+    assert_eq!(other.predicted("p0", &hashes(1, 0, 9)), 6);
     let left = other.member("p0");
     other.state.leave(left);
     one.state.release(booking);
@@ -293,7 +305,7 @@ fn rebooked_request_has_a_booking_on_its_workers_but_adds_no_load() {
             ((0, 0, on_prefill), (0, 0, on_decode)),
             "{prefill:?} {prefilling}"
         );
-        let blocks = |name| scenario.state.members.get(scenario.member(name)).bookings.predicted_blocks(&hashes(1, 0, 9), 0);
+        let blocks = |name| scenario.predicted(name, &hashes(1, 0, 9));
         assert_eq!(blocks("p0") + blocks("d0"), if prefilling && prefill != Some("unknown") { 6 } else { 0 });
         scenario.state.on_prefilled(booking, Some(7));
         assert_eq!((scenario.booked("p0").2, scenario.booked("d0").2), (0, 1));

@@ -91,7 +91,7 @@ fn overlap_decides_when_loads_are_equal() {
 #[test]
 fn failed_workers_are_excluded_and_the_last_attempt_uses_a_decode_worker_only() {
     let mut scenario = Scenario::with(RouterSettings { attempts_max: 3, ..settings(PrefillPlace::Auto) }, 2, 1);
-    // The decode worker is busy, so the first attempts are remote.
+    // The decode worker is busy, so the first attempts are prefilled on another worker.
     scenario.reports("d0", vec![], Load { running_sequences: 50, decode_step_ms: 1.0, ..Default::default() }, &[]);
     let request = scenario.request(2_001, hashes(1, 0, 125));
     let mut excluded = Excluded::default();
@@ -222,7 +222,7 @@ fn explanation_matches_the_placement_and_adds_no_booking() {
 }
 
 #[test]
-fn prefill_worker_without_a_decode_worker_of_its_family_is_not_used_and_the_view_says_why() {
+fn prefill_worker_without_a_decode_worker_of_its_family_is_unpaired_with_a_reason() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 0, 1);
     let join = |scenario: &mut Scenario, role, name: &str, family: &str| {
         let info = WorkerInfo { transfer_family: family.to_owned(), ..info(role, name) };

@@ -42,6 +42,19 @@ fn only_workers_of_one_family_are_paired() {
 }
 
 #[test]
+fn bandwidth_of_one_family_says_nothing_about_another() {
+    // The first decode worker would receive two blocks less than the second one, for 30 ms of load more. The bandwidth decides.
+    let decode_worker = |workers: &[Candidate]| placed(&remote(1_601), workers).expect("the request can be placed").0;
+    let pair = |bandwidth| {
+        let with_overlap = Candidate { overlap_blocks: 2, sequences: 3, ..decode() };
+        vec![with_overlap, decode(), Candidate { transfer_bytes_per_second: measured(bandwidth), ..prefill() }]
+    };
+    let fast = of("a", Candidate { transfer_bytes_per_second: measured(1e12), ..prefill() });
+    assert_eq!((decode_worker(&pair(1e6)), decode_worker(&pair(2e6))), (0, 1));
+    assert_eq!(decode_worker(&[pair(1e6), vec![fast]].concat()), 0, "the fast sender is of another family");
+}
+
+#[test]
 fn round_robin_cycles_over_the_workers_that_can_be_paired() {
     let workers = [of("a", decode()), decode(), prefill(), of("b", prefill()), prefill(), alone(prefill())];
     let expected = [(1, Some(2)), (1, Some(4)), (1, Some(2)), (1, Some(4))];

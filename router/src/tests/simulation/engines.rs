@@ -8,17 +8,17 @@ use super::{
 };
 use crate::{
     cluster::{Cluster, Excluded, PlacementRequest},
-    route::PlacementQuery,
+    route::{self, Candidate, PlacementQuery},
     settings::{Costs, PrefillPlace, RouterSettings},
     subscription::ReportedStats,
     worker_bookings::BookingId,
 };
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BinaryHeap},
+    collections::{BTreeMap, BTreeSet, BinaryHeap},
     time::Duration,
 };
-use tandem_kv::{HashKey, KvBatch, Snapshot, sequence_hashes};
+use tandem_kv::{HashKey, KvBatch, sequence_hashes};
 use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
 use tokio::{runtime::Runtime, time::Instant};
@@ -107,8 +107,7 @@ pub(super) fn simulate(world: World, prompts: &[Prompt]) -> Outcome {
             block_bytes: BLOCK_TOKENS * 131_072,
             ..Default::default()
         };
-        let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
-        let member = router.lock().join(info, "host:1".to_owned(), &empty).expect("the worker may join");
+        let member = router.lock().join_empty(info).expect("the worker may join");
         Worker::new(member, *role, *slower, world.capacity_blocks)
     });
     let mut simulation = Simulation {
@@ -165,6 +164,7 @@ impl Simulation<'_> {
             hashes: sequence_hashes(&HashKey::NONE, &namespace(), 1, &prompt.blocks).into(),
             prompt_tokens: (prompt.blocks.len() as u64 * BLOCK_TOKENS) as u32,
             samples: 1,
+            max_tokens: prompt.max_tokens,
             prompt_logits: false,
         };
         let excluded = self.exclude_by_rule(&placement_request);
@@ -186,7 +186,7 @@ impl Simulation<'_> {
         self.start(now, computes);
     }
 
-    /// Excludes all workers but the one that the simulated rule chooses. If the rule is the router's own, excludes none.
+    /// Excludes all workers but those that the simulated rule chooses, one of each role. If the rule is the router's own, excludes none.
     fn exclude_by_rule(&mut self, placement_request: &PlacementRequest) -> Excluded {
         let candidates = self.router.lock().candidates(&placement_request.hashes);
         let query = PlacementQuery {
@@ -196,9 +196,20 @@ impl Simulation<'_> {
             prompt_logits: false,
         };
         self.turns += 1;
-        let chosen = self.world.rule.choose(&query, &candidates, self.turns);
-        let all = chosen.into_iter().flat_map(|chosen| (0..candidates.len()).filter(move |at| *at != chosen));
-        Excluded { failed: all.map(|at| at.to_string().into()).collect(), ..Default::default() }
+        let has_prefill_workers = candidates.iter().any(|worker| worker.role == route::Role::Prefill);
+        let mut failed = BTreeSet::new();
+        for role in [route::Role::Prefill, route::Role::Decode] {
+            let positions: Vec<usize> = (0..candidates.len()).filter(|at| candidates[*at].role == role).collect();
+            let mut of_role: Vec<Candidate> = positions.iter().map(|at| candidates[*at].clone()).collect();
+            if role == route::Role::Decode && has_prefill_workers {
+                // These rules choose the decode worker of a pair by its load alone.
+                of_role.iter_mut().for_each(|worker| worker.overlap_blocks = 0);
+            }
+            if let Some(chosen) = self.world.rule.choose(&query, &of_role, self.turns) {
+                failed.extend(positions.iter().filter(|at| **at != positions[chosen]).map(|at| at.to_string().into()));
+            }
+        }
+        Excluded { failed, ..Default::default() }
     }
 
     fn start(&mut self, now: Micros, number: usize) {
@@ -271,8 +282,11 @@ impl Simulation<'_> {
         }
         worker.release(&mut sequence);
         self.end_s += (now - self.prompts[request].at) as f64 / 1e6;
+        let answer_tokens = self.prompts[request].answer_tokens;
         let request = self.requests.remove(&request).expect("the request is running");
-        self.router.lock().release(request.booking);
+        let mut router = self.router.lock();
+        router.on_answered(request.booking, answer_tokens);
+        router.release(request.booking);
     }
 
     fn sent(&mut self, now: Micros, from: usize, to: usize, request: usize) {

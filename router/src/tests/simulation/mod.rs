@@ -5,6 +5,7 @@ mod engine;
 mod engines;
 mod queues;
 mod rules;
+mod traffic;
 mod worlds;
 
 use std::sync::Arc;
@@ -19,6 +20,8 @@ struct Prompt {
     at: Micros,
     blocks: Arc<[TokenId]>,
     answer_tokens: u64,
+    /// The limit that the request sets for its answer; 0: none.
+    max_tokens: u32,
 }
 
 fn namespace() -> Namespace {
@@ -51,16 +54,22 @@ fn documents(count: u32, blocks: u32, questions: u32, seed: u64) -> Vec<Prompt> 
     let mut prompts = Vec::new();
     for (document, query) in (0..count).flat_map(|document| (0..questions).map(move |query| (document, query))) {
         let text = (0..blocks).map(|block| document << 16 | block);
-        prompts.push(Prompt { at: 0, answer_tokens: 1, blocks: text.chain([u32::MAX - document * questions - query]).collect() });
+        prompts.push(Prompt {
+            at: 0,
+            answer_tokens: 1,
+            max_tokens: 0,
+            blocks: text.chain([u32::MAX - document * questions - query]).collect(),
+        });
     }
     Lcg(seed).shuffle(&mut prompts);
     prompts
 }
 
 /// Returns the first recorded requests, which arrive `faster` times as fast as recorded; `None` without the recording, which is not part of
-/// the repository.
+/// the repository. The variable `TANDEM_TRACE` names its file.
 fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/mooncake_conversation_trace.jsonl");
+    let path = std::env::var_os("TANDEM_TRACE").unwrap_or_else(|| path.into());
     let text = std::fs::read_to_string(path).ok()?;
     let number = |line: &str, key: &str| -> f64 {
         let (_, rest) = line.split_once(key).expect("the line has the key");
@@ -75,7 +84,7 @@ fn trace(count: usize, faster: f64) -> Option<Vec<Prompt>> {
             .split(", ")
             .map(|id| id.parse().expect("a block id is a number"));
         let at = (number(line, "\"timestamp\":") * 1e3 / faster) as Micros;
-        Prompt { at, answer_tokens: number(line, "\"output_length\":") as u64, blocks: ids.collect() }
+        Prompt { at, answer_tokens: number(line, "\"output_length\":") as u64, max_tokens: 0, blocks: ids.collect() }
     });
     Some(prompts.collect())
 }

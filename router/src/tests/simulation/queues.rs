@@ -12,7 +12,7 @@ use std::{
     collections::{BTreeMap, BinaryHeap, HashSet, VecDeque},
 };
 use tandem_kv::{
-    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, PrefixCache, SequenceHash, Snapshot, TokenId, Wanted, sequence_hashes,
+    BlockId, CacheSettings, Change, HashKey, KvBatch, Load, PrefixCache, SequenceHash, TokenId, Wanted, sequence_hashes,
 };
 use tandem_node::Metrics;
 use tandem_proto::v1::{WorkerInfo, worker_info::Role};
@@ -108,8 +108,7 @@ fn simulate(setup: Setup, prompts: &[Prompt]) -> Outcome {
             capacity_blocks: if role == Role::Decode { u32::MAX } else { setup.capacity_blocks },
             ..Default::default()
         };
-        let empty = Snapshot { at_event_id: 0, stored: Vec::new() };
-        router.lock().join(info, "host:1".to_owned(), &empty).expect("the worker may join")
+        router.lock().join_empty(info).expect("the worker may join")
     };
     let decode = join(Role::Decode, 0);
     let workers = (0..setup.workers).map(|number| Worker {
@@ -202,6 +201,7 @@ impl Simulation<'_> {
             hashes: sequence_hashes(&HashKey::NONE, &namespace(), 1, blocks).into(),
             prompt_tokens: blocks.len() as u32,
             samples: 1,
+            max_tokens: 0,
             prompt_logits: false,
         };
         let (booking, placement) =

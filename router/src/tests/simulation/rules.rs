@@ -35,6 +35,7 @@ impl Rule {
         let prompt_blocks = blocks(u64::from(query.prompt_tokens));
         match self {
             Self::Tandem => None,
+            _ if workers.is_empty() => None,
             Self::RoundRobin => Some(turn as usize % workers.len()),
             Self::FewestRequests => Some(least(workers, turn, |worker| f64::from(worker.sequences))),
             Self::Dynamo => Some(least(workers, turn, |worker| {

@@ -1,0 +1,60 @@
+//! Measures the cost of a whole `Route` call, without gRPC.
+
+use super::*;
+use std::io::Write;
+use tokio::time::Instant;
+
+/// The number of blocks of a prompt: 12,000 tokens in blocks of 16.
+const PROMPT_BLOCKS: u64 = 750;
+
+/// Each round places a request, reports its first token and ends it. A third of the workers has cached the first half of its prompt. Each worker has
+/// some other prompts in its cache and some requests in its queue.
+#[test]
+#[ignore = "it is a measurement: run it alone, with optimisation"]
+fn cost_of_a_route_call() {
+    for workers in [8, 64, 512, 2_048] {
+        let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, workers);
+        let ids: Vec<MemberId> = scenario.state.members.iter().map(|(id, _)| *id).collect();
+        for (worker, id) in ids.iter().enumerate() {
+            for name in 0..10 {
+                let (shared, len) = (PROMPT_BLOCKS / 2, PROMPT_BLOCKS);
+                let name = (worker as u64 / 3) << 8 | name;
+                let sequence_hashes = hashes(name, shared * u64::from(worker % 3 == 0), len).to_vec();
+                let chain = StoredChain { parent: None, sequence_hashes };
+                let events = vec![KvEvent { event_id: 1, change: Change::Stored(chain) }];
+                let load = Load {
+                    running_sequences: name as u32 % 5,
+                    prefill_tokens_per_second: 9_000.0 + name as f64,
+                    prefill_fixed_ms: 3.0,
+                    prefill_measurements: 1,
+                    decode_step_ms: 20.0,
+                    ..Default::default()
+                };
+                scenario.state.apply(*id, KvBatch { events, load, ..Default::default() }, ReportedStats::default());
+            }
+        }
+        let mut new_request = |name: u64| {
+            let prompt = hashes(1 << 20 | name, PROMPT_BLOCKS / 2, PROMPT_BLOCKS);
+            scenario.request(PROMPT_BLOCKS as u32 * BLOCK, prompt)
+        };
+        let requests: Vec<PlacementRequest> = (0..2_000).map(&mut new_request).collect();
+        let (prefilling, timed) = requests.split_at(workers.min(500));
+        for request in prefilling {
+            scenario.place(request);
+        }
+        let mut times: Vec<f64> = Vec::new();
+        for requests in timed.chunks(100) {
+            let started = Instant::now();
+            for request in requests {
+                let (booking, _) = scenario.place(request);
+                scenario.state.on_first_token(booking);
+                scenario.state.on_prefilled(booking, Some(0));
+                scenario.state.release(booking);
+            }
+            times.push(started.elapsed().as_secs_f64() * 1e6 / requests.len() as f64);
+        }
+        times.sort_by(f64::total_cmp);
+        let line = format!("{workers} workers: {:.1} us a request (best {:.1})\n", times[times.len() / 2], times[0]);
+        std::io::stderr().write_all(line.as_bytes()).expect("stderr is writable");
+    }
+}

@@ -1,0 +1,91 @@
+//! What the router reports on itself and on the cluster.
+
+use super::{State, texts};
+use crate::route::NoEligibleWorker;
+use std::sync::Arc;
+use tandem_proto::{
+    channel::OnRefused,
+    v1::{self, Identity, WorkerInfo},
+};
+use tokio::time::Instant;
+
+impl State {
+    /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
+    /// members if they are empty.
+    pub(crate) fn identity(&self) -> Identity {
+        let configured = self.settings.identity.clone();
+        let Some(first) = self.members.values().next() else { return configured };
+        let WorkerInfo { cluster, version, .. } = first.info.clone();
+        configured.or(&Identity { cluster, version, ..Identity::default() })
+    }
+
+    /// Returns the identity on which all processes that serve or request the model must agree: [`Self::identity`], with empty fields taken
+    /// from the model's members. An empty id stands for the only model.
+    pub(crate) fn identity_of(&self, model: &str) -> Identity {
+        let Ok(model) = self.members.requested_model(model) else { return self.identity() };
+        let first = self.members.of_model(&model).next().expect("a member serves it");
+        self.identity().or(&Identity { model: (*model).to_owned(), ..(&first.info).into() })
+    }
+
+    /// Returns a function that counts one call refused because it lacks the cluster key.
+    pub(crate) fn count_unauthenticated(&self) -> OnRefused {
+        let refused = self.metrics.unauthenticated.clone();
+        Arc::new(move || refused.increment(1))
+    }
+
+    /// Returns that the router is starting, if it waits for workers that were listed at its start.
+    pub(crate) fn starting_reason(&self) -> Option<String> {
+        let (synced, known) = self.synced_of_known();
+        self.unavailable.is_starting().then(|| texts::starting(synced, known))
+    }
+
+    /// Returns why no request can be placed at present; `None` if requests for at least one model can be placed.
+    pub(crate) fn unavailable_reason(&self) -> Option<String> {
+        let models = self.models();
+        self.starting_reason().or_else(|| match &models[..] {
+            [] => Some(NoEligibleWorker::NoDecodeWorker.to_string()),
+            [only] => only.unavailable_reason.clone(),
+            several => texts::all_unavailable(several),
+        })
+    }
+
+    /// Returns the models that members serve; if the settings name the only model, at most that one.
+    fn models(&self) -> Vec<v1::ModelView> {
+        let only = &*self.settings.identity.model;
+        let view = |model: &Arc<str>| v1::ModelView {
+            identity: Some(self.identity_of(model)),
+            workers: self.members.of_model(model).count() as u32,
+            unavailable_reason: self.members.unavailable_reason(model, self.settings.prefill).map(|reason| reason.to_string()),
+        };
+        self.members.models().into_iter().filter(|model| only.is_empty() || ***model == *only).map(view).collect()
+    }
+
+    /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
+    pub(crate) fn view(&self) -> v1::WorkersReply {
+        let now = Instant::now();
+        let workers = self.members.values().map(|member| v1::WorkerView {
+            info: Some(member.info.clone()),
+            address: member.address.clone(),
+            indexed_blocks: self.members.indexed_blocks(member),
+            bookings: member.bookings.count,
+            load: Some(member.stats.fill((&member.load).into())),
+            placements: Some(member.placements),
+            circuit_open: !member.breaker.admits(now),
+            unpaired_reason: self.members.unpaired_reason(member),
+        });
+        let (synced, known) = self.synced_of_known();
+        v1::WorkersReply {
+            workers: workers.collect(),
+            bookings: self.bookings.by_id.len() as u32,
+            identity: Some(self.identity()),
+            unavailable_reason: self.unavailable_reason(),
+            unavailable: self.unavailable.values().cloned().collect(),
+            instance_id: self.instance_id.to_string(),
+            peer_bookings: self.peers.count_bookings() as u32,
+            peers: self.peers.len() as u32,
+            synced_workers: synced as u32,
+            known_workers: known as u32,
+            models: self.models(),
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! Changes of the index. Only one change runs at a time: the caller holds the lock of [`Writer`].
+
+use super::{
+    PrefixIndex, Skipped, WorkerSlot,
+    run::{RUN_BLOCKS, Run, common},
+    shard::{Place, RunId, Shard, shard_of},
+    table::{ENTRIES_MAX, Table},
+};
+use std::collections::{BTreeSet, VecDeque};
+use tandem_kv::SequenceHash;
+
+/// The slots of a block are prefetched this many blocks before they are needed.
+const AHEAD: usize = 16;
+
+/// The data that changes need and lookups do not need.
+#[derive(Default)]
+pub(super) struct Writer {
+    /// The number of the run that begins with each block ([`RunId::value`]).
+    heads: Table,
+    rows: Vec<Row>,
+    row_of: Vec<Option<u32>>,
+    free_rows: BTreeSet<u32>,
+    /// The rows that are hidden from lookups and whose blocks are to be removed. The runs that a sweep has taken from the first of these rows are in
+    /// `sweeping`.
+    pub(super) retired: VecDeque<u32>,
+    pub(super) sweeping: Vec<u64>,
+}
+
+/// The blocks and runs of which a row has cached something.
+#[derive(Default)]
+struct Row {
+    /// The place of each block that the row has cached ([`Place::value`]).
+    blocks: Table,
+    /// The runs of which the row has cached leading blocks ([`RunId::value`]).
+    runs: Table,
+}
+
+impl Writer {
+    pub(super) fn add_row(&mut self) -> u32 {
+        self.free_rows.pop_first().unwrap_or_else(|| {
+            self.rows.push(Row::default());
+            self.rows.len() as u32 - 1
+        })
+    }
+
+    /// Adds a worker with this row, in the first free slot.
+    pub(super) fn add_worker(&mut self, row: u32) -> WorkerSlot {
+        let slot = self.row_of.iter().position(Option::is_none).unwrap_or(self.row_of.len());
+        if slot == self.row_of.len() {
+            self.row_of.push(None);
+        }
+        self.row_of[slot] = Some(row);
+        WorkerSlot(slot as u32)
+    }
+
+    /// Removes the worker and returns its row, which the caller must retire; `None` if there is no such worker.
+    pub(super) fn remove_worker(&mut self, worker: WorkerSlot) -> Option<u32> {
+        let row = self.row_of.get_mut(worker.0 as usize)?.take();
+        while self.row_of.last() == Some(&None) {
+            self.row_of.pop();
+        }
+        row
+    }
+
+    /// Returns one more than the largest slot of a worker.
+    pub(super) fn workers(&self) -> usize {
+        self.row_of.len()
+    }
+
+    pub(super) fn row(&self, worker: WorkerSlot) -> Option<u32> {
+        self.row_of.get(worker.0 as usize).copied().flatten()
+    }
+
+    /// Gives the worker another row. Returns its earlier row, which the caller must retire.
+    pub(super) fn set_row(&mut self, worker: WorkerSlot, row: u32) -> Option<u32> {
+        self.row_of[worker.0 as usize].replace(row)
+    }
+
+    pub(super) fn blocks(&self, row: u32) -> u64 {
+        self.rows[row as usize].blocks.len() as u64
+    }
+
+    /// Records that the row's blocks are to be removed. Lookups must no longer see the row.
+    pub(super) fn retire(&mut self, row: u32) {
+        self.retired.push_back(row);
+    }
+
+    pub(super) fn free(&mut self, row: u32) {
+        self.rows[row as usize] = Row::default();
+        self.free_rows.insert(row);
+        while let Some(last) = self.rows.len().checked_sub(1)
+            && self.free_rows.remove(&(last as u32))
+        {
+            self.rows.pop();
+        }
+    }
+
+    /// Removes the places of some blocks of a retired row. Returns their number; 0 if no block is left.
+    pub(super) fn drop_places(&mut self, row: u32) -> usize {
+        self.rows[row as usize].blocks.take_some().len()
+    }
+
+    /// Removes some of the row's runs from its list and returns them. The result is empty if the row has no runs.
+    pub(super) fn take_runs(&mut self, row: u32) -> Vec<u64> {
+        self.rows[row as usize].runs.take_some()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let rows: usize = self.rows.iter().map(|row| row.runs.bytes() + row.blocks.bytes() + size_of::<Row>()).sum();
+        self.heads.bytes() + rows
+    }
+}
+
+impl PrefixIndex {
+    fn hash_at(&self, place: Place) -> SequenceHash {
+        self.shards[place.run.shard()].read().run(place.run).hashes[place.offset]
+    }
+
+    pub(super) fn locate(&self, writer: &Writer, row: u32, hash: SequenceHash) -> Option<Place> {
+        let is_it = |value| self.hash_at(Place::of_value(value)) == hash;
+        writer.rows[row as usize].blocks.find(self.mix(hash), is_it).map(Place::of_value)
+    }
+
+    fn run_from(&self, writer: &Writer, hash: SequenceHash) -> Option<RunId> {
+        let is_it = |value| self.hash_at(Place { run: RunId::of_value(value), offset: 0 }) == hash;
+        writer.heads.find(self.mix(hash), is_it).map(RunId::of_value)
+    }
+
+    /// Sets how many leading blocks of the run the row has cached.
+    fn set(&self, writer: &mut Writer, run: &mut Run, id: RunId, row: u32, old: u32, new: u32) {
+        if old == new {
+            return;
+        }
+        run.holders.set(row, old, new);
+        let (runs, mixed) = (&mut writer.rows[row as usize].runs, self.key.mix(id.value()));
+        if old == 0 {
+            runs.insert(mixed, id.value(), |other| other == id.value());
+        } else if new == 0 {
+            runs.remove(mixed, id.value());
+        }
+    }
+
+    /// Records that the row has cached the blocks `hashes`, which follow `parent`. Returns false, and changes nothing, if the row has not
+    /// cached the parent.
+    pub(super) fn store_piece(
+        &self,
+        writer: &mut Writer,
+        row: u32,
+        parent: Option<SequenceHash>,
+        mut hashes: &[SequenceHash],
+        skipped: &mut Skipped,
+    ) -> bool {
+        // The place of the next block, if that block belongs to the same run as the block before it.
+        let mut next = None;
+        if let Some(parent) = parent {
+            let Some(Place { run, offset }) = self.locate(writer, row, parent) else { return false };
+            next = Some(Place { run, offset: offset + 1 });
+        }
+        if writer.rows[row as usize].blocks.len() + hashes.len() > ENTRIES_MAX {
+            skipped.beyond_index_blocks += hashes.len() as u64;
+            return true;
+        }
+        while !hashes.is_empty() {
+            let stored = match next.and_then(|place| self.store_known(writer, row, place, hashes)) {
+                Some(stored) => Some(stored),
+                None => match self.run_from(writer, hashes[0]) {
+                    Some(run) => self.store_known(writer, row, Place { run, offset: 0 }, hashes),
+                    None => self.store_new(writer, row, next, hashes),
+                },
+            };
+            let Some((place, stored)) = stored else {
+                skipped.beyond_index_blocks += hashes.len() as u64;
+                return true;
+            };
+            hashes = &hashes[stored..];
+            next = Some(place);
+            if stored == 0 {
+                // The row has cached the block after another parent, so the event contradicts an earlier one.
+                next = self.locate(writer, row, hashes[0]);
+            }
+        }
+        true
+    }
+
+    /// Stores those leading blocks of `hashes` that the run has from `place` on. The row must have cached the run's blocks before `place`. Returns
+    /// the place after the stored blocks, and their number; `None` if the run has another block at the place or ends there.
+    fn store_known(
+        &self,
+        writer: &mut Writer,
+        row: u32,
+        Place { run: id, offset }: Place,
+        hashes: &[SequenceHash],
+    ) -> Option<(Place, usize)> {
+        let (known, held) = {
+            let shard = self.shards[id.shard()].read();
+            let run = shard.run(id);
+            (common(&run.hashes[offset..], hashes), run.holders.get(row) as usize)
+        };
+        if known == 0 {
+            return None;
+        }
+        if offset + known <= held {
+            return Some((Place { run: id, offset: offset + known }, known));
+        }
+        // The comparison of hashes locks other shards, so this shard must not be locked meanwhile.
+        let new = self.insert_places(writer, row, Place { run: id, offset: held }, &hashes[held - offset..known], Checks::Row);
+        let end = held + new;
+        let mut shard = self.shards[id.shard()].write();
+        let run = shard.run_mut(id);
+        self.set(writer, run, id, row, held as u32, end as u32);
+        Some((Place { run: id, offset: end }, end - offset))
+    }
+
+    /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the run's
+    /// only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
+    fn store_new(&self, writer: &mut Writer, row: u32, next: Option<Place>, hashes: &[SequenceHash]) -> Option<(Place, usize)> {
+        let mut place = None;
+        if let Some(Place { run: id, offset }) = next {
+            let shard = self.shards[id.shard()].read();
+            let run = shard.run(id);
+            place = next.filter(|_| offset == run.len() && offset < RUN_BLOCKS && run.holders.is_only(row));
+        }
+        let (place, is_new) = match place {
+            Some(place) => (place, false),
+            None => (Place { run: self.shards[shard_of(self.mix(hashes[0]))].write().add(Run::new())?, offset: 0 }, true),
+        };
+        let Place { run: id, offset } = place;
+        let count = hashes.len().min(RUN_BLOCKS - offset);
+        let stored = self.insert_places(writer, row, place, &hashes[..count], Checks::RowAndHeads);
+        let mut shard = self.shards[id.shard()].write();
+        if stored == 0 {
+            if is_new {
+                shard.remove(self.mix(hashes[0]), id);
+            }
+            return Some((place, 0));
+        }
+        let run = shard.run_mut(id);
+        run.append(&hashes[..stored]);
+        self.set(writer, run, id, row, offset as u32, (offset + stored) as u32);
+        if is_new {
+            let mixed = self.mix(hashes[0]);
+            shard.show(mixed, id);
+            writer.heads.insert(mixed, id.value(), |_| false);
+        }
+        Some((Place { run: id, offset: offset + stored }, stored))
+    }
+
+    /// Records that the row has cached leading blocks of `hashes`, at `place` and the places after it. Returns their number. It stops before a block
+    /// that the row has cached elsewhere, and after the first block if another run begins with the next one.
+    fn insert_places(&self, writer: &mut Writer, row: u32, place: Place, hashes: &[SequenceHash], checks: Checks) -> usize {
+        let Writer { heads, rows, .. } = writer;
+        let blocks = &mut rows[row as usize].blocks;
+        for (at, hash) in hashes.iter().enumerate() {
+            if let Some(ahead) = hashes.get(at + AHEAD) {
+                let mixed = self.mix(*ahead);
+                blocks.prefetch(mixed);
+                if checks == Checks::RowAndHeads {
+                    heads.prefetch(mixed);
+                }
+            }
+            let mixed = self.mix(*hash);
+            let is_head = |value| self.hash_at(Place { run: RunId::of_value(value), offset: 0 }) == *hash;
+            if at > 0 && checks == Checks::RowAndHeads && heads.find(mixed, is_head).is_some() {
+                return at;
+            }
+            let value = Place { offset: place.offset + at, ..place }.value();
+            if !blocks.insert(mixed, value, |other| self.is_at(place, hashes, Place::of_value(other), *hash)) {
+                return at;
+            }
+        }
+        hashes.len()
+    }
+
+    /// Returns whether the block is at this place. `hashes` will be stored at `new` and the places after it.
+    fn is_at(&self, new: Place, hashes: &[SequenceHash], place: Place, hash: SequenceHash) -> bool {
+        if place.run == new.run && place.offset >= new.offset {
+            return hashes[place.offset - new.offset] == hash;
+        }
+        self.hash_at(place) == hash
+    }
+
+    /// Moves the blocks of the run from `at` on into a run of their own, and returns it; `None` if the index is full.
+    fn split(&self, writer: &mut Writer, id: RunId, at: usize) -> Option<RunId> {
+        let tail = self.shards[id.shard()].read().run(id).split_off(at);
+        let (hashes, holders) = (tail.hashes.clone(), tail.holders.to_vec());
+        let mixed = self.mix(hashes[0]);
+        let new = {
+            let mut shard = self.shards[shard_of(mixed)].write();
+            let new = shard.add(tail)?;
+            shard.show(mixed, new);
+            new
+        };
+        self.shards[id.shard()].write().run_mut(id).cut(at);
+        writer.heads.insert(mixed, new.value(), |_| false);
+        for (row, blocks) in holders {
+            let row = &mut writer.rows[row as usize];
+            row.runs.insert(self.key.mix(new.value()), new.value(), |_| false);
+            for (offset, hash) in hashes[..blocks as usize].iter().enumerate() {
+                let (old, new) = (Place { run: id, offset: at + offset }, Place { run: new, offset });
+                row.blocks.replace(self.mix(*hash), old.value(), new.value());
+            }
+        }
+        Some(new)
+    }
+
+    /// Records that the row has not cached these blocks any more. Blocks that succeed or precede each other in a run are removed at once.
+    pub(super) fn remove(&self, writer: &mut Writer, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
+        while let Some(first) = hashes.first() {
+            let Some(Place { run: id, offset }) = self.locate(writer, row, *first) else {
+                skipped.absent_blocks += 1;
+                hashes = &hashes[1..];
+                continue;
+            };
+            let mut shard = self.shards[id.shard()].write();
+            let run = shard.run(id);
+            let mut held = run.holders.get(row) as usize;
+            let up = run.hashes[offset..held].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
+            let down = run.hashes[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
+            let (start, end) = if up > down { (offset, offset + up) } else { (offset + 1 - down, offset + 1) };
+            if end < held {
+                // The row keeps the blocks after the removed ones, which therefore need a run of their own.
+                drop(shard);
+                let split = self.split(writer, id, end);
+                shard = self.shards[id.shard()].write();
+                if split.is_some() {
+                    held = end;
+                }
+            }
+            // If there is no space for another run, the blocks that the row keeps are removed, too.
+            let run = shard.run(id);
+            let blocks = &mut writer.rows[row as usize].blocks;
+            for (at, hash) in run.hashes[..held].iter().enumerate().skip(start) {
+                if let Some(ahead) = run.hashes[..held].get(at + AHEAD) {
+                    blocks.prefetch(self.mix(*ahead));
+                }
+                blocks.remove(self.mix(*hash), Place { run: id, offset: at }.value());
+            }
+            self.shorten(writer, &mut shard, id, row, held as u32, start as u32);
+            hashes = &hashes[end - start..];
+        }
+    }
+
+    /// Lowers the number of leading blocks of the run that the row has cached. Blocks that no row has cached any more leave the run.
+    /// Returns their number.
+    pub(super) fn shorten(&self, writer: &mut Writer, shard: &mut Shard, id: RunId, row: u32, old: u32, new: u32) -> usize {
+        let run = shard.run_mut(id);
+        self.set(writer, run, id, row, old, new);
+        let (keep, dropped) = (run.holders.blocks_max(), run.len() - run.holders.blocks_max());
+        if keep == 0 {
+            let mixed = self.mix(run.hashes[0]);
+            shard.remove(mixed, id);
+            writer.heads.remove(mixed, id.value());
+        } else if dropped > 0 {
+            run.truncate(keep);
+        }
+        dropped
+    }
+}
+
+/// The checks of each new block of a row.
+#[derive(Clone, Copy, PartialEq)]
+enum Checks {
+    /// Checks that the row has not cached the block elsewhere.
+    Row,
+    /// Checks in addition that no run begins with the block.
+    RowAndHeads,
+}
+
+#[cfg(test)]
+impl Writer {
+    /// Checks the number of runs, and for each row the numbers of its runs and blocks.
+    pub(super) fn check(&self, runs: usize, rows: &std::collections::BTreeMap<u32, (usize, u64)>) {
+        assert_eq!(self.heads.len(), runs);
+        for (number, row) in self.rows.iter().enumerate() {
+            if !self.retired.contains(&(number as u32)) {
+                let expected = rows.get(&(number as u32)).copied().unwrap_or_default();
+                assert_eq!((row.runs.len(), row.blocks.len() as u64), expected, "row {number}");
+            }
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.heads.len() == 0 && self.rows.is_empty() && self.free_rows.is_empty() && self.retired.is_empty()
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.rows.len()
+    }
+}

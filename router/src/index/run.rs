@@ -1,0 +1,282 @@
+//! A run: consecutive blocks of prompts, with the rows that have cached its leading blocks.
+
+use super::prefetch::prefetch;
+use tandem_kv::SequenceHash;
+
+/// Maximum number of blocks of a run. The limit bounds the time for which a change locks a run.
+pub(super) const RUN_BLOCKS: usize = 1 << 10;
+
+/// The number of positions of two lists that one round of a search compares.
+const PROBES: usize = 15;
+
+/// Consecutive blocks of prompts. Each holder of a run has cached at least its first block, and at least one holder has cached its last block.
+///
+/// A run fills one line of the processor's cache, so that a lookup reads only one line for a run that has one holder.
+#[repr(align(64))]
+pub(super) struct Run {
+    pub(super) hashes: Vec<SequenceHash>,
+    /// The hash of the last block. It is stored separately, so that a lookup of the whole run need not read `hashes`.
+    pub(super) last: SequenceHash,
+    pub(super) holders: Holders,
+}
+
+/// The rows that have cached leading blocks of a run, each with the number of these blocks. Most runs have one holder and need no bit sets.
+#[derive(Clone)]
+pub(super) enum Holders {
+    One { row: u32, blocks: u32 },
+    Many(Groups),
+}
+
+/// Several holders, grouped by their numbers of blocks.
+#[derive(Clone)]
+pub(super) struct Groups {
+    /// The number of 64-bit words in a set of rows.
+    words: u32,
+    /// The set of all holders, followed by the groups in the order of their numbers of blocks. Each group has its number of blocks and the set of its
+    /// holders.
+    sets: Vec<u64>,
+}
+
+/// Returns the index of a row's word in a set, and the row's bit in that word.
+pub(super) fn place(row: u32) -> (usize, u64) {
+    (row as usize / 64, 1 << (row % 64))
+}
+
+/// Returns the rows in this word of a set.
+pub(super) fn rows(word: usize, mut bits: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let row = (bits != 0).then(|| word as u32 * 64 + bits.trailing_zeros())?;
+        bits &= bits - 1;
+        Some(row)
+    })
+}
+
+/// Returns how many leading hashes are equal. A sequence hash identifies a block and all blocks before it, so equal hashes at one position
+/// imply equal hashes at all positions before it.
+pub(super) fn common(one: &[SequenceHash], other: &[SequenceHash]) -> usize {
+    let (mut equal, mut differ) = (0, one.len().min(other.len()) + 1);
+    while differ - equal > 1 {
+        // The probes of one round do not depend on each other, so the processor reads them from memory at the same time.
+        let step = (differ - equal).div_ceil(PROBES + 1);
+        let probes = (1..=PROBES).map(|probe| equal + probe * step).filter(|len| *len < differ);
+        let equal_probes = probes.filter(|len| one[len - 1] == other[len - 1]).count();
+        equal += equal_probes * step;
+        differ = differ.min(equal + step);
+    }
+    equal
+}
+
+impl Run {
+    pub(super) fn new() -> Self {
+        Self { hashes: Vec::new(), last: SequenceHash(0), holders: Holders::One { row: 0, blocks: 0 } }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.hashes.len()
+    }
+
+    /// Returns how many leading blocks of the prompt `hashes` are leading blocks of the run.
+    #[inline]
+    pub(super) fn common(&self, hashes: &[SequenceHash]) -> usize {
+        match hashes.get(self.hashes.len().wrapping_sub(1)) {
+            Some(hash) if *hash == self.last => self.hashes.len(),
+            _ => common(&self.hashes, hashes),
+        }
+    }
+
+    pub(super) fn append(&mut self, hashes: &[SequenceHash]) {
+        let len = self.hashes.len();
+        if len + hashes.len() > self.hashes.capacity() {
+            self.hashes.reserve_exact(hashes.len().max(len / 4));
+        }
+        self.hashes.extend_from_slice(hashes);
+        self.set_last();
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.hashes.truncate(len);
+        if len == 0 || self.hashes.capacity() > len * 2 + 8 {
+            self.hashes.shrink_to_fit();
+        }
+        self.set_last();
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let sets = if let Holders::Many(groups) = &self.holders { groups.sets.capacity() } else { 0 };
+        (self.hashes.capacity() + sets) * 8
+    }
+
+    fn set_last(&mut self) {
+        self.last = self.hashes.last().copied().unwrap_or(SequenceHash(0));
+    }
+
+    /// Moves the blocks from `at` on into a run of their own, with their holders.
+    pub(super) fn split_off(&self, at: usize) -> Self {
+        let hashes = self.hashes[at..].to_vec();
+        let after = |(row, blocks): (u32, u32)| Some((row, blocks.checked_sub(at as u32).filter(|after| *after > 0)?));
+        let holders = Holders::new(self.holders.to_vec().into_iter().filter_map(after));
+        let mut tail = Self { hashes, last: SequenceHash(0), holders };
+        tail.set_last();
+        tail
+    }
+
+    pub(super) fn cut(&mut self, at: usize) {
+        self.truncate(at);
+        let pairs = self.holders.to_vec().into_iter().map(|(row, blocks)| (row, blocks.min(at as u32)));
+        self.holders = Holders::new(pairs);
+    }
+}
+
+impl Holders {
+    fn new(pairs: impl Iterator<Item = (u32, u32)>) -> Self {
+        let mut holders = Self::One { row: 0, blocks: 0 };
+        pairs.for_each(|(row, blocks)| holders.set(row, 0, blocks));
+        holders
+    }
+
+    #[inline]
+    pub(super) fn prefetch(&self) {
+        if let Self::Many(groups) = self {
+            prefetch(&groups.sets, 0);
+        }
+    }
+
+    /// Returns how many leading blocks the row has cached.
+    pub(super) fn get(&self, row: u32) -> u32 {
+        match self {
+            Self::One { row: one, blocks } => {
+                if *one == row {
+                    *blocks
+                } else {
+                    0
+                }
+            }
+            Self::Many(groups) => groups.get(row),
+        }
+    }
+
+    /// Changes the number of blocks that the row has cached, from `old` to `new`.
+    pub(super) fn set(&mut self, row: u32, old: u32, new: u32) {
+        match self {
+            Self::One { row: one, blocks } if *one == row || *blocks == 0 => (*one, *blocks) = (row, new),
+            Self::One { row: one, blocks } => {
+                let mut groups = Groups { words: one.max(&mut { row }).div_euclid(64) + 1, sets: Vec::new() };
+                groups.sets = vec![0; groups.words as usize];
+                groups.add(*one, *blocks);
+                groups.add(row, new);
+                *self = Self::Many(groups);
+            }
+            Self::Many(groups) => {
+                if old > 0 {
+                    groups.remove(row, old);
+                }
+                if new > 0 {
+                    groups.add(row, new);
+                }
+                if let Some((row, blocks)) = groups.only() {
+                    *self = Self::One { row, blocks };
+                }
+            }
+        }
+    }
+
+    /// Returns the largest number of blocks that a row has cached.
+    pub(super) fn blocks_max(&self) -> usize {
+        match self {
+            Self::One { blocks, .. } => *blocks as usize,
+            Self::Many(groups) => groups.by_blocks().next_back().map_or(0, |(blocks, _)| blocks as usize),
+        }
+    }
+
+    pub(super) fn is_only(&self, row: u32) -> bool {
+        matches!(self, Self::One { row: one, .. } if *one == row)
+    }
+
+    pub(super) fn to_vec(&self) -> Vec<(u32, u32)> {
+        match self {
+            Self::One { blocks: 0, .. } => Vec::new(),
+            Self::One { row, blocks } => vec![(*row, *blocks)],
+            Self::Many(groups) => {
+                let of_group = |(blocks, set): (u32, &[u64])| -> Vec<(u32, u32)> {
+                    let rows = set.iter().enumerate().flat_map(|(word, bits)| rows(word, *bits));
+                    rows.map(|row| (row, blocks)).collect()
+                };
+                groups.by_blocks().flat_map(of_group).collect()
+            }
+        }
+    }
+}
+
+impl Groups {
+    #[inline]
+    pub(super) fn all(&self) -> &[u64] {
+        &self.sets[..self.words as usize]
+    }
+
+    /// Returns each number of blocks, in ascending order, with the set of the rows that have cached so many.
+    #[inline]
+    pub(super) fn by_blocks(&self) -> impl DoubleEndedIterator<Item = (u32, &[u64])> {
+        let words = self.words as usize;
+        self.sets[words..].chunks_exact(words + 1).map(|group| (group[0] as u32, &group[1..]))
+    }
+
+    fn get(&self, row: u32) -> u32 {
+        let (word, bit) = place(row);
+        if self.all().get(word).is_none_or(|bits| bits & bit == 0) {
+            return 0;
+        }
+        self.by_blocks().rev().find(|(_, set)| set[word] & bit != 0).map_or(0, |(blocks, _)| blocks)
+    }
+
+    fn position(&self, blocks: u32) -> usize {
+        let words = self.words as usize;
+        let before = self.by_blocks().rev().skip_while(|(other, _)| *other >= blocks).count();
+        words + before * (words + 1)
+    }
+
+    fn add(&mut self, row: u32, blocks: u32) {
+        let (word, bit) = place(row);
+        self.widen(word + 1);
+        let at = self.position(blocks);
+        if self.sets.get(at) != Some(&u64::from(blocks)) {
+            let words = self.words as usize;
+            self.sets.reserve_exact(words + 1);
+            self.sets.splice(at..at, std::iter::once(u64::from(blocks)).chain(std::iter::repeat_n(0, words)));
+        }
+        self.sets[at + 1 + word] |= bit;
+        self.sets[word] |= bit;
+    }
+
+    fn remove(&mut self, row: u32, blocks: u32) {
+        let (word, bit) = place(row);
+        let (at, stride) = (self.position(blocks), self.words as usize + 1);
+        self.sets[word] &= !bit;
+        self.sets[at + 1 + word] &= !bit;
+        if self.sets[at + 1..at + stride].iter().all(|word| *word == 0) {
+            self.sets.drain(at..at + stride);
+        }
+    }
+
+    /// Returns the only holder; `None` if there are several. Without a holder, returns row 0 with no blocks.
+    fn only(&self) -> Option<(u32, u32)> {
+        let mut groups = self.by_blocks();
+        let Some((blocks, set)) = groups.next() else { return Some((0, 0)) };
+        if groups.next().is_some() || set.iter().map(|word| word.count_ones()).sum::<u32>() > 1 {
+            return None;
+        }
+        let word = set.iter().position(|word| *word != 0)?;
+        Some((word as u32 * 64 + set[word].trailing_zeros(), blocks))
+    }
+
+    fn widen(&mut self, words: usize) {
+        let old = self.words as usize;
+        if words <= old {
+            return;
+        }
+        let extra = words - old;
+        let widened = |set: &[u64]| set.iter().copied().chain(std::iter::repeat_n(0, extra)).collect::<Vec<u64>>();
+        let mut sets = widened(self.all());
+        self.sets[old..].chunks_exact(old + 1).for_each(|group| sets.extend(widened(group)));
+        (self.words, self.sets) = (words as u32, sets);
+    }
+}

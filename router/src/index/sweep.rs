@@ -1,0 +1,36 @@
+//! Removes, in slices, the blocks of rows that lookups no longer see.
+
+use super::{PrefixIndex, shard::RunId};
+
+/// Maximum number of runs that one slice visits. A run takes up to a microsecond.
+const SLICE_RUNS: usize = 256;
+
+impl PrefixIndex {
+    /// Removes some of the blocks of workers that were removed, or whose caches were cleared or replaced. Returns whether there are more such blocks.
+    /// A call takes less than a millisecond, during which no changes can be applied; lookups are not delayed.
+    pub fn sweep(&self) -> bool {
+        let mut writer = self.writer.lock();
+        let Some(row) = writer.retired.front().copied() else { return false };
+        if writer.drop_places(row) > 0 {
+            return true;
+        }
+        for _ in 0..SLICE_RUNS {
+            if writer.sweeping.is_empty() {
+                writer.sweeping = writer.take_runs(row);
+            }
+            let Some(value) = writer.sweeping.pop() else {
+                writer.free(row);
+                writer.retired.pop_front();
+                return !writer.retired.is_empty();
+            };
+            let id = RunId::of_value(value);
+            let mut shard = self.shards[id.shard()].write();
+            // The number of the run may have been used again since it was taken from the list, for another run or for none.
+            let held = shard.get(id).map_or(0, |run| run.holders.get(row));
+            if held > 0 {
+                self.shorten(&mut writer, &mut shard, id, row, held, 0);
+            }
+        }
+        true
+    }
+}

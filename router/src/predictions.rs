@@ -1,0 +1,212 @@
+//! The blocks that placed requests are about to compute on the workers.
+//!
+//! Prompts that are being prefilled form runs like those of the index: a stretch of consecutive blocks, with the number of its leading
+//! blocks that the prompts on each worker have in common with it. So a booking and a lookup cost a few steps for each run, and nothing for
+//! each block. A run refers to the blocks of the prompt that began it.
+//!
+//! Invariants: each run has entries, and as many blocks as the largest of them; each prompt has one entry in every run along it, so that a
+//! run that follows a part of another run is found by its first block.
+
+use crate::index::{KeyedState, WorkerSlot};
+use std::{
+    collections::{HashMap, hash_map::Entry as Slot},
+    sync::Arc,
+};
+use tandem_kv::SequenceHash;
+
+/// The prompts that are being prefilled, by worker.
+pub(crate) struct Predictions {
+    /// The runs by their first blocks.
+    runs: HashMap<SequenceHash, Run, KeyedState>,
+}
+
+struct Run {
+    prompt: Arc<[SequenceHash]>,
+    /// The position of the run's first block in the prompt.
+    start: usize,
+    /// The number of the run's blocks.
+    blocks: usize,
+    /// The numbers of prompts, by worker and number of leading blocks, in ascending order.
+    entries: Vec<Entry>,
+}
+
+struct Entry {
+    worker: WorkerSlot,
+    blocks: u32,
+    prompts: u32,
+}
+
+impl Predictions {
+    /// Returns an empty set. `key` only seeds its hash table.
+    pub(crate) fn new(key: u64) -> Self {
+        Self { runs: HashMap::with_hasher(KeyedState::with_seed(key)) }
+    }
+
+    /// Adds a prompt that the worker will compute.
+    pub(crate) fn add(&mut self, worker: WorkerSlot, prompt: &Arc<[SequenceHash]>) {
+        let mut start = 0;
+        while let Some(first) = prompt.get(start) {
+            start += match self.runs.entry(*first) {
+                Slot::Occupied(mut run) => {
+                    let blocks = run.get().common(&prompt[start..]);
+                    run.get_mut().add(worker, blocks);
+                    blocks
+                }
+                Slot::Vacant(new) => {
+                    let blocks = prompt.len() - start;
+                    let entries = vec![Entry { worker, blocks: blocks as u32, prompts: 1 }];
+                    new.insert(Run { prompt: prompt.clone(), start, blocks, entries });
+                    return;
+                }
+            };
+        }
+    }
+
+    /// Removes a prompt that was added for the worker.
+    pub(crate) fn remove(&mut self, worker: WorkerSlot, prompt: &[SequenceHash]) {
+        let mut start = 0;
+        while let Some(first) = prompt.get(start) {
+            let run = self.runs.get_mut(first).expect("a prompt has an entry in every run along it");
+            let blocks = run.common(&prompt[start..]);
+            run.remove(worker, blocks);
+            if run.blocks == 0 {
+                self.runs.remove(first);
+            }
+            start += blocks;
+        }
+    }
+
+    /// Removes all prompts of a worker that leaves.
+    pub(crate) fn forget(&mut self, worker: WorkerSlot) {
+        self.runs.retain(|_, run| {
+            run.entries.retain(|entry| entry.worker != worker);
+            run.shorten();
+            run.blocks > 0
+        });
+    }
+
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt are blocks of a prompt that it will compute. Slots after
+    /// the last are those of workers without such blocks.
+    pub(crate) fn leading_blocks(&self, prompt: &[SequenceHash]) -> Vec<u32> {
+        let (mut leading, mut start) = (Vec::new(), 0);
+        while let Some(run) = prompt.get(start).and_then(|first| self.runs.get(first)) {
+            let common = run.common(&prompt[start..]);
+            for Entry { worker, blocks, .. } in &run.entries {
+                let slot = worker.0 as usize;
+                if slot >= leading.len() {
+                    leading.resize(slot + 1, 0);
+                }
+                leading[slot] = leading[slot].max((start + common.min(*blocks as usize)) as u32);
+            }
+            start += common;
+        }
+        leading
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+}
+
+impl Run {
+    /// Returns how many leading blocks of the prompt `hashes` are leading blocks of the run.
+    fn common(&self, hashes: &[SequenceHash]) -> usize {
+        self.prompt[self.start..][..self.blocks].iter().zip(hashes).take_while(|(one, other)| one == other).count()
+    }
+
+    fn position(&self, worker: WorkerSlot, blocks: usize) -> Result<usize, usize> {
+        self.entries.binary_search_by_key(&(worker, blocks as u32), |entry| (entry.worker, entry.blocks))
+    }
+
+    fn add(&mut self, worker: WorkerSlot, blocks: usize) {
+        match self.position(worker, blocks) {
+            Ok(at) => self.entries[at].prompts += 1,
+            Err(at) => self.entries.insert(at, Entry { worker, blocks: blocks as u32, prompts: 1 }),
+        }
+    }
+
+    fn remove(&mut self, worker: WorkerSlot, blocks: usize) {
+        let at = self.position(worker, blocks).expect("a prompt is removed once");
+        self.entries[at].prompts -= 1;
+        if self.entries[at].prompts == 0 {
+            self.entries.remove(at);
+            self.shorten();
+        }
+    }
+
+    /// Drops blocks of which no prompt is left.
+    fn shorten(&mut self) {
+        self.blocks = self.entries.iter().map(|entry| entry.blocks as usize).max().unwrap_or(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::{collection::vec, prelude::*, sample::Index};
+
+    /// Returns the hashes of the prompt with these tokens, one for each block.
+    fn prompt(tokens: &[u8]) -> Arc<[SequenceHash]> {
+        let chain = tokens.iter().scan(1_u64, |hash, token| {
+            *hash = tandem_kv::mix(*hash ^ u64::from(*token));
+            Some(SequenceHash(*hash))
+        });
+        chain.collect()
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Add(u32, Vec<u8>),
+        Remove(Index),
+        Forget(u32),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            6 => (0..5_u32, vec(0..2_u8, 0..12)).prop_map(|(worker, tokens)| Op::Add(worker, tokens)),
+            4 => any::<Index>().prop_map(Op::Remove),
+            1 => (0..5_u32).prop_map(Op::Forget),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn predictions_equal_naive_list_of_prompts(
+            ops in vec(op(), 1..60),
+            asked in vec(vec(0..2_u8, 0..14), 1..10),
+        ) {
+            let (mut predictions, mut naive) = (Predictions::new(7), Vec::<(u32, Arc<[SequenceHash]>)>::new());
+            for op in ops {
+                match op {
+                    Op::Add(worker, tokens) => {
+                        naive.push((worker, prompt(&tokens)));
+                        predictions.add(WorkerSlot(worker), &prompt(&tokens));
+                    }
+                    Op::Remove(which) if !naive.is_empty() => {
+                        let (worker, prompt) = naive.swap_remove(which.index(naive.len()));
+                        predictions.remove(WorkerSlot(worker), &prompt);
+                    }
+                    Op::Remove(_) => {}
+                    Op::Forget(worker) => {
+                        naive.retain(|(other, _)| *other != worker);
+                        predictions.forget(WorkerSlot(worker));
+                    }
+                }
+                for tokens in &asked {
+                    let (asked, leading) = (prompt(tokens), predictions.leading_blocks(&prompt(tokens)));
+                    for worker in 0..5 {
+                        let of_worker = naive.iter().filter(|(other, _)| *other == worker);
+                        let common = |prompt: &[SequenceHash]| asked.iter().zip(prompt).take_while(|(one, other)| one == other).count();
+                        let expected = of_worker.map(|(_, prompt)| common(prompt)).max().unwrap_or(0);
+                        prop_assert_eq!(leading.get(worker as usize).copied().unwrap_or(0) as usize, expected);
+                    }
+                }
+            }
+            for (worker, prompt) in naive {
+                predictions.remove(WorkerSlot(worker), &prompt);
+            }
+            prop_assert!(predictions.is_empty());
+        }
+    }
+}
