@@ -2,7 +2,9 @@
 //! its [`Admitted`] is dropped.
 
 use crate::{
+    calls::Call,
     error::ApiError,
+    keys::KeySequences,
     listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
@@ -54,10 +56,14 @@ pub(crate) struct Admitted {
     pub(crate) model: Option<Arc<ServedModel>>,
     /// The span that records the end of the request.
     pub(crate) span: Span,
+    /// The request's key and its line in the audit log.
+    pub(crate) call: Arc<Call>,
     finished: bool,
     /// The number of reserved sequences, and the client to whose limit they count; no client if there is no limit for each client. `None`
     /// while the request is being read and parsed.
     reserved: Option<(usize, Option<Client>)>,
+    /// The sequences that count towards the limit of the request's key.
+    _of_key: Option<KeySequences>,
     sequences: Arc<Sequences>,
     metrics: Arc<FrontendMetrics>,
     _running: TaskTrackerToken,
@@ -73,7 +79,7 @@ impl Admission {
     ///
     /// # Errors
     /// The process drains and accepts no new requests.
-    pub(crate) fn enter(&self, endpoint: Endpoint) -> Result<Admitted, ApiError> {
+    pub(crate) fn enter(&self, endpoint: Endpoint, call: Arc<Call>) -> Result<Admitted, ApiError> {
         if self.shutdown.is_draining() {
             self.metrics.refused(endpoint, ApiError::Draining.status());
             return Err(ApiError::Draining);
@@ -84,12 +90,19 @@ impl Admission {
             since: Instant::now(),
             model: None,
             span: Span::default(),
+            call,
             finished: false,
             reserved: None,
+            _of_key: None,
             sequences: Arc::clone(&self.sequences),
             metrics: Arc::clone(&self.metrics),
             _running: self.running.token(),
         })
+    }
+
+    /// Returns the number of requests that were admitted and have not ended.
+    pub(crate) fn running(&self) -> usize {
+        self.running.len()
     }
 
     /// Resolves when the process drains and every admitted request has ended.
@@ -110,14 +123,17 @@ impl Admitted {
     /// Requests are not queued here, because a queue would only hide the overload.
     ///
     /// # Errors
-    /// The limit of the client or of all clients is reached.
+    /// The limit of the key, of the client or of all clients is reached.
     pub(crate) fn reserve(&mut self, client: Option<Client>, sequences: usize) -> Result<(), ApiError> {
         let Limits { all, per_client } = self.sequences.limits;
         let client = client.zip(per_client);
         let max = client.as_ref().map_or(all, |(_, per_client)| all.min(*per_client));
+        let key = self.call.key.as_ref();
+        let max = key.and_then(|key| key.entry.max_sequences).map_or(max, |of_key| max.min(of_key.get() as usize));
         if sequences > max {
             return Err(ApiError::TooManySequences { sequences, max });
         }
+        let of_key = key.map(|key| key.reserve(sequences)).transpose().map_err(|max| ApiError::ClientLimit { max })?;
         let mut used = self.sequences.used.lock();
         if let Some((client, per_client)) = &client
             && used.of(client) + sequences > *per_client
@@ -130,6 +146,7 @@ impl Admitted {
         let client = client.map(|(client, _)| client);
         used.add(client.as_ref(), sequences);
         self.reserved = Some((sequences, client));
+        self._of_key = of_key;
         self.metrics.reading_requests.decrement(1.0);
         self.metrics.inflight_requests.increment(1.0);
         self.metrics.inflight_sequences.increment(sequences as f64);
@@ -138,6 +155,7 @@ impl Admitted {
 
     pub(crate) fn finish(&mut self, status: StatusCode) {
         self.finished = true;
+        self.call.answered(status);
         self.span.set("http.response.status_code", u32::from(status.as_u16()));
         if status.is_server_error() {
             self.span.fail("server_error");
@@ -158,6 +176,7 @@ impl Drop for Admitted {
         }
         if !self.finished {
             self.span.fail("cancelled");
+            self.call.cancelled();
             self.metrics.cancelled(self.endpoint, self.model_id());
         }
     }
@@ -175,7 +194,7 @@ mod tests {
     }
 
     fn admit(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
-        let mut admitted = admission.enter(Endpoint::Completions).expect("the frontend does not drain");
+        let mut admitted = admission.enter(Endpoint::Completions, Arc::default()).expect("the frontend does not drain");
         admitted.reserve(Some(Client::Account(account.to_owned())), sequences)?;
         Ok(admitted)
     }
@@ -212,9 +231,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn draining_frontend_refuses_new_requests_and_waits_for_running_requests() {
         let (admission, _metrics, shutdown) = admission(3, None);
-        let running = admission.enter(Endpoint::Chat).expect("the frontend does not drain");
+        let running = admission.enter(Endpoint::Chat, Arc::default()).expect("the frontend does not drain");
         shutdown.run(std::time::Duration::ZERO).await;
-        assert!(matches!(admission.enter(Endpoint::Chat), Err(ApiError::Draining)));
+        assert!(matches!(admission.enter(Endpoint::Chat, Arc::default()), Err(ApiError::Draining)));
         let mut drained = Box::pin(admission.clone().drained());
         assert!(futures::poll!(&mut drained).is_pending());
         drop(running);

@@ -11,3 +11,8 @@ pub(crate) fn unix_time() -> Duration {
 pub(crate) fn unix_ms() -> u64 {
     u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX)
 }
+
+/// Returns the time in UTC, in the format of RFC 3339, with milliseconds.
+pub(crate) fn timestamp() -> String {
+    jiff::Timestamp::now().strftime("%FT%T.%3fZ").to_string()
+}

@@ -1,13 +1,16 @@
 //! The errors that a client may receive, and the only table that maps them to HTTP statuses and OpenAI's error body.
 
-use crate::dispatch::DispatchError;
+use crate::{dispatch::DispatchError, keys::Exceeded, model::error::ServedModelError};
 use axum::{
     Json,
     http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
-use std::borrow::Cow;
+use std::{borrow::Cow, sync::Arc};
+
+/// The header with which a server says whether OpenAI's and Anthropic's clients may repeat a request.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// The reason that a request gets an error instead of a result.
 #[derive(Debug, thiserror::Error)]
@@ -46,10 +49,24 @@ pub(crate) enum ApiError {
     Invalid { param: String, problem: Problem },
     #[error("The model '{model}' does not exist.")]
     ModelNotFound { model: String },
+    #[error("The request has no API key; send yours in the header 'Authorization: Bearer KEY', or in 'x-api-key: KEY'.")]
+    MissingKey,
+    #[error("The API key is not valid; check it, or ask the operator of this server for another one.")]
+    UnknownKey,
+    #[error("This API key may not use the model '{model}'; /v1/models lists the models that it may use.")]
+    ModelNotAllowed { model: String },
+    #[error("{0}.")]
+    KeyLimit(Exceeded),
     #[error("The model has no chat template; use /v1/completions.")]
     NoChatTemplate,
     #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
     Template(#[source] minijinja::Error),
+    #[error("'chat_template' cannot be used: {}.", template_problem(.0))]
+    ClientTemplate(#[source] ServedModelError),
+    #[error(
+        "'chat_template' is not accepted; leave it out. The operator can allow it with the frontend's --trust-request-chat-template."
+    )]
+    UntrustedTemplate,
     #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
     TemplateSteps,
     /// The message is the same as OpenAI's, because some clients search for it.
@@ -77,12 +94,14 @@ pub(crate) enum ApiError {
     )]
     Untrusted { header: HeaderName },
     #[error(
-        "The dashboard is not shown to this client. Open it on the frontend's --admin-listen, or from an address that --trusted-proxies and \
-         --expose-details of the frontend allow."
+        "This page is for the operator, and is not shown to this client. Open it on the frontend's --admin-listen, or from an address that \
+         --trusted-proxies and --expose-details of the frontend allow."
     )]
     UntrustedPage,
     #[error("Unknown path; /openapi.json lists the paths of this server.")]
     UnknownPath,
+    #[error("This server does not serve {path}: {advice}.")]
+    Unserved { path: &'static str, advice: &'static str },
     #[error("This path does not allow this method; see /openapi.json.")]
     Method,
     #[error("The name in the header 'Host' is not one of this server's; use its IP address, or add the name to --allowed-hosts.")]
@@ -105,8 +124,21 @@ pub(crate) enum ApiError {
     Draining,
     #[error("The server failed to process the request; its log says why.")]
     Internal,
+    /// Another error, with the name that the field at fault has in the request.
+    #[error("{error}")]
+    Renamed {
+        param: String,
+        #[source]
+        error: Box<ApiError>,
+    },
     #[error(transparent)]
     Dispatch(#[from] DispatchError),
+}
+
+impl From<Exceeded> for ApiError {
+    fn from(exceeded: Exceeded) -> Self {
+        Self::KeyLimit(exceeded)
+    }
 }
 
 /// The problem with a field. In the error message, this text follows the field's name.
@@ -126,6 +158,16 @@ pub(crate) enum Problem {
     Vocabulary { vocab_size: usize },
     #[error("{rule}")]
     Rule { rule: &'static str },
+    #[error("cannot be combined with '{other}'")]
+    Conflict { other: String },
+    #[error("cannot be enforced: {problem}")]
+    Constraint { problem: String },
+    #[error("is a part of type '{kind}', but the model reads only text; send parts of type 'text'")]
+    Part { kind: String },
+    #[error("is '{kind}', but this server supports only tools of type 'function'")]
+    ToolType { kind: String },
+    #[error("is a block of type '{kind}', which this server does not read here; send text")]
+    Block { kind: String },
     #[error("is not supported by this server; leave it out")]
     Unsupported,
 }
@@ -133,6 +175,19 @@ pub(crate) enum Problem {
 impl ApiError {
     pub(crate) fn invalid(param: impl Into<String>, problem: Problem) -> Self {
         Self::Invalid { param: param.into(), problem }
+    }
+
+    /// Returns the same error with another name of the field at fault, for a request whose fields have other names than where the error
+    /// occurred.
+    pub(crate) fn renamed(self, rename: impl FnOnce(&str) -> String) -> Self {
+        match self {
+            Self::Invalid { param, problem } => Self::Invalid { param: rename(&param), problem },
+            Self::Type { param, source } => Self::Type { param: rename(&param), source },
+            other => match other.parts().param.map(rename) {
+                Some(param) => Self::Renamed { param, error: Box::new(other) },
+                None => other,
+            },
+        }
     }
 
     /// Maps the error to the HTTP status and the fields of OpenAI's error body.
@@ -158,14 +213,25 @@ impl ApiError {
             Self::Type { param, .. } => bad(Some(param), Some("invalid_type")),
             Self::Invalid { param, problem } => bad(Some(param), Some(problem.code())),
             Self::ModelNotFound { .. } => client(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found")),
+            Self::MissingKey => client(StatusCode::UNAUTHORIZED, None, Some("missing_api_key")),
+            Self::UnknownKey => client(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
+            Self::ModelNotAllowed { .. } => client(StatusCode::FORBIDDEN, Some("model"), Some("model_not_allowed")),
+            Self::KeyLimit(exceeded) => Parts {
+                kind: "rate_limit_error",
+                retry_after: exceeded.retry_seconds(),
+                ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
+            },
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
             Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
+            Self::ClientTemplate(_) => bad(Some("chat_template"), Some("invalid_value")),
+            Self::UntrustedTemplate => bad(Some("chat_template"), Some("unsupported_parameter")),
             Self::TemplateSteps => bad(Some("messages"), Some("too_many")),
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
             Self::Untrusted { .. } | Self::UntrustedPage => client(StatusCode::FORBIDDEN, None, Some("untrusted_client")),
             Self::UnknownPath => client(StatusCode::NOT_FOUND, None, Some("unknown_path")),
+            Self::Unserved { .. } => client(StatusCode::NOT_FOUND, None, Some("path_not_served")),
             Self::Method => client(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::Host => client(StatusCode::MISDIRECTED_REQUEST, None, Some("unknown_host")),
             Self::AdminExplains => client(StatusCode::NOT_FOUND, None, Some("admin_port")),
@@ -179,6 +245,7 @@ impl ApiError {
                 ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
             },
             Self::Draining => unavailable("draining"),
+            Self::Renamed { param, error } => Parts { param: Some(param), ..error.parts() },
             Self::Internal => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
@@ -197,9 +264,13 @@ impl ApiError {
         self.parts().status
     }
 
+    pub(crate) fn message(&self) -> String {
+        shortened(&self.to_string()).into_owned()
+    }
+
     pub(crate) fn body(&self) -> Value {
         let Parts { kind, param, code, .. } = self.parts();
-        json!({ "error": { "message": shortened(&self.to_string()), "type": kind, "param": param, "code": code } })
+        json!({ "error": { "message": self.message(), "type": kind, "param": param, "code": code } })
     }
 }
 
@@ -216,21 +287,36 @@ impl Problem {
     fn code(&self) -> &'static str {
         match self {
             Self::Missing => "missing_required_parameter",
-            Self::Range { .. } | Self::Choice { .. } | Self::Vocabulary { .. } | Self::Rule { .. } => "invalid_value",
+            Self::Range { .. }
+            | Self::Choice { .. }
+            | Self::Vocabulary { .. }
+            | Self::Rule { .. }
+            | Self::Conflict { .. }
+            | Self::Constraint { .. } => "invalid_value",
             Self::Empty => "empty_value",
             Self::TooMany { .. } => "too_many",
             Self::Unsupported => "unsupported_parameter",
+            Self::Block { .. } | Self::Part { .. } | Self::ToolType { .. } => "unsupported_value",
         }
     }
 }
 
+/// The response has the error as an extension, so that a layer can write it in the shape of another API.
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let parts = self.parts();
         let mut response = (parts.status, Json(self.body())).into_response();
-        if let Some(seconds) = parts.retry_after {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        let headers = response.headers_mut();
+        match (parts.status, parts.retry_after) {
+            (_, Some(seconds)) => drop(headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds))),
+            // OpenAI's and Anthropic's clients would send the request again, although it can never be accepted.
+            (StatusCode::TOO_MANY_REQUESTS, None) => drop(headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"))),
+            (StatusCode::UNAUTHORIZED, None) => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            _ => {}
         }
+        response.extensions_mut().insert(Arc::new(self));
         response
     }
 }
@@ -247,6 +333,15 @@ pub(crate) fn at_most(param: &str, found: usize, max: usize, unit: &'static str)
 pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
     const BYTES_MAX: usize = 1000;
     if text.len() <= BYTES_MAX { text.into() } else { format!("{}…", &text[..text.floor_char_boundary(BYTES_MAX)]).into() }
+}
+
+/// Says why a client's chat template cannot be used. The error itself gives advice about a model's file.
+fn template_problem(error: &ServedModelError) -> String {
+    match error {
+        ServedModelError::Template(source) => source.to_string(),
+        ServedModelError::TemplateEndless(..) => "it takes too many steps for a short conversation".to_owned(),
+        other => other.to_string(),
+    }
 }
 
 /// Returns serde's error message with JSON type names in place of Rust's.

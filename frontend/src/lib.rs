@@ -1,4 +1,4 @@
-//! Serves OpenAI's HTTP API for a cluster whose routers and workers process token ids.
+//! Serves OpenAI's and Anthropic's HTTP APIs for a cluster whose routers and workers process token ids.
 //!
 //! A request passes these modules in order: `http` reads it, `request` checks it, `prompt` tokenizes it, `dispatch` requests a placement
 //! and opens the decode worker's stream, `stream` converts the tokens to text, and `usage` counts them. The response owns everything that
@@ -6,11 +6,14 @@
 
 mod admission;
 mod audit;
+mod calls;
+mod chat;
 mod clock;
 mod cores;
 mod dispatch;
 mod error;
 mod http;
+mod keys;
 mod listen;
 mod metrics;
 mod model;
@@ -24,13 +27,18 @@ mod usage;
 
 pub use audit::{AuditResult, AuditResultError};
 pub use axum::http::HeaderName;
+pub use chat::{ReasoningParser, ToolCallParser};
 pub use ipnet::IpNet;
+pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
+pub use listen::{TlsFiles, TlsFilesError};
 pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
-use http::{App, Trust};
-use listen::ConnectionLimits;
+use futures::future::OptionFuture;
+use http::{App, Origins, Trust};
+use keys::Keys;
+use listen::{ConnectionLimits, Tls};
 use model::Models;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
@@ -79,23 +87,28 @@ pub async fn run(
     let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
     let proxies = settings.trusted_proxies.clone();
-    let app = Arc::new(App::new(settings, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
-    let serve = |listener: Listener, routes: axum::Router, limits: ConnectionLimits| {
-        let routes = http::guarded(routes, &listener, &allowed_hosts);
-        listen::serve(listener, routes, Arc::new(limits), unread_max, app.admission.clone().drained())
+    let (keys, watch_keys) = settings.api_keys.take().map(|opened| Keys::new(opened, &metrics)).unzip();
+    let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, &metrics)).unzip();
+    let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
+    let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
+    let serve = |listener: Listener, tls: Option<Tls>, routes: axum::Router, limits: ConnectionLimits, origins: Origins| {
+        let routes = http::guarded(routes, &listener, &allowed_hosts, origins);
+        listen::serve(listener, tls, routes, Arc::new(limits), unread_max, app.admission.clone().drained())
     };
     let limits = ConnectionLimits::new(connections_max, per_address_max, proxies, Arc::clone(&app.metrics));
-    let api = serve(listener, http::api(Arc::clone(&app), admin.is_none()), limits);
+    let api = serve(listener, tls, http::api(Arc::clone(&app), admin.is_none()), limits, origins);
     let admin = admin.map(|listener| {
         let limits = ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), Arc::clone(&app.metrics));
-        serve(listener, http::admin(Arc::clone(&app)), limits)
+        serve(listener, None, http::admin(Arc::clone(&app)), limits, Origins::default())
     });
-    let server = async { tokio::join!(api, futures::future::OptionFuture::from(admin)) };
+    let server = async { tokio::join!(api, OptionFuture::from(admin)) };
     tokio::select! {
         biased;
         _ = server => Ok(()),
         () = after_stop(&shutdown) => Ok(()),
         never = app.watch_routers(routers) => match never {},
+        Some(never) = OptionFuture::from(watch_tls) => match never {},
+        Some(never) = OptionFuture::from(watch_keys) => match never {},
     }
 }
 

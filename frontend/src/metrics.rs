@@ -17,11 +17,17 @@ const TIER_UNKNOWN: &str = "unknown";
 /// The cache tiers that are counted separately.
 const TIERS: [&str; 1] = ["device"];
 
-/// An endpoint that generates text.
+/// An endpoint whose requests have a body: they generate text, or count and convert tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
     Completions,
+    Generate,
+    Messages,
+    Responses,
+    CountTokens,
+    Tokenize,
+    Detokenize,
 }
 
 pub(crate) struct FrontendMetrics {
@@ -32,6 +38,8 @@ pub(crate) struct FrontendMetrics {
     pub(crate) connections: Gauge,
     pub(crate) connections_refused: Counter,
     pub(crate) ready: Gauge,
+    pub(crate) keys_missing: Counter,
+    pub(crate) keys_unknown: Counter,
     cancelled: Counter,
     pub(crate) migrations: Counter,
     pub(crate) rebooked: Counter,
@@ -54,14 +62,23 @@ impl Endpoint {
         match self {
             Self::Chat => "chat_completions",
             Self::Completions => "completions",
+            Self::Generate => "generate",
+            Self::Messages => "messages",
+            Self::Responses => "responses",
+            Self::CountTokens => "count_tokens",
+            Self::Tokenize => "tokenize",
+            Self::Detokenize => "detokenize",
         }
     }
 
     /// Returns the name of the operation in OpenTelemetry's conventions.
     pub(crate) fn operation(self) -> &'static str {
         match self {
-            Self::Chat => "chat",
-            Self::Completions => "text_completion",
+            Self::Chat | Self::Messages | Self::Responses => "chat",
+            Self::CountTokens => "count_tokens",
+            Self::Completions | Self::Generate => "text_completion",
+            Self::Tokenize => "tokenize",
+            Self::Detokenize => "detokenize",
         }
     }
 }
@@ -88,6 +105,8 @@ impl FrontendMetrics {
             connections: gauge("tandem_frontend_connections", "Open connections."),
             connections_refused: counter("tandem_frontend_connections_refused_total", "Connections refused by a limit."),
             ready: gauge("tandem_frontend_ready", "1 while a request could be served."),
+            keys_missing: unauthorized(registry, "missing"),
+            keys_unknown: unauthorized(registry, "unknown"),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client disconnected before the answer's end."),
             migrations: counter("tandem_frontend_migrations_total", "Generations resumed on another worker after a loss."),
             rebooked: counter("tandem_frontend_rebooked_total", "Running requests booked again with another router."),
@@ -198,6 +217,13 @@ impl FrontendMetrics {
     }
 }
 
+fn unauthorized(registry: &Metrics, reason: &str) -> Counter {
+    const NAME: &str = "tandem_frontend_unauthorized_total";
+    let counter = registry.counter(NAME, "Requests refused with 401, because of their API key.", &[("reason", reason)]);
+    counter.increment(0);
+    counter
+}
+
 fn attempts_failed(registry: &Metrics, reason: FailureReason) -> Counter {
     const NAME: &str = "tandem_frontend_attempts_failed_total";
     registry.counter(NAME, "Attempts that ended before their first token.", &[("reason", reason.label())])
@@ -215,7 +241,12 @@ mod tests {
 
     fn finished(tokens: u32, source: CachedSource, tiers: &[(&str, u32)]) -> PromptUsage {
         let by_tier: BTreeMap<_, _> = tiers.iter().map(|(tier, tokens)| ((*tier).to_owned(), *tokens)).collect();
-        PromptUsage { prompt_tokens: 100, completion_tokens: 5, cached: Some(Cached { tokens, source, by_tier }) }
+        PromptUsage {
+            prompt_tokens: 100,
+            completion_tokens: 5,
+            reasoning_tokens: 0,
+            cached: Some(Cached { tokens, source, by_tier }),
+        }
     }
 
     #[test]

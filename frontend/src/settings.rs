@@ -1,12 +1,12 @@
 //! Settings of a frontend.
 
-use crate::model::ServedModel;
+use crate::{keys::ApiKeys, listen::TlsFiles, model::ServedModel};
 use axum::http::HeaderName;
 use clap::ValueEnum;
 use ipnet::IpNet;
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
-use tandem_node::{discovery::MemberSource, trace::Tracer};
+use tandem_node::{discovery::MemberSource, line_file::LineFile, trace::Tracer};
 use tokio::net::TcpListener;
 
 /// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
@@ -38,6 +38,9 @@ pub struct FrontendSettings {
     /// Names accepted in the header `Host`, in addition to IP addresses and localhost. `Host` is checked if the listener is on a loopback
     /// address or this list is not empty: a web page's name can resolve to any address, but the page cannot change the browser's `Host`.
     pub allowed_hosts: Vec<String>,
+    /// The certificate of the API's listener, which then accepts only TLS. `None`: the API is served over plain HTTP. The listener `admin`
+    /// has no TLS.
+    pub tls: Option<TlsFiles>,
     /// The listener of `/metrics` and `/dashboard`. `None`: the API's listener serves them.
     pub admin: Option<TcpListener>,
     /// The maximum time from a request to its first token, including all attempts.
@@ -64,6 +67,12 @@ pub struct FrontendSettings {
     /// The name of the header with a request's account, for the ledger and the isolation of accounts. A proxy that authenticates clients
     /// sets the header. Requests of untrusted peers with this header are refused. `None`: requests have no account.
     pub account_header: Option<HeaderName>,
+    /// The keys of clients. Each request of the API then needs one, and has the key's account. `None`: requests need no key.
+    pub api_keys: Option<ApiKeys>,
+    /// The file that gets a line for each call of the API, with its key, status and usage, and without text. `None`: there is no such file.
+    pub audit_log: Option<LineFile>,
+    /// The origins whose web pages may use the API from a browser, such as `https://chat.example`, or `*` for all.
+    pub cors_origins: Vec<String>,
     /// Which requests share cached KV.
     pub cache_isolation: CacheIsolation,
     /// The peers that are trusted: they may send the account header and `traceparent`, and see details of the cluster. If the list is
@@ -71,6 +80,8 @@ pub struct FrontendSettings {
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use the headers `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
+    /// Whether requests may have their own chat template. A template can write control tokens, and may need many steps.
+    pub trust_request_chat_template: bool,
 }
 
 /// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
@@ -112,6 +123,7 @@ impl FrontendSettings {
             connections_max: 8192,
             connections_per_address_max: 4096,
             allowed_hosts: Vec::new(),
+            tls: None,
             admin: None,
             first_token_timeout: Duration::from_secs(60),
             attempts: 3,
@@ -123,9 +135,13 @@ impl FrontendSettings {
             audit_result: None,
             tracer: Tracer::default(),
             account_header: None,
+            api_keys: None,
+            audit_log: None,
+            cors_origins: Vec::new(),
             cache_isolation: CacheIsolation::Shared,
             trusted_proxies: Vec::new(),
             expose_details: ExposeDetails::Trusted,
+            trust_request_chat_template: false,
         }
     }
 }

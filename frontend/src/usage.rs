@@ -1,6 +1,7 @@
 //! Computes the field `usage` of all answers, whole or streamed.
 
 use crate::dispatch::placement::Placement;
+use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use tandem_proto::v1::Scheduled;
@@ -58,21 +59,23 @@ pub(crate) struct PromptUsage {
     pub(crate) prompt_tokens: u32,
     /// The number of generated tokens of all samples.
     pub(crate) completion_tokens: u32,
+    /// How many of the generated tokens are reasoning.
+    pub(crate) reasoning_tokens: u32,
     /// The cached tokens; `None` until the first token, or until they are reported if the worker reports them late.
     pub(crate) cached: Option<Cached>,
 }
 
 /// OpenAI's object `usage`. All fields are present when an answer is complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    total_tokens: u32,
+    pub(crate) total_tokens: u32,
     pub(crate) prompt_tokens_details: PromptTokensDetails,
-    completion_tokens_details: CompletionTokensDetails,
+    pub(crate) completion_tokens_details: CompletionTokensDetails,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
 pub(crate) struct PromptTokensDetails {
     /// Absent while the cached tokens of a prompt are not known: a chunk must not claim a number that a later one corrects.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -81,18 +84,19 @@ pub(crate) struct PromptTokensDetails {
     audio_tokens: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-struct CompletionTokensDetails {
-    /// Always 0, because reasoning is not separated from the answer.
-    reasoning_tokens: u32,
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema, Serialize)]
+pub(crate) struct CompletionTokensDetails {
+    /// The tokens between the tags of reasoning.
+    pub(crate) reasoning_tokens: u32,
 }
 
 /// Returns the usage of a request, which is the sum of its prompts' usage.
 pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> Usage {
-    let (mut prompt_tokens, mut completion_tokens, mut cached_tokens) = (0_u32, 0_u32, Some(0_u32));
+    let (mut prompt_tokens, mut completion_tokens, mut reasoning_tokens, mut cached_tokens) = (0_u32, 0_u32, 0_u32, Some(0_u32));
     for prompt in prompts {
         prompt_tokens = prompt_tokens.saturating_add(prompt.prompt_tokens);
         completion_tokens = completion_tokens.saturating_add(prompt.completion_tokens);
+        reasoning_tokens = reasoning_tokens.saturating_add(prompt.reasoning_tokens);
         cached_tokens = cached_tokens.zip(prompt.cached.as_ref()).map(|(sum, cached)| sum.saturating_add(cached.tokens));
     }
     Usage {
@@ -100,7 +104,7 @@ pub(crate) fn usage<'a>(prompts: impl IntoIterator<Item = &'a PromptUsage>) -> U
         completion_tokens,
         total_tokens: prompt_tokens.saturating_add(completion_tokens),
         prompt_tokens_details: PromptTokensDetails { cached_tokens, audio_tokens: 0 },
-        completion_tokens_details: CompletionTokensDetails { reasoning_tokens: 0 },
+        completion_tokens_details: CompletionTokensDetails { reasoning_tokens },
     }
 }
 
@@ -158,6 +162,7 @@ mod tests {
         let prompt = |prompt_tokens, completion_tokens, cached_tokens| PromptUsage {
             prompt_tokens,
             completion_tokens,
+            reasoning_tokens: 2,
             cached: Some(Cached { tokens: cached_tokens, source: CachedSource::Worker, by_tier: BTreeMap::new() }),
         };
         let json = |prompts: &[PromptUsage]| serde_json::to_value(usage(prompts)).expect("usage can be serialized");
@@ -166,7 +171,7 @@ mod tests {
             serde_json::json!({
                 "prompt_tokens": 123, "completion_tokens": 12, "total_tokens": 135,
                 "prompt_tokens_details": { "cached_tokens": 96, "audio_tokens": 0 },
-                "completion_tokens_details": { "reasoning_tokens": 0 },
+                "completion_tokens_details": { "reasoning_tokens": 6 },
             })
         );
         assert_eq!(json(&[prompt(u32::MAX, 1, 0), prompt(1, u32::MAX, 0)])["total_tokens"], u32::MAX);

@@ -12,7 +12,7 @@ use super::{
 };
 use futures::{FutureExt, future::BoxFuture};
 use std::{convert::Infallible, sync::Arc};
-use tandem_proto::v1::{AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
+use tandem_proto::v1::{AnswerFinished, AttemptFailed, ExistingPlacement, PrefillFinished, route_request::Message};
 
 /// A request's booking. It ends when this value is dropped.
 pub(super) struct Booking {
@@ -115,9 +115,10 @@ impl Booking {
         }
     }
 
-    /// Ends the booking of a request whose answer is complete.
-    pub(super) async fn close(self) {
+    /// Ends the booking of a request whose answer is complete. The answer has this number of tokens, in all samples together.
+    pub(super) async fn close(self, generated_tokens: u64) {
         if let Some(stream) = self.stream {
+            stream.send(Message::AnswerFinished(AnswerFinished { generated_tokens })).await;
             stream.close().await;
         }
     }

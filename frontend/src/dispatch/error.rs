@@ -6,10 +6,10 @@ use tonic::Status;
 /// Why a prompt got no result.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DispatchError {
-    /// The request can never run on this cluster.
-    #[error("The request cannot run here: {message}. Lower n or max_tokens, or shorten the prompt.")]
+    /// The request can never run on this cluster. The message of the worker or router says why, and what to change.
+    #[error("The request cannot run here: {message}.")]
     Refused { message: String },
-    #[error("No worker can take the request now ({}); try again shortly.", .reason.label())]
+    #[error("{}; try again shortly.", no_worker(*.reason))]
     NoWorker { reason: FailureReason },
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
@@ -27,6 +27,16 @@ pub(crate) enum DispatchError {
     Lost { reason: FailureReason },
     #[error("This server is shutting down; send the request again.")]
     Stopped,
+}
+
+/// Returns a client's words for a router's reason that it cannot place a request.
+fn no_worker(reason: FailureReason) -> String {
+    match reason {
+        FailureReason::NoWorker => {
+            "No worker of the model is available: all of them are starting, have ended or have failed".to_owned()
+        }
+        reason => format!("No worker can take the request now ({})", reason.label()),
+    }
 }
 
 impl From<Status> for DispatchError {

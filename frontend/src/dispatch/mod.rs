@@ -57,6 +57,14 @@ pub(crate) struct Generation {
     booking: Booking,
 }
 
+/// The outcome of the wait for cached tokens that a worker reports late.
+pub(crate) enum LateReport {
+    /// The report, which may be that the engine has no number.
+    Scheduled(Scheduled),
+    /// The worker was lost before it could report.
+    Lost,
+}
+
 impl Dispatcher {
     /// Creates a dispatcher, which connects to a worker only when the first prompt is placed on that worker.
     pub(crate) fn new(routers: Routers, network: Network, limits: Limits, metrics: Arc<FrontendMetrics>) -> Self {
@@ -74,6 +82,8 @@ impl Dispatcher {
             sequence_hashes: prompt.wire_hashes(),
             prompt_tokens: prompt.tokens.len() as u32,
             prompt_logits: prompt.prompt_logprobs.is_some(),
+            max_tokens: prompt.max_tokens,
+            samples: prompt.samples,
         };
         self.routers.explain(request).await
     }
@@ -98,7 +108,8 @@ impl Dispatcher {
     /// attempt's report would also count the blocks that the first one stored. Cancel-safe like [`Dispatcher::start`].
     ///
     /// # Errors
-    /// The generation may not be resumed again, or no attempt generated a token.
+    /// The failed attempt's worker has found that no worker can continue the answer, the generation may not be resumed again, or no attempt
+    /// generated a token.
     pub(crate) async fn resume(
         &self,
         lost: Generation,
@@ -113,6 +124,11 @@ impl Dispatcher {
         // time.
         drop(attempt);
         let reason = error.reason;
+        if reason == FailureReason::InvalidRequest {
+            tracing::debug!(request_id = %prompt.request_id, number, instance = %error.instance_id, "the worker refused to continue");
+            prompt.span.event("attempt failed", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
+            return Err(DispatchError::Refused { message: error.message });
+        }
         tracing::debug!(
             request_id = %prompt.request_id,
             number,
@@ -215,8 +231,8 @@ impl Generation {
     }
 
     /// Called when all samples have ended. If their cached tokens are still to be reported, ends the generation on the worker, and waits for the
-    /// report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is no report.
-    pub(crate) async fn late_report(&mut self, prompt: &Prompt) -> Option<Scheduled> {
+    /// report, but no longer than [`REPORT_WAIT_MAX`]. `None`: there is nothing to report, or the worker has not reported in time.
+    pub(crate) async fn late_report(&mut self, prompt: &Prompt) -> Option<LateReport> {
         if !self.facts.awaits_cached_tokens() {
             return None;
         }
@@ -224,18 +240,18 @@ impl Generation {
         let report = async {
             loop {
                 match self.next(prompt).await {
-                    Ok(Message::Scheduled(scheduled)) => return Some(scheduled),
+                    Ok(Message::Scheduled(scheduled)) => return LateReport::Scheduled(scheduled),
                     Ok(_) => {}
-                    Err(_) => return None,
+                    Err(_) => return LateReport::Lost,
                 }
             }
         };
         let report = tokio::select! {
             biased;
-            report = timeout(REPORT_WAIT_MAX, report) => report.ok().flatten(),
+            report = timeout(REPORT_WAIT_MAX, report) => report.ok(),
             never = finish.then(|()| pending::<Infallible>()) => match never {},
         };
-        if report.is_none() {
+        if !matches!(report, Some(LateReport::Scheduled(_))) {
             tracing::debug!(request_id = %prompt.request_id, "the worker has not reported the cached tokens");
         }
         // The cached tokens of an answer are reported only once, so no further report is awaited.
@@ -248,9 +264,9 @@ impl Generation {
         AttemptError::new(&self.attempt.instance_id, reason)
     }
 
-    /// Ends the generation on the workers, then the booking.
-    pub(crate) async fn close(self) {
+    /// Ends the generation on the workers, then the booking. All samples have ended, with this number of tokens together.
+    pub(crate) async fn close(self, generated_tokens: u64) {
         drop(self.attempt);
-        self.booking.close().await;
+        self.booking.close(generated_tokens).await;
     }
 }

@@ -14,7 +14,8 @@ use tonic::{Code, Status, Streaming};
 
 /// The maximum time for which a finished request waits for the router to read the last message.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// The maximum number of messages that wait to be sent on a stream. A request sends few: the prompt, failures, the end of the prefill.
+/// The maximum number of messages that wait to be sent on a stream. A request sends few: the prompt, failures, the end of the prefill and that
+/// of the answer.
 const OUTGOING_MAX: usize = 8;
 
 /// A router's address and client. Cheap to clone.
@@ -90,8 +91,8 @@ impl RouterStream {
         }
     }
 
-    /// Ends the booking after the router has read all messages. If the stream were dropped at once, the last message, which reports the
-    /// cached tokens, could be lost.
+    /// Ends the booking after the router has read all messages. If the stream were dropped at once, the last messages, which report the
+    /// cached tokens and the answer's length, could be lost.
     pub(super) async fn close(self) {
         let Self { requests, mut replies, .. } = self;
         drop(requests);

@@ -1,37 +1,24 @@
-//! Runs a request's prompts and writes the answer, either as one JSON object or as server-sent events. Both forms are made from the same
-//! [`AnswerEvent`]s.
+//! Runs a request's prompts. The events of their answers become JSON in an endpoint's format.
 
 use super::{
     app::App,
-    format::{Choice, Envelope, Logprobs},
     incoming::{Incoming, Job},
     progress::{Progress, Recording},
+    prompt_logprobs::PromptLogprobs,
+    style::Style,
 };
 use crate::{
     clock::unix_time,
     dispatch::DispatchError,
     error::ApiError,
-    metrics::Endpoint,
     model::{Served, ServedModel},
     request::{Options, StreamUsage},
-    stream::{AnswerEvent, FinishReason, TokenLogprobs, answers},
-    usage::Usage,
-};
-use axum::{
-    Json,
-    response::{IntoResponse, Response},
+    stream::{AnswerEvent, TokenLogprobs, answers},
 };
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
+use tandem_kv::TokenId;
 use tandem_proto::v1::FailureReason;
-use tokio::time::timeout;
-
-/// The reply to a request whose answer has begun. `first` is the first event of a stream. `None`: no event has occurred yet, so the stream
-/// begins with a comment.
-pub(super) enum Reply {
-    Whole(Response),
-    Stream { run: Box<Run>, usage: StreamUsage, first: Option<(usize, AnswerEvent)> },
-}
 
 /// The events of all prompts, each with the index of its prompt.
 type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
@@ -39,19 +26,40 @@ type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchErro
 /// A request that is being answered.
 pub(super) struct Run {
     app: Arc<App>,
-    model: Arc<ServedModel>,
+    pub(super) model: Arc<ServedModel>,
     events: Events,
     pub(super) progress: Progress,
     echoes: Vec<Option<Echo>>,
     /// The number of characters of each prompt that the answer has echoed.
     echoed_len: Vec<usize>,
-    logprobs: bool,
-    pub(super) endpoint: Endpoint,
+    /// Whether the client requested logprobs.
+    pub(super) wants_logprobs: bool,
+    pub(super) extras: Extras,
+    /// The tokens of each prompt; empty unless the answer has them.
+    prompt_token_ids: Vec<Vec<TokenId>>,
+    /// The logprobs of each prompt's tokens, if the answer has them and they have arrived.
+    prompt_logprobs: Vec<Option<Vec<TokenLogprobs>>>,
     /// The time without an event after which a stream sends a comment to keep the connection open.
     pub(super) keep_alive: Duration,
-    id: String,
-    created: u64,
+    /// The answer's id.
+    pub(super) id: String,
+    /// The request's id.
+    pub(super) request_id: String,
+    pub(super) created: u64,
     pub(super) details: bool,
+}
+
+/// What a client requested besides the text of the answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Extras {
+    /// Whether the answer has the ids of the prompt's and the generated tokens.
+    pub(super) token_ids: bool,
+    /// Whether logprobs name tokens by their ids.
+    pub(super) tokens_as_ids: bool,
+    /// The number of alternatives for each generated token and each echoed token of the prompt.
+    echoed_alternatives: usize,
+    /// The number of alternatives for each token of the prompt; `None`: the answer does not have the prompt's logprobs.
+    prompt_alternatives: Option<usize>,
 }
 
 /// The text of a prompt that is still to be echoed.
@@ -61,49 +69,67 @@ struct Echo {
     with_logprobs: bool,
 }
 
-/// Runs the job to the end of its answer. If the answer is streamed, runs the job only until its first event or until a comment has to be
-/// sent.
-///
-/// # Errors
-/// The answer failed before it began. A later error is sent as an event of the stream.
-pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiError> {
-    let stream_usage = job.options.stream;
-    let mut run = Run::new(incoming, job);
-    let Some(usage) = stream_usage else { return run.whole().await.map(Reply::Whole) };
-    let first = timeout(run.keep_alive, run.next()).await.ok().flatten().transpose()?;
-    Ok(Reply::Stream { run: Box::new(run), usage, first })
-}
-
 impl Run {
-    fn new(incoming: &Incoming, job: Job) -> Self {
-        let Job { served: Served { model, .. }, prompts, options } = job;
+    /// Starts the job.
+    pub(super) fn new(incoming: &Incoming, job: Job) -> (Self, Style, Option<StreamUsage>) {
+        let Job { served: Served { model, .. }, prompts, options, style, pieces } = job;
         let (app, endpoint, since) = (Arc::clone(&incoming.app), incoming.admitted.endpoint, incoming.admitted.since);
-        describe(incoming, &model.id, &options);
+        let id = style.answer_id(&incoming.id);
+        describe(incoming, &model.id, &id, &options);
         let sizes = prompts.iter().map(|(prompt, _)| (prompt.request_id.clone(), prompt.tokens.len() as u32));
         let recording = |recent| Recording { recent, endpoint: endpoint.label(), streamed: options.stream.is_some() };
         let recording = app.recent.clone().map(recording);
-        let span = incoming.admitted.span.clone();
-        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), span, recording);
+        let records = (incoming.admitted.span.clone(), Arc::clone(&incoming.admitted.call));
+        let progress = Progress::new(since, options.samples as usize, sizes, Arc::clone(&app.metrics), records, recording);
         let (mut streams, mut echoes) = (Vec::with_capacity(prompts.len()), Vec::with_capacity(prompts.len()));
+        let mut prompt_token_ids = Vec::with_capacity(prompts.len());
         for (index, (prompt, echo)) in prompts.into_iter().enumerate() {
+            prompt_token_ids.push(if options.token_ids { prompt.tokens.clone() } else { Vec::new() });
             echoes.push(echo.map(|text| Echo { text, with_logprobs: prompt.prompt_logprobs.is_some() }));
-            let events = answers(Arc::clone(&app.dispatcher), Arc::clone(&model), prompt, options.stop.clone());
+            let (dispatcher, model) = (Arc::clone(&app.dispatcher), Arc::clone(&model));
+            let stop = options.stop.clone();
+            let events = answers(dispatcher, model, prompt, stop, options.text, style.logprobs(), pieces.clone());
             streams.push(events.map(move |event| (index, event)).boxed());
         }
-        Self {
+        let run = Self {
             events: stream::select_all(streams).boxed(),
             progress,
             echoed_len: vec![0; echoes.len()],
             echoes,
-            logprobs: options.sampling.logprobs.is_some(),
-            endpoint,
+            wants_logprobs: options.sampling.logprobs.is_some(),
+            extras: Extras {
+                token_ids: options.token_ids,
+                tokens_as_ids: options.tokens_as_ids,
+                echoed_alternatives: options.sampling.logprobs.unwrap_or(0) as usize,
+                prompt_alternatives: options.prompt_logprobs.map(|top| top as usize),
+            },
+            prompt_logprobs: vec![None; prompt_token_ids.len()],
+            prompt_token_ids,
             keep_alive: app.keep_alive,
-            id: endpoint.answer_id(&incoming.id),
+            id,
+            request_id: incoming.id.clone(),
             created: unix_time().as_secs(),
             details: incoming.header_options.details,
             app,
             model,
-        }
+        };
+        (run, style, options.stream)
+    }
+
+    /// Returns the logprobs of a prompt's tokens, if the answer has them.
+    pub(super) fn prompt_logprobs(&self, prompt: usize) -> Option<PromptLogprobs<'_>> {
+        let tokens = self.prompt_logprobs[prompt].as_deref()?;
+        Some(PromptLogprobs { model: &self.model, tokens, alternatives: self.extras.prompt_alternatives.unwrap_or(0) })
+    }
+
+    /// Returns the tokens of a prompt, if the answer has them.
+    pub(super) fn prompt_token_ids(&self, prompt: usize) -> Option<&[TokenId]> {
+        self.extras.token_ids.then(|| self.prompt_token_ids[prompt].as_slice())
+    }
+
+    /// Returns the number of prompts.
+    pub(super) fn prompts(&self) -> usize {
+        self.echoes.len()
     }
 
     /// Returns the next event and the index of its prompt; `None` when all prompts have ended. Cancel-safe.
@@ -129,6 +155,18 @@ impl Run {
             // Offsets count from the beginning of the answer's text, which includes an echoed prompt.
             delta.logprobs.iter_mut().for_each(|entry| entry.text_offset += self.echoed_len[index]);
         }
+        match &event {
+            AnswerEvent::PromptLogprobs(logprobs) if self.extras.prompt_alternatives.is_some() => {
+                self.prompt_logprobs[index] = Some(logprobs.clone());
+            }
+            // The worker must send them before the first generated token.
+            AnswerEvent::Delta(_) | AnswerEvent::Finished
+                if self.extras.prompt_alternatives.is_some() && self.prompt_logprobs[index].is_none() =>
+            {
+                return Some(Err(DispatchError::Lost { reason: FailureReason::EngineFailed }.into()));
+            }
+            _ => {}
+        }
         self.progress.record(index, &event);
         Some(Ok((index, event)))
     }
@@ -142,9 +180,15 @@ impl Run {
         let Some(echo) = &mut self.echoes[index] else { return Ok(None) };
         let logprobs = match event {
             AnswerEvent::Started(_) if echo.with_logprobs => return Ok(None),
-            AnswerEvent::Scheduled(_) | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => return Ok(None),
+            AnswerEvent::Scheduled(_) | AnswerEvent::ReportLost | AnswerEvent::Resumed | AnswerEvent::Prefilled(_) => {
+                return Ok(None);
+            }
             AnswerEvent::Started(_) => Vec::new(),
-            AnswerEvent::PromptLogprobs(logprobs) => logprobs.clone(),
+            AnswerEvent::PromptLogprobs(logprobs) => {
+                let mut logprobs = logprobs.clone();
+                logprobs.iter_mut().for_each(|entry| entry.top.truncate(self.extras.echoed_alternatives));
+                logprobs
+            }
             // The prompt's logprobs are still missing, but the worker must send them before the first generated token.
             AnswerEvent::Delta(_) | AnswerEvent::Finished => {
                 let error = ApiError::from(DispatchError::Lost { reason: FailureReason::EngineFailed });
@@ -157,53 +201,10 @@ impl Run {
         self.echoed_len[index] = text.chars().count();
         Ok(Some((text, logprobs)))
     }
-
-    pub(super) fn envelope<'a>(
-        &'a self,
-        object: &'static str,
-        choices: Vec<Choice<'a>>,
-        usage: Option<Option<Usage>>,
-    ) -> Envelope<'a> {
-        Envelope { id: &self.id, object, created: self.created, model: &self.model.id, choices, usage, tandem: None }
-    }
-
-    pub(super) fn logprobs<'a>(&'a self, tokens: &'a [TokenLogprobs]) -> Option<Logprobs<'a>> {
-        self.logprobs.then_some(Logprobs { model: &self.model, tokens })
-    }
-
-    async fn whole(mut self) -> Result<Response, ApiError> {
-        let samples = self.progress.samples;
-        let mut choices: Vec<WholeChoice> = Vec::new();
-        choices.resize_with(self.echoes.len() * samples, WholeChoice::default);
-        while let Some(next) = self.next().await {
-            let (index, event) = next?;
-            if let Some((text, logprobs)) = self.echo(index, &event)? {
-                for choice in &mut choices[index * samples..(index + 1) * samples] {
-                    choice.text.push_str(&text);
-                    choice.logprobs.extend_from_slice(&logprobs);
-                }
-            }
-            if let AnswerEvent::Delta(delta) = event {
-                let choice = &mut choices[index * samples + delta.sample as usize];
-                choice.text.push_str(&delta.text);
-                choice.logprobs.extend(delta.logprobs);
-                choice.finish = choice.finish.or(delta.finish);
-            }
-        }
-        self.progress.finish();
-        let written = choices
-            .iter()
-            .enumerate()
-            .map(|(index, choice)| self.endpoint.whole(index, &choice.text, self.logprobs(&choice.logprobs), choice.finish))
-            .collect();
-        let mut envelope = self.envelope(self.endpoint.object(), written, Some(Some(self.progress.usage())));
-        envelope.tandem = self.details.then(|| self.progress.details());
-        Ok(Json(envelope).into_response())
-    }
 }
 
 /// Records the request's parameters in its span, without the prompt's text.
-fn describe(incoming: &Incoming, model: &str, options: &Options) {
+fn describe(incoming: &Incoming, model: &str, id: &str, options: &Options) {
     let (span, endpoint) = (&incoming.admitted.span, incoming.admitted.endpoint);
     if !span.is_sampled() {
         return;
@@ -214,7 +215,7 @@ fn describe(incoming: &Incoming, model: &str, options: &Options) {
     span.set("gen_ai.provider.name", "tandem");
     span.set("gen_ai.request.model", model.to_owned());
     span.set("gen_ai.response.model", model.to_owned());
-    span.set("gen_ai.response.id", endpoint.answer_id(&incoming.id));
+    span.set("gen_ai.response.id", id.to_owned());
     span.set("gen_ai.request.choice.count", options.samples);
     span.set("gen_ai.request.temperature", f64::from(options.sampling.temperature));
     span.set("gen_ai.request.top_p", f64::from(options.sampling.top_p));
@@ -222,12 +223,4 @@ fn describe(incoming: &Incoming, model: &str, options: &Options) {
         span.set("gen_ai.request.max_tokens", max_tokens);
     }
     span.set("tandem.stream", options.stream.is_some());
-}
-
-/// One choice of an answer that is not streamed. It grows while the answer is generated.
-#[derive(Default)]
-struct WholeChoice {
-    text: String,
-    logprobs: Vec<TokenLogprobs>,
-    finish: Option<FinishReason>,
 }

@@ -4,10 +4,12 @@ use super::{body::Bodies, context::body_bytes_max, trust::Trust};
 use crate::{
     admission::{self, Admission},
     audit::LastAudit,
+    calls::CallLog,
     clock::unix_time,
     cores::Cores,
     dispatch::{Dispatcher, Limits, Routers},
     error::{ApiError, Problem},
+    keys::{self, Key, KeyCache, Keys},
     metrics::FrontendMetrics,
     model::{Models, ServedModel},
     recent::Recent,
@@ -19,9 +21,6 @@ use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{channel::Network, v1::Identity};
 
-/// The maximum length of an account name, in bytes.
-const ACCOUNT_MAX: usize = 64;
-
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 
@@ -32,6 +31,8 @@ pub(super) struct HeaderOptions {
     /// The reply explains the placement instead of answering the prompt (`x-tandem-explain`).
     pub(super) explain: bool,
     pub(super) account: String,
+    /// The clients with which the request shares cached KV: those of this account, or of this account and key. `None`: all clients.
+    pub(super) cache_owner: Option<String>,
 }
 
 pub(crate) struct App {
@@ -48,6 +49,12 @@ pub(crate) struct App {
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
     pub(super) trust: Trust,
+    /// Whether requests may have their own chat template.
+    pub(super) trusts_templates: bool,
+    /// `None`: requests need no key.
+    pub(super) keys: Option<Arc<Keys>>,
+    /// `None`: there is no audit log.
+    pub(super) call_log: Option<CallLog>,
     account_header: Option<HeaderName>,
     cache_isolation: CacheIsolation,
     /// The time at which this process started, in seconds since 1970. Clients see it as the model's creation time.
@@ -60,6 +67,7 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(
         settings: FrontendSettings,
+        keys: Option<Arc<Keys>>,
         trust: Trust,
         routers: &BTreeSet<String>,
         network: Network,
@@ -104,6 +112,9 @@ impl App {
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             trust,
+            trusts_templates: settings.trust_request_chat_template,
+            keys,
+            call_log: settings.audit_log.map(|file| CallLog::new(file, registry)),
             account_header: settings.account_header,
             cache_isolation: settings.cache_isolation,
             since: unix_time().as_secs(),
@@ -111,25 +122,38 @@ impl App {
         }
     }
 
-    /// Reads the options in a request's headers.
+    /// Reads the options in a request's headers. The account is that of the request's key, if it has one.
     ///
     /// # Errors
     /// The peer sent a header that it may not send, or the account name is malformed.
-    pub(super) fn header_options(&self, headers: &HeaderMap, trusted: bool) -> Result<HeaderOptions, ApiError> {
+    pub(super) fn header_options(
+        &self,
+        headers: &HeaderMap,
+        trusted: bool,
+        key: Option<&Key>,
+    ) -> Result<HeaderOptions, ApiError> {
+        let account = match key {
+            Some(key) => key.entry.account().to_owned(),
+            None => self.account(headers, trusted)?,
+        };
+        let cache_owner = match (key, self.cache_isolation) {
+            // No account has a slash in its name, so no account's cache is that of a key.
+            (Some(Key { entry, .. }), _) if entry.cache == KeyCache::Key => Some(format!("{account}/{}", entry.name)),
+            (_, CacheIsolation::Account) => Some(account.clone()),
+            (_, CacheIsolation::Shared) => None,
+        };
         Ok(HeaderOptions {
             details: self.trust.flag(headers, DETAILS, trusted)?,
             explain: self.trust.flag(headers, EXPLAIN, trusted)?,
-            account: self.account(headers, trusted)?,
+            account,
+            cache_owner,
         })
     }
 
-    /// Returns a request's cache namespace: model, `cache_salt`, and the account if accounts are isolated.
-    pub(super) fn namespace(&self, model: &ServedModel, account: &str, cache_salt: &str) -> Namespace {
+    /// Returns a request's cache namespace: model, `cache_salt`, and [`HeaderOptions::cache_owner`].
+    pub(super) fn namespace(model: &ServedModel, cache_owner: Option<&str>, cache_salt: &str) -> Namespace {
         let namespace = Namespace::new(&model.id, &model.revision, "", cache_salt);
-        match self.cache_isolation {
-            CacheIsolation::Shared => namespace,
-            CacheIsolation::Account => namespace.of_account(account),
-        }
+        cache_owner.map_or(namespace.clone(), |owner| namespace.of_account(owner))
     }
 
     /// Reads the request's account.
@@ -143,14 +167,10 @@ impl App {
         if !trusted {
             return Err(ApiError::Untrusted { header: name.clone() });
         }
-        let fits = |name: &&str| {
-            let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
-            name.len() <= ACCOUNT_MAX && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name.bytes().all(letter)
-        };
         let rule = "must occur once, start with a letter or digit, and have at most 64 letters, digits, -, _, ., : and @";
         let problem = || ApiError::invalid(name.as_str(), Problem::Rule { rule });
         // A header that occurs twice is refused: one of the two may come from the client and not from the proxy.
         let value = values.next().is_none().then_some(value);
-        value.and_then(|value| value.to_str().ok()).filter(fits).map(str::to_owned).ok_or_else(problem)
+        value.and_then(|value| value.to_str().ok()).filter(|name| keys::is_name(name)).map(str::to_owned).ok_or_else(problem)
     }
 }

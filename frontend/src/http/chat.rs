@@ -2,9 +2,11 @@
 
 use super::{
     app::App,
-    context::{check_context, check_texts},
+    conversation,
+    format::ChoiceFormat,
     incoming::{Incoming, Job},
     lifecycle::handle,
+    style::Style,
 };
 use crate::{error::ApiError, metrics::Endpoint, request::ChatRequest};
 use axum::{
@@ -21,20 +23,6 @@ pub(super) async fn create(State(app): State<Arc<App>>, request: Request) -> Res
 async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> {
     let request: ChatRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
-    let model = Arc::clone(&served.model);
-    let chat = request.check(&model)?;
-    check_texts(&model, std::iter::once(chat.text_bytes()), "messages")?;
-    incoming.reserve(1, &chat.options)?;
-    let encoder = Arc::clone(&model);
-    let encoding_bytes = chat.encoding_bytes();
-    let (chat, tokens) = incoming.encode(encoding_bytes, move || chat.encode(&encoder).map(|tokens| (chat, tokens))).await?;
-    incoming.body.clear();
-    let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
-        (Some(max_tokens), _) => (max_tokens, chat.limit_param),
-        (None, 0) => (1, chat.limit_param),
-        (None, min_tokens) => (min_tokens, "min_tokens"),
-    };
-    check_context(&model, tokens.len(), new_tokens, "messages", limit_param)?;
-    let prompt = incoming.prompt(&served, 0, tokens, &chat.options, None);
-    Ok(Job { served, prompts: vec![(prompt, None)], options: chat.options })
+    let chat = request.check(&served.model)?;
+    conversation::job(incoming, served, chat, Style::Choices(ChoiceFormat::Chat)).await
 }

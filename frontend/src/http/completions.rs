@@ -3,8 +3,10 @@
 use super::{
     app::App,
     context::{check_context, check_texts},
+    format::ChoiceFormat,
     incoming::{Incoming, Job},
     lifecycle::handle,
+    style::Style,
 };
 use crate::{
     error::{ApiError, Problem},
@@ -29,17 +31,22 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let request: CompletionRequest = incoming.parse(body).await?;
     let served = incoming.served(request.model.as_deref())?;
     let model = Arc::clone(&served.model);
-    let Completion { options, max_tokens, echo, prompts } = request.check(&model)?;
-    check_texts(&model, prompts.iter().map(Input::text_bytes), "prompt")?;
+    let Completion { options, max_tokens, echo, prompts, adds_bos } = request.check(&model)?;
+    check_texts(&model, prompts.iter().map(Input::text_bytes), options.truncation.is_some(), "prompt")?;
     incoming.reserve(prompts.len(), &options)?;
+    incoming.check_constraint(&options).await?;
     let all_bytes = prompts.iter().map(Input::text_bytes).sum();
-    // A prompt's own logprobs are reported only if the prompt is echoed.
-    let prompt_logprobs = options.sampling.logprobs.filter(|_| echo);
+    // A prompt's own logprobs are reported if they are requested, or if the prompt is echoed with logprobs.
+    let prompt_logprobs = options.sampling.logprobs.filter(|_| echo).max(options.prompt_logprobs);
     let mut ready = Vec::with_capacity(prompts.len());
     // The prompts are encoded one after the other, so that other requests' prompts can be encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
         let encoder = Arc::clone(&model);
-        let (tokens, text) = incoming.encode(all_bytes, move || input.encode(echo, &encoder)).await?;
+        let (mut tokens, mut text) = incoming.encode(all_bytes, move || input.encode(echo, adds_bos, &encoder)).await?;
+        let fitting = model.context_length.saturating_sub(max_tokens) as usize;
+        if options.truncation.is_some_and(|truncation| truncation.apply(&mut tokens, fitting)) && echo {
+            text = Some(model.tokenizer.decode(&tokens));
+        }
         if tokens.is_empty() {
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
@@ -47,5 +54,5 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         ready.push((incoming.prompt(&served, index, tokens, &options, prompt_logprobs), text));
     }
     incoming.body.clear();
-    Ok(Job { served, prompts: ready, options })
+    Ok(Job { served, prompts: ready, options, style: Style::Choices(ChoiceFormat::Completions), pieces: None })
 }

@@ -31,19 +31,21 @@ pub(super) fn elements_max(context_length: u32) -> usize {
     (context_length as usize).saturating_mul(2).saturating_add(OTHER_ELEMENTS)
 }
 
-/// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes.
+/// Checks by the texts' lengths alone whether they can fit into the context. Encoding the longest accepted body would take minutes. A text that is
+/// `truncated` after it is encoded need not fit.
 ///
 /// # Errors
 /// A single text is too long, or all texts together are.
 pub(super) fn check_texts(
     model: &ServedModel,
     texts_bytes: impl Iterator<Item = usize>,
+    truncated: bool,
     param: &'static str,
 ) -> Result<(), ApiError> {
     let (context_length, mut all) = (model.context_length, 0_usize);
     for bytes in texts_bytes {
         let tokens_min = model.tokenizer.tokens_min(bytes);
-        if tokens_min > context_length as usize {
+        if tokens_min > context_length as usize && !truncated {
             return Err(ApiError::PromptLength { context_length, tokens_min, param });
         }
         all = all.saturating_add(bytes);

@@ -1,17 +1,22 @@
-//! The JSON of both endpoints' answers, whole or in chunks.
+//! The JSON of chats' and plain completions' answers, whole or in chunks.
 
-use super::progress::Details;
+use super::{
+    chat_format::{ChatDelta, ChatMessage},
+    progress::Details,
+    prompt_logprobs::PromptLogprobs,
+    token::{finite, token_text},
+};
 use crate::{
-    metrics::Endpoint,
     model::ServedModel,
     stream::{FinishReason, TokenLogprobs},
     usage::Usage,
 };
+use schemars::JsonSchema;
 use serde::{Serialize, Serializer};
 use tandem_kv::TokenId;
 
 /// A whole answer, or a chunk of a streamed answer.
-#[derive(Serialize)]
+#[derive(JsonSchema, Serialize)]
 pub(super) struct Envelope<'a> {
     pub(super) id: &'a str,
     pub(super) object: &'static str,
@@ -22,56 +27,78 @@ pub(super) struct Envelope<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) usage: Option<Option<Usage>>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<serde_json::Map<String, serde_json::Value>>")]
     pub(super) tandem: Option<Details>,
+    /// A chat's answer has the tokens of its prompt here.
+    #[serde(flatten)]
+    pub(super) tokens: TokenFields<'a>,
 }
 
-#[derive(Serialize)]
+/// The tokens of a prompt or a choice, if the client requested them.
+#[derive(Clone, Copy, Default, JsonSchema, Serialize)]
+pub(super) struct TokenFields<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) prompt_token_ids: Option<&'a [TokenId]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) token_ids: Option<&'a [TokenId]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) prompt_logprobs: Option<PromptLogprobs<'a>>,
+}
+
+#[derive(JsonSchema, Serialize)]
 #[serde(untagged)]
 pub(super) enum Choice<'a> {
-    ChatDelta { index: usize, delta: ChatDelta<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
-    ChatMessage { index: usize, message: ChatMessage<'a>, logprobs: Option<ChatLogprobs>, finish_reason: Option<FinishReason> },
-    Text { index: usize, text: &'a str, logprobs: Option<TextLogprobs>, finish_reason: Option<FinishReason> },
+    ChatDelta {
+        index: usize,
+        delta: ChatDelta<'a>,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: Option<FinishReason>,
+        #[serde(flatten)]
+        tokens: TokenFields<'a>,
+    },
+    ChatMessage {
+        index: usize,
+        message: ChatMessage<'a>,
+        logprobs: Option<ChatLogprobs>,
+        finish_reason: Option<FinishReason>,
+        #[serde(flatten)]
+        tokens: TokenFields<'a>,
+    },
+    Text {
+        index: usize,
+        text: &'a str,
+        logprobs: Option<TextLogprobs>,
+        finish_reason: Option<FinishReason>,
+        #[serde(flatten)]
+        tokens: TokenFields<'a>,
+    },
 }
 
-#[derive(Default, Serialize)]
-pub(super) struct ChatDelta<'a> {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
-}
-
-#[derive(Serialize)]
-pub(super) struct ChatMessage<'a> {
-    role: &'static str,
-    content: &'a str,
-    refusal: Option<&'static str>,
-}
-
-#[derive(Serialize)]
+#[derive(JsonSchema, Serialize)]
 pub(super) struct ChatLogprobs {
     content: Vec<ChatToken>,
     refusal: Option<&'static str>,
 }
 
-#[derive(Serialize)]
-struct ChatToken {
+#[derive(JsonSchema, Serialize)]
+pub(super) struct ChatToken {
     #[serde(flatten)]
     token: ChatAlternative,
     top_logprobs: Vec<ChatAlternative>,
 }
 
-#[derive(Serialize)]
+#[derive(JsonSchema, Serialize)]
 struct ChatAlternative {
     token: String,
     logprob: f32,
     bytes: Vec<u8>,
 }
 
-#[derive(Serialize)]
+#[derive(JsonSchema, Serialize)]
 pub(super) struct TextLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f32>>,
+    #[schemars(with = "Vec<Option<std::collections::BTreeMap<String, f32>>>")]
     top_logprobs: Vec<Option<Alternatives>>,
     text_offset: Vec<usize>,
 }
@@ -85,14 +112,14 @@ impl Serialize for Alternatives {
     }
 }
 
-impl Endpoint {
-    pub(super) fn answer_id(self, request_id: &str) -> String {
-        match self {
-            Self::Chat => format!("chatcmpl-{request_id}"),
-            Self::Completions => format!("cmpl-{request_id}"),
-        }
-    }
+/// The format of an answer's choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ChoiceFormat {
+    Chat,
+    Completions,
+}
 
+impl ChoiceFormat {
     /// Returns the field `object` of a whole answer.
     pub(super) fn object(self) -> &'static str {
         match self {
@@ -107,44 +134,39 @@ impl Endpoint {
             Self::Completions => "text_completion",
         }
     }
+}
 
-    /// Returns the first chunk of a chat's choice, which has the role but no text; `None` for plain completions.
-    pub(super) fn role(self, index: usize) -> Option<Choice<'static>> {
-        let delta = ChatDelta { role: Some("assistant"), content: Some("") };
-        (self == Self::Chat).then_some(Choice::ChatDelta { index, delta, logprobs: None, finish_reason: None })
-    }
-
-    /// Returns a chunk of a choice with further text, or with the finish reason.
-    pub(super) fn chunk<'a>(
-        self,
+impl<'a> Choice<'a> {
+    /// Returns a chunk of a chat. The last chunk of a choice has a finish reason and an empty `delta`.
+    pub(super) fn chat_chunk(
         index: usize,
-        text: Option<&'a str>,
+        delta: ChatDelta<'a>,
         logprobs: Option<Logprobs<'_>>,
         finish_reason: Option<FinishReason>,
-    ) -> Choice<'a> {
-        match self {
-            Self::Chat => {
-                let delta = ChatDelta { role: None, content: text };
-                Choice::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason }
-            }
-            Self::Completions => self.whole(index, text.unwrap_or_default(), logprobs, finish_reason),
-        }
+        tokens: TokenFields<'a>,
+    ) -> Self {
+        Self::ChatDelta { index, delta, logprobs: logprobs.map(Logprobs::chat), finish_reason, tokens }
     }
 
-    pub(super) fn whole<'a>(
-        self,
+    pub(super) fn chat(
+        index: usize,
+        message: ChatMessage<'a>,
+        logprobs: Option<Logprobs<'_>>,
+        finish_reason: Option<FinishReason>,
+        tokens: TokenFields<'a>,
+    ) -> Self {
+        Self::ChatMessage { index, message, logprobs: logprobs.map(Logprobs::chat), finish_reason, tokens }
+    }
+
+    /// Returns a plain completion or a chunk of it.
+    pub(super) fn text(
         index: usize,
         text: &'a str,
         logprobs: Option<Logprobs<'_>>,
         finish_reason: Option<FinishReason>,
-    ) -> Choice<'a> {
-        match self {
-            Self::Chat => {
-                let message = ChatMessage { role: "assistant", content: text, refusal: None };
-                Choice::ChatMessage { index, message, logprobs: logprobs.map(Logprobs::chat), finish_reason }
-            }
-            Self::Completions => Choice::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason },
-        }
+        tokens: TokenFields<'a>,
+    ) -> Self {
+        Self::Text { index, text, logprobs: logprobs.map(Logprobs::text), finish_reason, tokens }
     }
 }
 
@@ -153,12 +175,23 @@ impl Endpoint {
 pub(super) struct Logprobs<'a> {
     pub(super) model: &'a ServedModel,
     pub(super) tokens: &'a [TokenLogprobs],
+    /// Whether tokens are named by their ids, as `token_id:7`.
+    pub(super) as_ids: bool,
 }
 
 impl Logprobs<'_> {
+    fn name(self, token: TokenId) -> String {
+        if self.as_ids { format!("token_id:{token}") } else { token_text(self.model, token) }
+    }
+
     fn chat(self) -> ChatLogprobs {
+        ChatLogprobs { content: self.tokens(), refusal: None }
+    }
+
+    /// Returns a chat's entry for each token.
+    pub(super) fn tokens(self) -> Vec<ChatToken> {
         let alternative = |(token, logprob): (TokenId, f32)| ChatAlternative {
-            token: token_text(self.model, token),
+            token: self.name(token),
             logprob: finite(logprob),
             bytes: self.model.tokenizer.bytes(token).to_vec(),
         };
@@ -166,11 +199,11 @@ impl Logprobs<'_> {
             token: alternative((entry.token, entry.logprob.unwrap_or_default())),
             top_logprobs: entry.top.iter().copied().map(alternative).collect(),
         };
-        ChatLogprobs { content: self.tokens.iter().map(entry).collect(), refusal: None }
+        self.tokens.iter().map(entry).collect()
     }
 
     fn text(self) -> TextLogprobs {
-        let text = |token| token_text(self.model, token);
+        let text = |token| self.name(token);
         let alternatives = |entry: &TokenLogprobs| {
             let logprob = entry.logprob?;
             let mut list: Vec<_> = entry.top.iter().map(|(token, logprob)| (text(*token), finite(*logprob))).collect();
@@ -189,21 +222,6 @@ impl Logprobs<'_> {
     }
 }
 
-/// Replaces infinity, which JSON does not have, by the number that vLLM writes in its place.
-fn finite(logprob: f32) -> f32 {
-    const IMPOSSIBLE: f32 = -9999.0;
-    if logprob.is_finite() { logprob } else { IMPOSSIBLE }
-}
-
-/// Returns a token's text. Invalid UTF-8 is written as in OpenAI's answers: `bytes:` and the bytes in hex, such as `bytes:\xe2\x80`.
-fn token_text(model: &ServedModel, token: TokenId) -> String {
-    let bytes = model.tokenizer.bytes(token);
-    match std::str::from_utf8(bytes) {
-        Ok(text) => text.to_owned(),
-        Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| text + &format!("\\x{byte:02x}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -216,7 +234,7 @@ mod tests {
             TokenLogprobs { token: 104, logprob: None, top: Vec::new(), text_offset: 0 },
             TokenLogprobs { token: 0xE2, logprob: Some(f32::NEG_INFINITY), top: vec![(105, -0.5)], text_offset: 1 },
         ];
-        let logprobs = Logprobs { model: &model, tokens: &tokens };
+        let logprobs = Logprobs { model: &model, tokens: &tokens, as_ids: false };
         assert_eq!(
             serde_json::to_value(logprobs.text()).expect("logprobs can be serialized"),
             json!({
@@ -224,7 +242,7 @@ mod tests {
                 "top_logprobs": [null, {"i": -0.5, "bytes:\\xe2": -9999.0}], "text_offset": [0, 1],
             })
         );
-        let chosen = Logprobs { model: &model, tokens: &tokens[1..] };
+        let chosen = Logprobs { model: &model, tokens: &tokens[1..], as_ids: false };
         assert_eq!(
             serde_json::to_value(chosen.chat()).expect("logprobs can be serialized"),
             json!({"content": [{
@@ -232,5 +250,12 @@ mod tests {
                 "top_logprobs": [{"token": "i", "logprob": -0.5, "bytes": [105]}],
             }], "refusal": null})
         );
+        let named = Logprobs { as_ids: true, ..chosen };
+        let chat = serde_json::to_value(named.chat()).expect("logprobs can be serialized");
+        assert_eq!((&chat["content"][0]["token"], &chat["content"][0]["bytes"]), (&json!("token_id:226"), &json!([0xE2])));
+        assert_eq!(chat["content"][0]["top_logprobs"][0]["token"], "token_id:105");
+        let text = serde_json::to_value(named.text()).expect("logprobs can be serialized");
+        assert_eq!(text["tokens"], json!(["token_id:226"]));
+        assert_eq!(text["top_logprobs"], json!([{ "token_id:105": -0.5, "token_id:226": -9999.0 }]));
     }
 }

@@ -1,7 +1,13 @@
 //! Refuses requests that browsers send for pages of other sites (cross-site request forgery), or for pages whose name resolves to this
 //! server's address (DNS rebinding). Only browsers send a request's origin, in headers that pages cannot change.
 
-use super::{body::discard, request_id::with_id};
+use super::{
+    body::discard,
+    cors::{self, Origins},
+    messages::errors,
+    request_id::with_id,
+    trailing_slash,
+};
 use crate::error::ApiError;
 use axum::{
     Router,
@@ -16,18 +22,31 @@ use tandem_proto::channel::Listener;
 /// The names accepted in the header `Host`, in addition to IP addresses; `None`: all names are accepted.
 type Hosts = Option<Arc<[String]>>;
 
-/// Adds the checks to `routes`. `Host` is checked if the listener is on a loopback address or `allowed_hosts` is not empty.
-pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String]) -> Router {
+/// Adds the checks to `routes`. `Host` is checked if the listener is on a loopback address or `allowed_hosts` is not empty. Pages of
+/// `origins` may use the API.
+pub(crate) fn guarded(routes: Router, listener: &Listener, allowed_hosts: &[String], origins: Origins) -> Router {
     let on_loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let hosts: Hosts = (on_loopback || !allowed_hosts.is_empty()).then(|| allowed_hosts.into());
     // The last layer is the outermost one, so that refusals have a request id, too.
-    routes.layer(from_fn_with_state(hosts, check)).layer(from_fn(with_id))
+    trailing_slash::ignored(routes)
+        .layer(from_fn_with_state((hosts, origins), check))
+        .layer(from_fn(errors::shaped))
+        .layer(from_fn(with_id))
 }
 
-async fn check(State(hosts): State<Hosts>, request: Request, next: Next) -> Response {
+async fn check(State((hosts, origins)): State<(Hosts, Origins)>, request: Request, next: Next) -> Response {
     let (headers, method) = (request.headers(), request.method());
     if hosts.is_some_and(|hosts| !names_this_server(headers, &hosts)) {
         return refused(request, ApiError::Host).await;
+    }
+    if let Some(allowed) = origins.allow(request.uri().path(), headers) {
+        let (parts, body) = request.into_parts();
+        let mut response = match cors::preflight(&parts) {
+            Some(response) => response,
+            None => next.run(Request::from_parts(parts, body)).await,
+        };
+        cors::share(&mut response, allowed);
+        return response;
     }
     if is_cross_origin(headers, method) {
         return refused(request, ApiError::Origin).await;

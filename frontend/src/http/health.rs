@@ -1,4 +1,4 @@
-//! The endpoints for liveness, readiness, metrics and the API's description.
+//! The endpoints for liveness, readiness, load, metrics, the version and the API's description.
 
 use super::{app::App, readiness::NotReady};
 use axum::{
@@ -40,6 +40,11 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-pub(super) async fn openapi() -> Response {
-    ([(header::CONTENT_TYPE, "application/json")], include_str!("openapi.json")).into_response()
+/// Returns the number of requests that were admitted and have not been answered, under vLLM's name.
+pub(super) async fn load(State(app): State<Arc<App>>) -> Json<Value> {
+    Json(json!({ "server_load": app.admission.running() }))
+}
+
+pub(super) async fn version() -> Json<Value> {
+    Json(json!({ "version": env!("CARGO_PKG_VERSION") }))
 }

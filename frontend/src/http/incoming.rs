@@ -4,15 +4,18 @@ use super::{
     app::{App, HeaderOptions},
     body,
     context::elements_max,
+    style::Style,
 };
 use crate::{
     admission::{Admitted, Client},
+    chat::OutputFormat,
     dispatch::Prompt,
     error::{ApiError, Problem},
     model::Served,
     prompt::reusable_hashes,
-    request::{self, Options},
+    request::{self, Ignored, Options},
 };
+use axum::response::Response;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
@@ -35,6 +38,8 @@ pub(super) struct Incoming {
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
     pub(super) body: body::Held,
+    /// The fields of the body that this server does not know; `None`: the body is not parsed.
+    pub(super) ignored: Option<Ignored>,
 }
 
 /// A request that is ready to run.
@@ -43,19 +48,46 @@ pub(super) struct Job {
     /// The prompts, each with its text if the text is to be echoed.
     pub(super) prompts: Vec<(Prompt, Option<String>)>,
     pub(super) options: Options,
+    pub(super) style: Style,
+    /// How the answer to a conversation is split into pieces.
+    pub(super) pieces: Option<Arc<OutputFormat>>,
+}
+
+/// What a request is after its body was read.
+pub(super) enum Work {
+    Run(Box<Job>),
+    /// The request needs no worker, and this is its answer.
+    Answered(Response),
+}
+
+impl From<Job> for Work {
+    fn from(job: Job) -> Self {
+        Self::Run(Box::new(job))
+    }
+}
+
+impl From<Response> for Work {
+    fn from(response: Response) -> Self {
+        Self::Answered(response)
+    }
 }
 
 impl Incoming {
-    /// Parses the body's JSON. A long body is parsed on a blocking thread.
+    /// Parses the body's JSON, and records the fields that this server does not know. A long body is parsed on a blocking thread.
     ///
     /// # Errors
     /// The body is not a valid request.
-    pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&self, body: Bytes) -> Result<T, ApiError> {
+    pub(super) async fn parse<T: DeserializeOwned + Send + 'static>(&mut self, body: Bytes) -> Result<T, ApiError> {
         let elements_max = elements_max(self.app.models.context_length_max());
-        if body.len() <= PARSE_INLINE_BYTES {
-            return request::parse(&body, elements_max);
-        }
-        self.app.parsing.run(self.client.as_ref(), move || request::parse(&body, elements_max)).await
+        let inline = body.len() <= PARSE_INLINE_BYTES;
+        let parse = move || request::parse(&body, elements_max);
+        let (request, ignored) = if inline { parse()? } else { self.app.parsing.run(self.client.as_ref(), parse).await? };
+        // A body that is parsed as two types has the fields of both.
+        self.ignored = Some(match self.ignored.take() {
+            Some(before) => before.also_in(&ignored),
+            None => ignored,
+        });
+        Ok(request)
     }
 
     /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text, `encode` runs on a blocking thread.
@@ -73,6 +105,15 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
+    /// Checks whether the request's constraint on the text, if it has one, can be enforced. This is done on a blocking thread.
+    ///
+    /// # Errors
+    /// It cannot be enforced, or no core is free in time.
+    pub(super) async fn check_constraint(&self, options: &Options) -> Result<(), ApiError> {
+        let Some(stated) = options.constraint.clone() else { return Ok(()) };
+        self.app.encoding.run(self.client.as_ref(), move || stated.check()).await
+    }
+
     /// Reserves all sequences of this many prompts, or fails.
     ///
     /// # Errors
@@ -81,14 +122,37 @@ impl Incoming {
         self.admitted.reserve(self.client.clone(), prompts.saturating_mul(options.samples as usize))
     }
 
+    /// Takes the tokens of the job's prompts from the limit of the request's key.
+    ///
+    /// # Errors
+    /// Fewer tokens are left.
+    pub(super) fn charge(&self, job: &Job) -> Result<(), ApiError> {
+        let Some(key) = &self.admitted.call.key else { return Ok(()) };
+        let tokens: usize = job.prompts.iter().map(|(prompt, _)| prompt.tokens.len()).sum();
+        Ok(key.take_prompt_tokens(tokens.try_into().unwrap_or(u32::MAX))?)
+    }
+
+    /// Returns the served model that the request names. A request that may omit the model's name gets the only model.
+    ///
+    /// # Errors
+    /// The request names another model, or none although there are several.
+    pub(super) fn served_or_only(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
+        let only = (self.app.models.len() == 1).then(|| self.app.models.first().model.id.clone());
+        self.served(model.or(only.as_deref()))
+    }
+
     /// Returns the served model that the request names.
     ///
     /// # Errors
-    /// The request names another model, or none.
+    /// The request names another model, or none, or its key may not use the model.
     pub(super) fn served(&mut self, model: Option<&str>) -> Result<Served, ApiError> {
         let model = model.ok_or_else(|| ApiError::invalid("model", Problem::Missing))?;
         let served = self.app.models.get(model).ok_or_else(|| ApiError::ModelNotFound { model: model.to_owned() })?;
         self.admitted.model = Some(Arc::clone(&served.model));
+        self.admitted.call.set_model(&served.model.id);
+        if self.admitted.call.key.as_ref().is_some_and(|key| !key.allows(model)) {
+            return Err(ApiError::ModelNotAllowed { model: model.to_owned() });
+        }
         Ok(served.clone())
     }
 
@@ -101,7 +165,7 @@ impl Incoming {
         options: &Options,
         prompt_logprobs: Option<u32>,
     ) -> Prompt {
-        let namespace = self.app.namespace(model, &self.header_options.account, &options.cache_salt);
+        let namespace = App::namespace(model, self.header_options.cache_owner.as_deref(), &options.cache_salt);
         let rest_of_context = model.context_length.saturating_sub(tokens.len() as u32);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),

@@ -1,16 +1,17 @@
 //! Handles a request from its headers to its reply: admits it, reads its body, answers it, and counts its outcome.
 
 use super::{
-    answer::{Reply, respond},
     app::App,
     body,
     explain::explain,
-    incoming::{Incoming, Job},
+    incoming::{Incoming, Work},
     request_id::HttpRequestId,
+    respond::{Reply, respond},
     sse::events,
 };
 use crate::{
     admission::{Admitted, Client},
+    calls::Call,
     error::ApiError,
     listen::{Peer, PeerAddress},
     metrics::Endpoint,
@@ -25,13 +26,16 @@ use std::sync::Arc;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
-/// Admits a request, converts its body to a job with `prepare`, and replies with the job's answer. Every outcome is counted.
-pub(super) async fn handle<F>(app: Arc<App>, endpoint: Endpoint, request: Request, prepare: F) -> Response
+/// Admits a request, converts its body to a job or an answer with `prepare`, and replies with the answer. Every outcome is counted.
+pub(super) async fn handle<F, W>(app: Arc<App>, endpoint: Endpoint, request: Request, prepare: F) -> Response
 where
-    F: AsyncFnOnce(&mut Incoming, Bytes) -> Result<Job, ApiError>,
+    F: AsyncFnOnce(&mut Incoming, Bytes) -> Result<W, ApiError>,
+    W: Into<Work>,
 {
     let (parts, body) = request.into_parts();
-    let mut admitted = match app.admission.enter(endpoint) {
+    // Requests to the admin listener have no call.
+    let call: Arc<Call> = parts.extensions.get().cloned().unwrap_or_default();
+    let mut admitted = match app.admission.enter(endpoint, Arc::clone(&call)) {
         Ok(admitted) => admitted,
         Err(error) => {
             body::discard(body).await;
@@ -39,6 +43,10 @@ where
         }
     };
     let HttpRequestId(id) = parts.extensions.get().cloned().expect("the outermost layer sets the id");
+    if let Some(Err(exceeded)) = call.key.as_ref().map(|key| key.take_request()) {
+        body::discard(body).await;
+        return refused(&id, admitted, exceeded.into());
+    }
     let trusted = app.trust.trusts(&parts);
     // The `traceparent` of an untrusted peer is ignored: its trace is not continued, and it does not decide about sampling.
     let traceparent = if trusted { traceparent(&parts.headers) } else { String::new() };
@@ -46,7 +54,10 @@ where
     // Routers and workers continue this span, or the proxy's span if this span is not sampled.
     let traceparent = span.traceparent().unwrap_or(traceparent);
     admitted.span = span;
-    let header_options = app.header_options(&parts.headers, trusted);
+    let header_options = app.header_options(&parts.headers, trusted, call.key.as_deref());
+    if let Ok(options) = &header_options {
+        call.set_account(&options.account);
+    }
     let client = client(header_options.as_ref().map_or("", |options| &options.account), &app, &parts);
     // The body is read even if the headers are refused: a client reads the reply only after it has sent its whole body.
     let read = app.bodies.read(client.as_ref(), &parts.headers, body).await;
@@ -54,21 +65,27 @@ where
         Ok(both) => both,
         Err(error) => return refused(&id, admitted, error),
     };
-    let mut incoming = Incoming { app, id, admitted, header_options, traceparent, client, body: held };
-    let reply = match prepare(&mut incoming, bytes).await {
-        Ok(job) if incoming.header_options.explain => explain(&incoming.app, job).await.map(Reply::Whole),
-        Ok(job) => respond(&incoming, job).await,
+    let mut incoming = Incoming { app, id, admitted, header_options, traceparent, client, body: held, ignored: None };
+    let reply = match prepare(&mut incoming, bytes).await.map(Into::into) {
+        Ok(Work::Answered(response)) => Ok(Reply::Whole(response)),
+        Ok(Work::Run(job)) if incoming.header_options.explain => explain(&incoming.app, *job).await.map(Reply::Whole),
+        Ok(Work::Run(job)) => match incoming.charge(&job) {
+            Ok(()) => respond(&incoming, *job).await,
+            Err(error) => Err(error),
+        },
         Err(error) => Err(error),
     };
-    let Incoming { id, mut admitted, .. } = incoming;
-    match reply {
-        Ok(Reply::Stream { run, usage, first }) => events(*run, usage, admitted, first),
+    let Incoming { id, mut admitted, ignored, .. } = incoming;
+    let mut response = match reply {
+        Ok(Reply::Stream { format, first }) => events(format, admitted, first),
         Ok(Reply::Whole(response)) => {
             admitted.finish(response.status());
             response
         }
         Err(error) => refused(&id, admitted, error),
-    }
+    };
+    response.headers_mut().extend(ignored.and_then(|ignored| ignored.header()));
+    response
 }
 
 fn refused(id: &str, mut admitted: Admitted, error: ApiError) -> Response {

@@ -1,26 +1,44 @@
 //! The HTTP API: routes, request bodies and answers.
 
+mod access;
 mod answer;
 mod app;
 mod body;
 mod chat;
+mod chat_format;
+mod choices;
 mod completions;
 mod context;
+mod conversation;
+mod cors;
 mod dashboard;
 mod explain;
 mod format;
+mod generate;
+mod generated;
 mod guard;
 mod health;
 mod incoming;
 mod lifecycle;
+mod messages;
 mod models;
+mod openapi;
 mod progress;
+mod prompt_logprobs;
 mod readiness;
 mod request_id;
+mod respond;
+mod responses;
 mod sse;
+mod style;
+mod token;
+mod tokenize;
+mod trailing_slash;
 mod trust;
+mod unserved;
 
 pub(crate) use app::App;
+pub(crate) use cors::Origins;
 pub(crate) use guard::guarded;
 pub(crate) use trust::Trust;
 
@@ -34,16 +52,33 @@ use axum::{
 };
 use std::sync::Arc;
 
-/// Returns the routes of the OpenAI API and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`).
+/// Returns the routes of the API and, if `with_pages`, of the operator's pages (`/metrics` and `/dashboard`). If requests need a key, those
+/// for the pages need none, but a trusted peer.
 pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
-    let exposed = dashboard::routes().route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
-    let pages = if with_pages { pages(&app, exposed) } else { Router::new() };
-    let routes = pages
+    let exposed = |pages: Router<Arc<App>>| pages.route_layer(from_fn_with_state(Arc::clone(&app), only_exposed));
+    let pages = match (with_pages, &app.keys) {
+        (false, _) => Router::new(),
+        (true, None) => pages(&app, exposed(dashboard::routes())),
+        (true, Some(_)) => exposed(pages(&app, dashboard::routes())),
+    };
+    let mut routes = described()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/inference/v1/generate", post(generate::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/input_tokens", post(responses::count_tokens))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/v1/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/v1/detokenize", post(tokenize::detokenize))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*id}", get(models::one));
-    finished(routes, app)
+    if app.keys.is_some() || app.call_log.is_some() {
+        routes = routes.route_layer(from_fn_with_state(Arc::clone(&app), access::checked));
+    }
+    finished(pages.merge(routes), app)
 }
 
 /// Returns the routes of the admin listener: the operator's pages, and the explanations of placements that the dashboard requests.
@@ -51,8 +86,11 @@ pub(crate) fn admin(app: Arc<App>) -> Router {
     let explained = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/inference/v1/generate", post(generate::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/responses", post(responses::create))
         .route_layer(from_fn(only_explanations));
-    finished(pages(&app, dashboard::routes()).merge(explained), app)
+    finished(pages(&app, dashboard::routes()).merge(described()).merge(explained), app)
 }
 
 async fn only_explanations(mut request: Request, next: Next) -> Response {
@@ -66,11 +104,11 @@ async fn only_explanations(mut request: Request, next: Next) -> Response {
 
 fn pages(app: &App, dashboard: Router<Arc<App>>) -> Router<Arc<App>> {
     let dashboard = if app.recent.is_some() { dashboard } else { Router::new() };
-    dashboard.route("/metrics", get(health::metrics))
+    dashboard.route("/metrics", get(health::metrics)).route("/load", get(health::load))
 }
 
-/// Refuses the dashboard to peers that may not request details, because it shows the details of all clients' requests. This applies
-/// only to the API's listener.
+/// Refuses pages to peers that may not request details, because they show details of all clients' requests. This applies only to the API's
+/// listener.
 async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let (parts, body) = request.into_parts();
     if !app.trust.exposes(app.trust.trusts(&parts)) {
@@ -79,14 +117,19 @@ async fn only_exposed(State(app): State<Arc<App>>, request: Request, next: Next)
     next.run(Request::from_parts(parts, body)).await
 }
 
-/// Adds the routes and layers that all listeners have.
+/// Returns the routes that describe this server.
+fn described() -> Router<Arc<App>> {
+    Router::new().route("/version", get(health::version)).route("/openapi.json", get(openapi::show))
+}
+
+/// Adds the routes and layers that all listeners have. None of these routes needs a key.
 fn finished(routes: Router<Arc<App>>, app: Arc<App>) -> Router {
     routes
         .route("/health", get(health::live))
         .route("/live", get(health::live))
+        .route("/ping", get(health::live).post(health::live))
         .route("/ready", get(health::ready))
-        .route("/openapi.json", get(health::openapi))
-        .fallback(async || ApiError::UnknownPath)
+        .fallback(unserved::refuse)
         .method_not_allowed_fallback(async || ApiError::Method)
         .with_state(app)
 }

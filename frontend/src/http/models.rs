@@ -1,9 +1,9 @@
 //! `GET /v1/models` and `GET /v1/models/{id}`.
 
 use super::app::App;
-use crate::{error::ApiError, model::ServedModel};
+use crate::{calls::Call, error::ApiError, model::ServedModel};
 use axum::{
-    Json,
+    Extension, Json,
     extract::{Path, State, rejection::PathRejection},
 };
 use serde_json::{Value, json};
@@ -15,13 +15,29 @@ fn describe(app: &App, model: &ServedModel) -> Value {
     json!({ "id": id, "object": "model", "created": app.since, "owned_by": "tandem", "max_model_len": max_model_len })
 }
 
-pub(super) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
-    let data: Vec<Value> = app.models.iter().map(|served| describe(&app, &served.model)).collect();
+/// The call with which a request came; `None`: requests need no key.
+type OfCall = Option<Extension<Arc<Call>>>;
+
+fn is_allowed(call: &OfCall, model: &str) -> bool {
+    call.as_ref().and_then(|Extension(call)| call.key.as_ref()).is_none_or(|key| key.allows(model))
+}
+
+/// Lists the models that the request's key may use.
+pub(super) async fn list(State(app): State<Arc<App>>, call: OfCall) -> Json<Value> {
+    let allowed = app.models.iter().filter(|served| is_allowed(&call, &served.model.id));
+    let data: Vec<Value> = allowed.map(|served| describe(&app, &served.model)).collect();
     Json(json!({ "object": "list", "data": data }))
 }
 
-pub(super) async fn one(State(app): State<Arc<App>>, id: Result<Path<String>, PathRejection>) -> Result<Json<Value>, ApiError> {
+pub(super) async fn one(
+    State(app): State<Arc<App>>,
+    call: OfCall,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Value>, ApiError> {
     let Ok(Path(id)) = id else { return Err(ApiError::UnknownPath) };
-    let served = app.models.get(&id).ok_or(ApiError::ModelNotFound { model: id })?;
+    let served = app.models.get(&id).ok_or_else(|| ApiError::ModelNotFound { model: id.clone() })?;
+    if !is_allowed(&call, &id) {
+        return Err(ApiError::ModelNotAllowed { model: id });
+    }
     Ok(Json(describe(&app, &served.model)))
 }

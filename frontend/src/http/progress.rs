@@ -1,6 +1,7 @@
 //! The progress of a request: the usage, the workers and the timeline of each of its prompts.
 
 use crate::{
+    calls::Call,
     dispatch::Facts,
     metrics::{CLIENT_CLOSED, FrontendMetrics},
     recent::{Chunk, FailedAttempt, Finished, PromptDetails, Recent, Stages},
@@ -15,13 +16,14 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{FailureReason, PrefillChunk, Scheduled};
 use tokio::time::Instant;
 
-/// The progress of one request. If there is a dashboard, dropping this value records each prompt for it.
+/// The progress of one request. Dropping this value records the usage in the audit log, and each prompt for the dashboard, if there are any.
 pub(super) struct Progress {
     since: Instant,
     pub(super) samples: usize,
     prompts: Vec<PromptProgress>,
     metrics: Arc<FrontendMetrics>,
     span: Span,
+    call: Arc<Call>,
     /// The finish reasons of the samples that have ended, for the trace.
     finish_reasons: Vec<&'static str>,
     recording: Option<Recording>,
@@ -66,7 +68,7 @@ impl Progress {
         samples: usize,
         prompts: impl Iterator<Item = (RequestId, u32)>,
         metrics: Arc<FrontendMetrics>,
-        span: Span,
+        (span, call): (Span, Arc<Call>),
         recording: Option<Recording>,
     ) -> Self {
         let prompts = prompts.map(|(request_id, prompt_tokens)| PromptProgress {
@@ -80,7 +82,7 @@ impl Progress {
             ended_at: None,
         });
         let (finish_reasons, status) = (Vec::new(), CLIENT_CLOSED);
-        Self { since, samples, prompts: prompts.collect(), metrics, span, finish_reasons, recording, status }
+        Self { since, samples, prompts: prompts.collect(), metrics, span, call, finish_reasons, recording, status }
     }
 
     /// Records an event of the prompt with this index.
@@ -102,10 +104,16 @@ impl Progress {
                 self.span.event("first token", &[]);
             }
             AnswerEvent::Scheduled(scheduled) => prompt.count_cached(Some(scheduled)),
-            AnswerEvent::Delta(delta) if delta.tokens > 0 => prompt.record_tokens(delta, &self.metrics),
+            AnswerEvent::Delta(delta) if !delta.token_ids.is_empty() => {
+                prompt.record_tokens(delta, &self.metrics);
+                if let Some(key) = &self.call.key {
+                    key.charge_completion_tokens(delta.tokens());
+                }
+            }
+            // A lost worker cannot report the cached tokens. This must not be counted as a worker that has stopped reporting them.
+            AnswerEvent::ReportLost => prompt.report_lost = true,
             AnswerEvent::Resumed => {
                 prompt.migrations += 1;
-                // A lost worker cannot report the cached tokens. This must not be counted as a worker that has stopped reporting them.
                 prompt.report_lost |= prompt.usage.cached.is_none();
                 prompt.count_cached(None);
             }
@@ -165,6 +173,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
+        self.call.used(&self.usage());
         let Some(Recording { recent, endpoint, streamed }) = &self.recording else { return };
         for prompt in &self.prompts {
             recent.add(Finished {
@@ -220,14 +229,15 @@ impl PromptProgress {
     }
 
     fn record_tokens(&mut self, delta: &Delta, metrics: &FrontendMetrics) {
-        self.usage.completion_tokens = self.usage.completion_tokens.saturating_add(delta.tokens);
+        self.usage.completion_tokens = self.usage.completion_tokens.saturating_add(delta.tokens());
+        self.usage.reasoning_tokens = self.usage.reasoning_tokens.saturating_add(delta.reasoning_tokens);
         let now = Instant::now();
         if let Some(last) = self.last_token_at.get_mut(delta.sample as usize)
             && let Some(before) = last.replace(now)
         {
             // The time since the previous delta is divided equally between the tokens of this delta.
-            let gap = now.duration_since(before).as_secs_f64() / f64::from(delta.tokens);
-            for _ in 0..delta.tokens {
+            let gap = now.duration_since(before).as_secs_f64() / f64::from(delta.tokens());
+            for _ in 0..delta.tokens() {
                 metrics.inter_token_latency.record(gap);
             }
         }

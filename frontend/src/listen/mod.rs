@@ -3,8 +3,11 @@
 mod exchange;
 mod limits;
 mod timed;
+mod tls;
 
 pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress, contains};
+pub(crate) use tls::Tls;
+pub use tls::{TlsFiles, TlsFilesError};
 
 use crate::error::ApiError;
 use axum::{Router, body::Body, http::Version, response::Response};
@@ -32,9 +35,10 @@ use tokio_util::{either::Either, sync::CancellationToken};
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
 /// Accepts connections until `drained` resolves, then serves the open connections to the end of their requests. Dropping the future
-/// closes all connections.
+/// closes all connections. `tls`: connections are encrypted.
 pub(crate) async fn serve(
     listener: Listener,
+    tls: Option<Tls>,
     routes: Router,
     limits: Arc<ConnectionLimits>,
     unread_max: Duration,
@@ -53,10 +57,13 @@ pub(crate) async fn serve(
         match (limits.acquire(address), stream) {
             (Some(permit), stream) => {
                 let serving = Serving { routes: routes.clone(), unread_max, ending: ending.clone(), permit };
-                connections.spawn(serving.run(stream));
+                match tls.clone() {
+                    None => drop(connections.spawn(serving.run(stream))),
+                    Some(tls) => drop(connections.spawn(serving.run_encrypted(tls, stream))),
+                }
             }
-            (None, Either::Left(stream)) => refuse(&stream),
-            (None, Either::Right(_)) => {}
+            (None, Either::Left(stream)) if tls.is_none() => refuse(&stream),
+            (None, _) => {}
         }
     }
     ending.cancel();
@@ -103,6 +110,17 @@ struct Serving {
 }
 
 impl Serving {
+    async fn run_encrypted(self, tls: Tls, io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
+        let ending = self.ending.clone();
+        let accepted = tokio::select! {
+            accepted = tls.accept(io) => accepted,
+            () = ending.cancelled() => None,
+        };
+        if let Some(io) = accepted {
+            self.run(io).await;
+        }
+    }
+
     async fn run(self, io: impl AsyncRead + AsyncWrite + Send + 'static) {
         let exchange = Arc::new(Exchange::default());
         let io = Timed::new(io, Arc::clone(&exchange), self.unread_max);

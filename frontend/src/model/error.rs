@@ -8,14 +8,28 @@ pub enum ServedModelError {
     /// The model's files are incomplete or malformed.
     #[error(transparent)]
     File(#[from] ModelError),
-    /// The tokenizer is not byte-level BPE.
-    #[error("unsupported tokenizer {0}: only gpt2 (byte-level BPE) is supported; choose another model")]
+    /// The tokenizer has an algorithm that is not supported.
+    #[error(
+        "unsupported tokenizer {0}: a GGUF file needs gpt2, llama or gemma4, a tokenizer.json BPE or Unigram; choose another model or \
+         another conversion of it"
+    )]
     TokenizerAlgorithm(String),
     /// The pre-tokenizer is not supported.
-    #[error("unsupported pre-tokenizer {0}: only gpt-2, smollm, llama-bpe and qwen2 are supported; choose another model")]
+    #[error(
+        "unsupported pre-tokenizer {0}: docs/models.md lists those that are supported; choose another conversion of the model"
+    )]
     PreTokenizer(String),
-    /// An added token would change the text around it.
-    #[error("added token {0} uses lstrip, rstrip or single_word (unsupported); choose another model")]
+    /// The decoder of a `tokenizer.json` is not supported.
+    #[error("unsupported decoder {0} in tokenizer.json: docs/models.md lists those that are supported; choose another model")]
+    Decoder(String),
+    /// A SentencePiece vocabulary has no scores, which say in which order pieces are merged.
+    #[error("the model file's tokenizer lacks its scores (tokenizer.ggml.scores): take another conversion of the model")]
+    Scores,
+    /// A SentencePiece vocabulary lacks the token of a byte.
+    #[error("the model file's tokenizer lacks the tokens of bytes (<0x00> to <0xFF>): take another conversion of the model")]
+    Bytes,
+    /// An added token would be found only between words.
+    #[error("added token {0} of tokenizer.json uses single_word (unsupported): choose another model")]
     AddedToken(String),
     /// The post-processor adds more than one token before a text.
     #[error("the tokenizer's post-processor adds more than one leading token (unsupported); choose another model")]

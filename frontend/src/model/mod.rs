@@ -6,14 +6,19 @@ mod served;
 pub use error::ServedModelError;
 pub(crate) use served::{Models, Served};
 
-use crate::prompt::{ChatTemplate, Tokenizer};
+use crate::{
+    chat::{ReasoningParser, ToolCallParser},
+    prompt::{ChatTemplate, Tokenizer},
+};
+use std::sync::Arc;
 use tandem_kv::TokenId;
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile, sim};
 
 /// Names of control tokens that end an answer in the supported model families, in addition to those that a model's files name.
-const ANSWER_ENDS: [&str; 4] = ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"];
+const ANSWER_ENDS: [&str; 5] = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"];
 
-/// The served model as the frontend uses it.
+/// The served model as the frontend uses it. Cheap to clone.
+#[derive(Clone)]
 pub struct ServedModel {
     /// The model's name in requests.
     pub id: String,
@@ -22,13 +27,17 @@ pub struct ServedModel {
     /// The maximum length of a sequence, in tokens.
     pub context_length: u32,
     /// The model's tokenizer.
-    pub tokenizer: Tokenizer,
+    pub tokenizer: Arc<Tokenizer>,
     /// The tokens that end an answer.
     pub stop_tokens: Vec<TokenId>,
     /// The chat template; `None`: the model has none and cannot answer chats.
-    pub(crate) template: Option<ChatTemplate>,
+    pub(crate) template: Option<Arc<ChatTemplate>>,
     /// The token before the text of a plain completion, if the model has one.
     pub(crate) bos: Option<TokenId>,
+    /// How the model writes tool calls.
+    pub(crate) tool_call_parser: ToolCallParser,
+    /// How the model marks its reasoning.
+    pub(crate) reasoning_parser: ReasoningParser,
 }
 
 impl ServedModel {
@@ -42,15 +51,8 @@ impl ServedModel {
         let tokenizer = Tokenizer::from_data(&data)?;
         let name = |token: Option<TokenId>| token.and_then(|token| data.tokens.get(token as usize)).map_or("", String::as_str);
         let template = data.chat_template.as_deref().map(|source| ChatTemplate::new(source, name(data.bos), name(data.eos)));
-        Ok(Self {
-            id: id.into(),
-            revision: revision.to_owned(),
-            context_length: file.context_length()?,
-            template: template.transpose()?,
-            stop_tokens: stop_tokens(&tokenizer, data.eos),
-            bos: data.bos.filter(|_| data.add_bos),
-            tokenizer,
-        })
+        let model = Self::new(id.into(), revision, file.context_length()?, tokenizer, template.transpose()?);
+        Ok(Self { stop_tokens: stop_tokens(&model.tokenizer, data.eos), bos: data.bos.filter(|_| data.add_bos), ..model })
     }
 
     /// Loads the model of a directory as Hugging Face's libraries save it, served under the name `id`. `revision` identifies the content of
@@ -76,28 +78,52 @@ impl ServedModel {
         let (tokenizer, bos) = Tokenizer::from_json(&files.json)?;
         let template = files.chat_template.as_deref().map(|source| ChatTemplate::new(source, &files.bos, &files.eos));
         let eos = tokenizer.special_id(&files.eos);
-        Ok(Self {
-            id: id.into(),
-            revision: revision.to_owned(),
-            context_length,
-            template: template.transpose()?,
-            stop_tokens: stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos)),
-            bos,
-            tokenizer,
-        })
+        let stop_tokens = stop_tokens(&tokenizer, files.stop_tokens.into_iter().chain(eos));
+        let model = Self::new(id.into(), revision, context_length, tokenizer, template.transpose()?);
+        Ok(Self { stop_tokens, bos, ..model })
     }
 
     /// Returns the model of `--engine sim`. Each byte is a token, and the chat template is ChatML.
     pub fn sim(id: impl Into<String>) -> Self {
-        Self {
-            id: id.into(),
-            revision: "sim".to_owned(),
-            context_length: sim::CONTEXT_LENGTH,
-            tokenizer: Tokenizer::sim(),
-            template: Some(ChatTemplate::chatml()),
-            stop_tokens: vec![sim::IM_END],
-            bos: None,
+        let model = Self::new(id.into(), "sim", sim::CONTEXT_LENGTH, Tokenizer::sim(), Some(ChatTemplate::chatml()));
+        Self { stop_tokens: vec![sim::IM_END], ..model }
+    }
+
+    /// Makes a model without stop tokens and leading token. Its parsers follow from its template.
+    fn new(id: String, revision: &str, context_length: u32, tokenizer: Tokenizer, template: Option<ChatTemplate>) -> Self {
+        // A template that cannot render tools gets them as texts in the format of Hermes.
+        let tool_call_parser = template.as_ref().map_or(ToolCallParser::None, |template| match template.abilities().tools {
+            Some(_) => ToolCallParser::of_template(template.source()),
+            None => ToolCallParser::Hermes,
+        });
+        let reasoning_parser =
+            template.as_ref().map_or(ReasoningParser::None, |template| ReasoningParser::of_template(template.source()));
+        let (revision, tokenizer, template) = (revision.to_owned(), tokenizer.into(), template.map(Arc::new));
+        let (stop_tokens, bos) = (Vec::new(), None);
+        Self { id, revision, context_length, tokenizer, stop_tokens, template, bos, tool_call_parser, reasoning_parser }
+    }
+
+    /// Returns the same model with other parsers of its answers. `None`: the parser that follows from the chat template.
+    pub fn with_parsers(mut self, tool_call: Option<ToolCallParser>, reasoning: Option<ReasoningParser>) -> Self {
+        self.tool_call_parser = tool_call.unwrap_or(self.tool_call_parser);
+        self.reasoning_parser = reasoning.unwrap_or(self.reasoning_parser);
+        self
+    }
+
+    /// Compiles a client's chat template for this model.
+    ///
+    /// # Errors
+    /// The template does not compile, or exceeds the limits for a short conversation.
+    pub(crate) fn client_template(&self, source: &str) -> Result<ChatTemplate, ServedModelError> {
+        match &self.template {
+            Some(template) => template.replaced(source),
+            None => ChatTemplate::of_client(source, "", ""),
         }
+    }
+
+    /// Returns a model that differs only in its id: a LoRA of this one.
+    pub fn named(&self, id: impl Into<String>) -> Self {
+        Self { id: id.into(), ..self.clone() }
     }
 
     /// Returns the same model with its context limited to this many tokens.
@@ -125,7 +151,7 @@ fn stop_tokens(tokenizer: &Tokenizer, named: impl IntoIterator<Item = TokenId>) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prompt::Turn;
+    use crate::chat::{Conversation, Message, Role, TemplateOptions, Tools};
     use std::{fs, path::Path};
 
     /// Writes a model's files to a directory, without weights, which the frontend does not read.
@@ -162,8 +188,10 @@ mod tests {
     }
 
     fn rendered(model: &ServedModel) -> String {
-        let turns = [Turn { role: "user", content: "a" }];
-        model.template.as_ref().expect("the model has a chat template").render(&turns, 1 << 10).expect("the template renders")
+        let messages = vec![Message::new(Role::User, "a")];
+        let conversation = Conversation { messages, tools: Tools::default(), template: TemplateOptions::default() };
+        let template = model.template.as_ref().expect("the model has a chat template");
+        template.render(conversation.variables(template.abilities()), 1 << 10).expect("the template renders")
     }
 
     #[test]

@@ -1,17 +1,26 @@
 //! The request of `/v1/chat/completions`.
 
 use super::{
-    fields::{Bounded, MESSAGES_MAX, Whole},
+    calls,
+    fields::{Bounded, Whole},
+    limits::{RESERVED, VARIABLES_MAX},
+    messages,
     options::{self, Options},
-    parameters::{ChatRequest, Message},
-    unsupported,
+    parameters::{ChatRequest, DOCUMENTS_MAX},
+    tools::RawTools,
 };
 use crate::{
+    chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
     error::{ApiError, Problem, at_most},
     model::ServedModel,
-    prompt::{EncodeError, RenderError, Tokenizer, Turn},
+    prompt::{CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, RenderError, Tokenizer},
 };
+use serde_json::{Map, Value};
+use std::{sync::Arc, thread};
 use tandem_kv::TokenId;
+
+/// The variables with which templates switch reasoning on and off.
+const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// A checked request.
 pub(crate) struct Chat {
@@ -19,7 +28,15 @@ pub(crate) struct Chat {
     /// The client's limit on generated tokens; `None` if the client set none.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) limit_param: &'static str,
-    turns: Vec<(&'static str, String)>,
+    pub(crate) conversation: Conversation,
+    /// Whether the answer shows the model's reasoning.
+    pub(crate) include_reasoning: bool,
+}
+
+/// A conversation's tokens, and how the answer to it is split.
+pub(crate) struct Encoded {
+    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) format: OutputFormat,
 }
 
 impl ChatRequest {
@@ -28,9 +45,22 @@ impl ChatRequest {
     /// # Errors
     /// A parameter is missing, out of range or not supported.
     pub(crate) fn check(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
-        let turns = turns(self.messages.take())?;
+        let messages = messages::check(self.messages.take())?;
+        let tools = RawTools { tools: self.tools.take(), choice: self.tool_choice.take(), parallel: self.parallel_tool_calls };
+        self.check_with(messages, tools, model)
+    }
+
+    /// Checks a request that has these messages and tools in place of its own.
+    ///
+    /// # Errors
+    /// A parameter is out of range or not supported.
+    pub(super) fn check_with(mut self, messages: Vec<Message>, tools: RawTools, model: &ServedModel) -> Result<Chat, ApiError> {
+        let tools = tools.check()?;
+        let template = self.template_options(model)?;
         let mut options = self.take_common()?.check(model)?;
+        calls::constrain(&mut options, &tools, model.tool_call_parser)?;
         options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
+        options::check_logprob_tokens(&options)?;
         let (limit_param, limit) = match self.max_completion_tokens {
             Some(limit) => ("max_completion_tokens", Some(limit)),
             None => ("max_tokens", self.max_tokens),
@@ -38,35 +68,69 @@ impl ChatRequest {
         let max_tokens = limit.map(|Whole(found)| options::token_count(limit_param, found, 1)).transpose()?;
         options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
-        Ok(Chat { options, max_tokens, limit_param, turns })
+        let include_reasoning = self.include_reasoning.unwrap_or(true);
+        Ok(Chat { options, max_tokens, limit_param, conversation: Conversation { messages, tools, template }, include_reasoning })
+    }
+
+    fn template_options(&mut self, model: &ServedModel) -> Result<TemplateOptions, ApiError> {
+        let Bounded(documents) = self.documents.take().unwrap_or_default();
+        at_most("documents", documents.len(), DOCUMENTS_MAX, "documents")?;
+        let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
+        at_most("chat_template_kwargs", variables.len(), VARIABLES_MAX, "entries")?;
+        if let Some(name) = RESERVED.iter().find(|name| variables.contains_key(**name)) {
+            let rule = "must not be set here: it has a field of its own, or comes from the model";
+            return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), Problem::Rule { rule }));
+        }
+        if let Some(enable_thinking) = self.enable_thinking {
+            variables.entry("enable_thinking").or_insert(enable_thinking.into());
+        }
+        if let Some(effort) = self.reasoning_effort.take() {
+            set_reasoning_effort(&mut variables, &effort, model.template.as_deref())?;
+        }
+        let source = self.chat_template.take();
+        at_most("chat_template", source.as_ref().map_or(0, String::len), CLIENT_SOURCE_BYTES_MAX, "bytes")?;
+        let continue_final_message = self.continue_final_message.unwrap_or(false);
+        if continue_final_message && self.add_generation_prompt == Some(true) {
+            let rule = "is not possible with 'add_generation_prompt': the answer either continues a message or begins one";
+            return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
+        }
+        let add_generation_prompt = self.add_generation_prompt.unwrap_or(!continue_final_message);
+        Ok(TemplateOptions { source, documents, variables, add_generation_prompt, continue_final_message })
     }
 }
 
-fn turns(messages: Option<Bounded<Message, MESSAGES_MAX>>) -> Result<Vec<(&'static str, String)>, ApiError> {
-    let Bounded(messages) = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
-    if messages.is_empty() {
-        return Err(ApiError::invalid("messages", Problem::Empty));
-    }
-    at_most("messages", messages.len(), MESSAGES_MAX, "messages")?;
-    let turn = |(index, message): (usize, Message)| {
-        let param = |field: &str| format!("messages[{index}].{field}");
-        let role = match message.role.as_deref() {
-            None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
-            // `developer` is the newer name of `system`. Chat templates know only `system`.
-            Some("system" | "developer") => "system",
-            Some("user") => "user",
-            Some("assistant") => "assistant",
-            Some("tool" | "function") => return Err(ApiError::invalid(param("role"), Problem::Unsupported)),
-            Some(_) => {
-                let allowed = "'system', 'developer', 'user', 'assistant'";
-                return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+/// Returns the efforts of reasoning that the model's chat template knows.
+pub(crate) fn efforts(template: Option<&ChatTemplate>) -> &'static [&'static str] {
+    const EFFORTS: [&str; 7] = ["none", "medium", "minimal", "low", "high", "xhigh", "max"];
+    let knows = |name: &str| template.is_some_and(|template| template.reads(name));
+    if knows("reasoning_effort") || SWITCHES.into_iter().any(knows) { &EFFORTS } else { &EFFORTS[..2] }
+}
+
+/// Sets the variables with which templates know the effort of reasoning. A template that can only switch reasoning on and off reasons with
+/// every effort but `none`.
+fn set_reasoning_effort(
+    variables: &mut Map<String, Value>,
+    effort: &str,
+    template: Option<&ChatTemplate>,
+) -> Result<(), ApiError> {
+    let knows = |name: &str| template.is_some_and(|template| template.reads(name));
+    match effort {
+        "none" | "medium" | "minimal" | "low" | "high" | "xhigh" | "max" => {
+            if !efforts(template).contains(&effort) {
+                let rule = "is not supported by the model, whose chat template has no effort of reasoning; leave it out";
+                return Err(ApiError::invalid("reasoning_effort", Problem::Rule { rule }));
             }
-        };
-        unsupported::check(&param("tool_calls"), &message.tool_calls, &[])?;
-        unsupported::check(&param("function_call"), &message.function_call, &[])?;
-        Ok((role, message.content.0))
-    };
-    messages.into_iter().enumerate().map(turn).collect()
+        }
+        _ => {
+            let allowed = "'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'";
+            return Err(ApiError::invalid("reasoning_effort", Problem::Choice { allowed }));
+        }
+    }
+    variables.entry("reasoning_effort").or_insert(effort.into());
+    for switch in SWITCHES.into_iter().filter(|switch| knows(switch)) {
+        variables.entry(switch).or_insert((effort != "none").into());
+    }
+    Ok(())
 }
 
 fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiError> {
@@ -78,34 +142,72 @@ fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiEr
 }
 
 impl Chat {
-    /// Returns the total size of the messages' text, in bytes.
+    /// Checks that the request has no chat template of its own, or that clients' templates are trusted.
+    ///
+    /// # Errors
+    /// The request has a template that is not trusted.
+    pub(crate) fn check_template(&self, is_trusted: bool) -> Result<(), ApiError> {
+        if is_trusted || self.conversation.template.source.is_none() { Ok(()) } else { Err(ApiError::UntrustedTemplate) }
+    }
+
+    /// Returns the total size of the conversation's text, in bytes.
     pub(crate) fn text_bytes(&self) -> usize {
-        self.turns.iter().map(|(_, content)| content.len()).sum()
+        self.conversation.text_bytes()
     }
 
     /// Returns the cost of rendering and encoding as a number of bytes of text. It has a fixed cost per message, even without text, because
-    /// the template runs for each message.
+    /// the template runs for each message. A client's template may take any number of steps.
     pub(crate) fn encoding_bytes(&self) -> usize {
         const MESSAGE: usize = 256;
-        self.text_bytes() + MESSAGE * self.turns.len()
+        const CLIENT_TEMPLATE: usize = 1 << 20;
+        let template = self.conversation.template.source.as_ref().map_or(0, |_| CLIENT_TEMPLATE);
+        template + self.text_bytes() + MESSAGE * self.conversation.messages.len()
     }
 
     /// Renders and encodes the conversation.
     ///
-    /// Names of control tokens in a message's content are encoded as plain text, so that no user message can end its turn and begin a
-    /// system message. In raw prompts of `/v1/completions` the names become control tokens.
+    /// Names of control tokens in the client's texts (messages, tools, arguments and so on) are encoded as plain text, so that no user
+    /// message can end its turn and begin a system message. In raw prompts of `/v1/completions` the names become control tokens.
     ///
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
-    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Vec<TokenId>, ApiError> {
-        let template = model.template.as_ref().ok_or(ApiError::NoChatTemplate)?;
-        let Some(guard) = Tokenizer::guard(self.turns.iter().map(|(_, content)| content.as_str())) else {
+    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Encoded, ApiError> {
+        let Some(source) = self.conversation.template.source.as_deref() else {
+            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model);
+        };
+        let encode = || {
+            let template = model.client_template(source).map_err(ApiError::ClientTemplate)?;
+            self.encode_with(&template, model).map_err(|error| match error {
+                ApiError::Template(source) => ApiError::ClientTemplate(source.into()),
+                other => other,
+            })
+        };
+        let thread = thread::Builder::new().name("tandem-template".to_owned()).stack_size(CLIENT_STACK_BYTES);
+        thread::scope(|scope| {
+            let thread = thread.spawn_scoped(scope, encode).map_err(|_| ApiError::Overloaded)?;
+            thread.join().unwrap_or(Err(ApiError::Internal))
+        })
+    }
+
+    fn encode_with(&self, template: &ChatTemplate, model: &ServedModel) -> Result<Encoded, ApiError> {
+        let mut conversation = self.conversation.clone();
+        let mut suspicious = Vec::new();
+        conversation.for_each_text(&mut |text| {
+            if Tokenizer::may_hold_guard(text) {
+                suspicious.push(text.clone());
+            }
+        });
+        let Some(guard) = Tokenizer::guard(suspicious.iter().map(String::as_str)) else {
             let rule = "must not hold all of the code points U+FDD0 to U+FDEF, which no text uses";
             return Err(ApiError::invalid("messages", Problem::Rule { rule }));
         };
-        let marked: Vec<_> = self.turns.iter().map(|(role, content)| (*role, model.tokenizer.mark(content, guard))).collect();
-        let turns: Vec<_> = marked.iter().map(|(role, content)| Turn { role, content }).collect();
-        let text = template.render(&turns, model.rendered_bytes_max()).map_err(|error| match error {
+        conversation.for_each_text(&mut |text| *text = model.tokenizer.mark(text, guard));
+        let end = String::from_iter([guard.char(); 2]);
+        if conversation.template.continue_final_message {
+            conversation.mark_end(&end);
+        }
+        let variables = conversation.variables(template.abilities());
+        let mut text = template.render(variables, model.rendered_bytes_max()).map_err(|error| match error {
             RenderError::Refused(source) => ApiError::Template(source),
             RenderError::Steps => ApiError::TemplateSteps,
             RenderError::TooLong => {
@@ -113,6 +215,35 @@ impl Chat {
                 ApiError::PromptLength { context_length: model.context_length, tokens_min, param: "messages" }
             }
         })?;
-        model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)
+        if conversation.template.continue_final_message && !cut_at_end(&mut text, &end) {
+            let rule = "is not possible: the chat template does not render the last message as it is";
+            return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
+        }
+        let format = self.output_format(model, &text);
+        let tokens = model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)?;
+        Ok(Encoded { tokens, format })
     }
+
+    fn output_format(&self, model: &ServedModel, prompt: &str) -> OutputFormat {
+        let parser = model.reasoning_parser;
+        let continued = self.conversation.messages.last().filter(|_| self.conversation.template.continue_final_message);
+        let is_left_open = continued.and_then(|message| message.content.as_deref()).is_some_and(|text| parser.is_left_open(text));
+        let is_open = is_left_open || parser.ends_with_open_tag(prompt);
+        OutputFormat {
+            reasoning: ReasoningFormat { parser, is_open, is_hidden: !self.include_reasoning },
+            tools: ToolFormat { parser: model.tool_call_parser, tools: Arc::new(self.conversation.tools.clone()) },
+        }
+    }
+}
+
+/// Removes the mark at the end of the last message and all that follows it. If the template trims messages, removes white space before the
+/// mark, too, as transformers does. Returns whether the text has the mark.
+fn cut_at_end(text: &mut String, mark: &str) -> bool {
+    let Some(at) = text.rfind(mark) else { return false };
+    let is_trimmed = !text[at + mark.len()..].starts_with(' ');
+    text.truncate(at);
+    if is_trimmed {
+        text.truncate(text.trim_end().len());
+    }
+    true
 }

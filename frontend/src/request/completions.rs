@@ -25,6 +25,8 @@ pub(crate) struct Completion {
     pub(crate) max_tokens: u32,
     pub(crate) echo: bool,
     pub(crate) prompts: Vec<Input>,
+    /// Whether a text begins with the model's beginning-of-sequence token.
+    pub(crate) adds_bos: bool,
 }
 
 /// A prompt's tokens and, if it is to be echoed, its text.
@@ -37,8 +39,9 @@ impl CompletionRequest {
     /// A parameter is missing, out of range or not supported.
     pub(crate) fn check(mut self, model: &ServedModel) -> Result<Completion, ApiError> {
         let Prompts(prompts) = self.prompt.take().ok_or_else(|| ApiError::invalid("prompt", Problem::Missing))?;
+        let adds_bos = self.add_special_tokens.unwrap_or(true);
         let is_empty = |input: &Input| match input {
-            Input::Text(text) => text.is_empty() && model.bos.is_none(),
+            Input::Text(text) => text.is_empty() && (model.bos.is_none() || !adds_bos),
             Input::Tokens(tokens) => tokens.is_empty(),
         };
         if prompts.is_empty() || prompts.iter().any(is_empty) {
@@ -56,15 +59,16 @@ impl CompletionRequest {
         }
         at_most("n", prompts.len() * options.samples as usize, CHOICES_MAX, "choices over all prompts")?;
         options.sampling.logprobs = self.logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
+        options::check_logprob_tokens(&options)?;
         let echo = self.echo.unwrap_or(false);
         let max_tokens = match self.max_tokens {
             None => MAX_TOKENS_DEFAULT,
-            // 0 is allowed only if the prompt is echoed. Otherwise the answer would be empty.
-            Some(Whole(found)) => options::token_count("max_tokens", found, u32::from(!echo))?,
+            // With 0, the answer is the usage and what the request asks about the prompt.
+            Some(Whole(found)) => options::token_count("max_tokens", found, 0)?,
         };
         options::check_min_tokens(&options, Some(max_tokens))?;
         options.sampling.max_tokens = Some(max_tokens);
-        Ok(Completion { options, max_tokens, echo, prompts })
+        Ok(Completion { options, max_tokens, echo, prompts, adds_bos })
     }
 }
 
@@ -80,11 +84,11 @@ impl Input {
     ///
     /// # Errors
     /// The tokenizer fails.
-    pub(crate) fn encode(self, echo: bool, model: &ServedModel) -> Result<Encoded, ApiError> {
+    pub(crate) fn encode(self, echo: bool, adds_bos: bool, model: &ServedModel) -> Result<Encoded, ApiError> {
         match self {
             Self::Text(text) => {
                 let encoded = model.tokenizer.encode(&text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal)?;
-                Ok((model.bos.into_iter().chain(encoded).collect(), echo.then_some(text)))
+                Ok((model.bos.filter(|_| adds_bos).into_iter().chain(encoded).collect(), echo.then_some(text)))
             }
             Self::Tokens(tokens) => {
                 let text = echo.then(|| model.tokenizer.decode(&tokens));

@@ -17,6 +17,12 @@ pub(super) const STOP_TOKENS_MAX: usize = 256;
 /// The maximum number of stop strings. No client needs more, and searching the text for this many at every token is fast.
 pub(super) const STOPS_MAX: usize = 16;
 
+/// The maximum number of tokens in `allowed_token_ids`: more than the vocabulary of any model.
+pub(super) const ALLOWED_TOKENS_MAX: usize = 1 << 20;
+pub(super) const BAD_WORDS_MAX: usize = 128;
+/// The maximum number of tokens in `logprob_token_ids`, as many as there may be alternatives.
+pub(super) const LOGPROB_TOKENS_MAX: usize = 20;
+
 /// A list that keeps at most `MAX` + 1 elements and skips all others. The one element too many lets a later check refuse the list.
 pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 
@@ -24,11 +30,6 @@ pub(crate) struct Bounded<T, const MAX: usize>(pub(crate) Vec<T>);
 /// have the same name.
 #[derive(Default)]
 pub(crate) struct BoundedMap<const MAX: usize>(pub(crate) Vec<(String, f64)>);
-
-/// The content of a message as one text. If the content is a list of texts, they are joined by line feeds. If it is null, the text is
-/// empty.
-#[derive(Default)]
-pub(crate) struct Content(pub(crate) String);
 
 /// The field `stop`, which is one string or a list of strings.
 #[derive(Default)]
@@ -48,25 +49,12 @@ pub(crate) enum Input {
 #[derive(Clone, Copy)]
 pub(crate) struct Whole(pub(crate) i64);
 
-#[derive(Deserialize)]
-struct RawPart {
-    r#type: String,
-    text: Option<String>,
-}
+/// A token's id, which may be written as `5.0` as well.
+pub(crate) struct Id(pub(crate) TokenId);
 
-#[derive(Deserialize)]
-#[serde(try_from = "RawPart")]
-struct TextPart(String);
-
-impl TryFrom<RawPart> for TextPart {
-    type Error = &'static str;
-
-    fn try_from(part: RawPart) -> Result<Self, &'static str> {
-        if part.r#type != "text" {
-            return Err("only content parts of type 'text' are supported");
-        }
-        part.text.map(Self).ok_or("a content part of type 'text' needs the field 'text'")
-    }
+/// Returns the ids of a list.
+pub(crate) fn ids(list: Vec<Id>) -> Vec<TokenId> {
+    list.into_iter().map(|Id(id)| id).collect()
 }
 
 impl<T, const MAX: usize> Default for Bounded<T, MAX> {
@@ -124,30 +112,6 @@ readable! {
 }
 
 readable! {
-    [] Content, deserialize_any, "a string, a list of content parts or null",
-
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Content, E> {
-        Ok(Content(text.to_owned()))
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
-        Ok(Content::default())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut parts: A) -> Result<Content, A::Error> {
-        let mut text = String::new();
-        let mut first = true;
-        while let Some(TextPart(part)) = parts.next_element()? {
-            if !std::mem::take(&mut first) {
-                text.push('\n');
-            }
-            text.push_str(&part);
-        }
-        Ok(Content(text))
-    }
-}
-
-readable! {
     [] Stop, deserialize_any, "a string or a list of strings",
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Stop, E> {
@@ -184,8 +148,21 @@ readable! {
 /// The first element of the list `prompt`. It determines the type of the other elements.
 enum First {
     Text(String),
-    Token(TokenId),
-    Tokens(Vec<TokenId>),
+    Token(Id),
+    Tokens(Vec<Id>),
+}
+
+readable! {
+    [] Id, deserialize_any, "a token id",
+
+    fn visit_u64<E: de::Error>(self, id: u64) -> Result<Id, E> {
+        TokenId::try_from(id).map(Id).map_err(|_| E::invalid_value(de::Unexpected::Unsigned(id), &self))
+    }
+
+    fn visit_f64<E: de::Error>(self, id: f64) -> Result<Id, E> {
+        let whole = id as TokenId;
+        if f64::from(whole) == id { Ok(Id(whole)) } else { Err(E::invalid_value(de::Unexpected::Float(id), &self)) }
+    }
 }
 
 readable! {
@@ -196,8 +173,11 @@ readable! {
     }
 
     fn visit_u64<E: de::Error>(self, id: u64) -> Result<First, E> {
-        let invalid = || E::invalid_value(de::Unexpected::Unsigned(id), &"a token id");
-        TokenId::try_from(id).map(First::Token).map_err(|_| invalid())
+        Reader(PhantomData::<Id>).visit_u64(id).map(First::Token)
+    }
+
+    fn visit_f64<E: de::Error>(self, id: f64) -> Result<First, E> {
+        Reader(PhantomData::<Id>).visit_f64(id).map(First::Token)
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<First, A::Error> {
@@ -216,8 +196,10 @@ readable! {
         Ok(Prompts(match list.next_element()? {
             None => Vec::new(),
             Some(First::Text(text)) => rest(vec![text], list, PROMPTS_MAX)?.into_iter().map(Input::Text).collect(),
-            Some(First::Token(token)) => vec![Input::Tokens(rest(vec![token], list, usize::MAX)?)],
-            Some(First::Tokens(tokens)) => rest(vec![tokens], list, PROMPTS_MAX)?.into_iter().map(Input::Tokens).collect(),
+            Some(First::Token(token)) => vec![Input::Tokens(ids(rest(vec![token], list, usize::MAX)?))],
+            Some(First::Tokens(tokens)) => {
+                rest(vec![tokens], list, PROMPTS_MAX)?.into_iter().map(|tokens| Input::Tokens(ids(tokens))).collect()
+            }
         }))
     }
 }
@@ -240,10 +222,11 @@ mod tests {
     #[test]
     fn prompt_may_be_one_or_several_texts_or_lists_of_token_ids() {
         let texts = |texts: &[&str]| texts.iter().map(|text| Input::Text((*text).to_owned())).collect();
-        let cases: [(&str, Vec<Input>); 5] = [
+        let cases: [(&str, Vec<Input>); 6] = [
             (r#""a""#, texts(&["a"])),
             (r#"["a", "b"]"#, texts(&["a", "b"])),
             ("[1, 2]", vec![Input::Tokens(vec![1, 2])]),
+            ("[1.0, 2, 3e0]", vec![Input::Tokens(vec![1, 2, 3])]),
             ("[[1], [2, 3]]", vec![Input::Tokens(vec![1]), Input::Tokens(vec![2, 3])]),
             ("[]", texts(&[])),
         ];
@@ -263,22 +246,6 @@ mod tests {
         for json in ["1.5", "1e30", "18446744073709551615", "true", "\"5\"", "[5]"] {
             let error = serde_json::from_str::<Whole>(json).map(|_| ()).expect_err(json);
             assert!(error.to_string().contains("expected a whole number"), "{json}: {error}");
-        }
-    }
-
-    #[test]
-    fn text_parts_of_a_message_are_joined_into_one_text() {
-        let cases = [
-            (r#""a""#, "a"),
-            ("null", ""),
-            ("[]", ""),
-            (r#"[{"type":"text","text":"a"},{"type":"text","text":""},{"type":"text","text":"b","x":1}]"#, "a\n\nb"),
-        ];
-        for (json, expected) in cases {
-            assert_eq!(serde_json::from_str::<Content>(json).expect(json).0, expected, "{json}");
-        }
-        for json in ["1", "{}", r#"["a"]"#, r#"[{"type":"image_url"}]"#, r#"[{"type":"text"}]"#, r#"[{"text":"a"}]"#] {
-            assert!(serde_json::from_str::<Content>(json).is_err(), "{json}");
         }
     }
 

@@ -1,27 +1,47 @@
-//! Clients' requests and their checks. Errors name the field at fault. Unknown fields are ignored, but a known parameter that is not
-//! supported is refused if its value would change the answer.
+//! Clients' requests and their checks. Errors name the field at fault. A known parameter that is not supported is refused if its value
+//! would change the answer. Unknown fields are ignored, and a header of the answer names them.
 
+pub(crate) mod anthropic;
+mod anthropic_fields;
+mod calls;
 pub(crate) mod chat;
 pub(crate) mod completions;
+pub(crate) mod constraint;
 mod fields;
+mod generate;
+mod ignored;
+mod limits;
+mod messages;
 mod options;
 mod parameters;
+pub(crate) mod responses;
+mod responses_fields;
+mod schema;
+mod tokenize;
+mod tools;
 mod unsupported;
 
+pub(crate) use chat::efforts;
+pub(crate) use fields::ids;
+pub(crate) use generate::{Generate, GenerateRequest};
+pub(crate) use ignored::Ignored;
 pub(crate) use options::{Options, StreamUsage};
-pub(crate) use parameters::{ChatRequest, CompletionRequest};
+pub(crate) use parameters::{ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest};
+pub(crate) use schema::OfModels;
+pub(crate) use tokenize::{DetokenizeRequest, TokenizeRequest};
 
 use crate::error::{ApiError, shortened};
 use serde::de::DeserializeOwned;
 
-/// The maximum nesting of objects and lists. Requests need five levels.
-const NESTING_MAX: usize = 32;
+/// The maximum nesting of objects and lists: less than serde_json's limit. Requests need few levels, but JSON schemas may need many.
+const NESTING_MAX: usize = 100;
 
-/// Parses a body of at most `elements_max` values, which bounds the memory and the time of parsing.
+/// Parses a body of at most `elements_max` values, which bounds the memory and the time of parsing. Also returns the names of the fields that
+/// were ignored because this server does not know them.
 ///
 /// # Errors
 /// The body is not valid JSON or has too many values, or a field has the wrong type.
-pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<T, ApiError> {
+pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Result<(T, Ignored), ApiError> {
     let text = std::str::from_utf8(body).map_err(|error| ApiError::Utf8 { at: error.valid_up_to() })?;
     let Extent { deepest, elements } = extent(body);
     if deepest > NESTING_MAX {
@@ -35,12 +55,15 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8], elements_max: usize) -> Re
         return Err(ApiError::NoObject);
     }
     let mut json = serde_json::Deserializer::from_str(text);
-    let request = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+    let mut ignored = Ignored::default();
+    let mut add = |path: serde_ignored::Path<'_>| ignored.add(&path);
+    let known = serde_ignored::Deserializer::new(&mut json, &mut add);
+    let request = serde_path_to_error::deserialize(known).map_err(|error| {
         let path = error.path().to_string();
         unreadable(path, error.into_inner())
     })?;
     json.end().map_err(ApiError::Json)?;
-    Ok(request)
+    Ok((request, ignored))
 }
 
 /// Converts serde's error for the field at this path.

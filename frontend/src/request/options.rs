@@ -1,21 +1,23 @@
 //! Checks the parameters that both endpoints have.
 
 use super::{
-    fields::{BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
+    constraint::{self, Given, Stated},
+    fields::{ALLOWED_TOKENS_MAX, BAD_WORDS_MAX, Bounded, BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
+    limits::{
+        ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, REPETITION, SAMPLES, STOP_CHARS_MAX,
+        TEMPERATURE, TOP_K, TOP_P,
+    },
     parameters::{Common, StreamOptions},
 };
 use crate::{
     error::{ApiError, Problem, at_most},
     model::ServedModel,
+    prompt::{EncodeError, Special},
+    stream::TextOptions,
 };
 use std::collections::HashMap;
-use tandem_proto::v1::Sampling;
-
-/// The maximum number of samples of one prompt (`n`).
-const SAMPLES_MAX: i64 = 128;
-/// The maximum length of a stop string, in bytes. Up to this much text may be held back while it could begin a stop string.
-const STOP_BYTES_MAX: usize = 1024;
-const CACHE_SALT_BYTES_MAX: usize = 256;
+use tandem_kv::TokenId;
+use tandem_proto::v1::{BadWord, Sampling, TokenSequence};
 
 /// The checked parameters.
 pub(crate) struct Options {
@@ -25,6 +27,62 @@ pub(crate) struct Options {
     pub(crate) stop: Vec<String>,
     pub(crate) cache_salt: String,
     pub(crate) stream: Option<StreamUsage>,
+    pub(crate) text: TextOptions,
+    /// Whether answers have the ids of the prompt's and the generated tokens (`return_token_ids`).
+    pub(crate) token_ids: bool,
+    /// Whether logprobs name tokens by their ids (`return_tokens_as_token_ids`).
+    pub(crate) tokens_as_ids: bool,
+    /// The number of alternatives that are reported for each token of the prompt (`prompt_logprobs`); `None`: the prompt's logprobs are not
+    /// reported.
+    pub(crate) prompt_logprobs: Option<u32>,
+    pub(crate) truncation: Option<Truncation>,
+    /// The constraint on the text, which `sampling` has as well.
+    pub(crate) constraint: Option<Stated>,
+}
+
+impl Options {
+    /// Sets the constraint on the text.
+    ///
+    /// # Errors
+    /// There is another constraint.
+    pub(crate) fn constrain(&mut self, stated: Stated) -> Result<(), ApiError> {
+        if let Some(other) = &self.constraint {
+            return Err(constraint::conflict(&stated.param, &other.param));
+        }
+        self.sampling.constraint = Some(stated.message());
+        self.constraint = Some(stated);
+        Ok(())
+    }
+
+    /// Leaves the text free up to and including the marker, such as the end of the reasoning. Has no effect without a constraint.
+    pub(crate) fn begin_constraint_after(&mut self, marker: &str) {
+        if let Some(stated) = &mut self.constraint {
+            stated.constraint.begins_after = Some(marker.to_owned());
+            self.sampling.constraint = Some(stated.message());
+        }
+    }
+}
+
+/// How a prompt that is too long is shortened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Truncation {
+    /// The number of tokens that remain; `None`: as many as fit into the context.
+    tokens: Option<usize>,
+    /// Whether the first tokens remain instead of the last ones.
+    keeps_first: bool,
+}
+
+impl Truncation {
+    /// Shortens a prompt. `fitting` tokens fit into the context. Returns whether tokens were removed.
+    pub(crate) fn apply(self, prompt: &mut Vec<TokenId>, fitting: usize) -> bool {
+        let surplus = prompt.len().saturating_sub(self.tokens.unwrap_or(fitting));
+        if self.keeps_first {
+            prompt.truncate(prompt.len() - surplus);
+        } else {
+            prompt.drain(..surplus);
+        }
+        surplus > 0
+    }
 }
 
 /// Which chunks of a streamed answer have usage.
@@ -34,28 +92,6 @@ pub(crate) struct StreamUsage {
     pub(crate) at_end: bool,
     /// Whether every chunk has the usage so far.
     pub(crate) in_every_chunk: bool,
-}
-
-/// A number's allowed range, and the description of that range for errors.
-pub(super) struct Range {
-    pub(super) low: f64,
-    pub(super) high: f64,
-    pub(super) allowed: &'static str,
-}
-
-impl Range {
-    pub(super) fn check(&self, param: &str, found: f64) -> Result<(), ApiError> {
-        if (self.low..=self.high).contains(&found) {
-            return Ok(());
-        }
-        Err(ApiError::invalid(param, Problem::Range { allowed: self.allowed, found }))
-    }
-
-    fn check_or(&self, param: &str, found: Option<f64>, default: f64) -> Result<f32, ApiError> {
-        let found = found.unwrap_or(default);
-        self.check(param, found)?;
-        Ok(found as f32)
-    }
 }
 
 /// Checks that a number of tokens is at least `low`.
@@ -77,8 +113,30 @@ pub(super) fn token_count(param: &str, found: i64, low: u32) -> Result<u32, ApiE
 /// # Errors
 /// The number is out of range.
 pub(super) fn alternatives(param: &str, found: i64) -> Result<u32, ApiError> {
-    Range { low: 0.0, high: 20.0, allowed: "between 0 and 20" }.check(param, found as f64)?;
+    ALTERNATIVES.check(param, found as f64)?;
     Ok(found as u32)
+}
+
+/// Checks that tokens for which logprobs are requested come with a request for logprobs.
+///
+/// # Errors
+/// The request has the tokens alone.
+pub(super) fn check_logprob_tokens(options: &Options) -> Result<(), ApiError> {
+    if options.sampling.logprobs.is_none() && !options.sampling.logprob_token_ids.is_empty() {
+        return Err(ApiError::invalid("logprob_token_ids", Problem::Rule { rule: "is only allowed with 'logprobs'" }));
+    }
+    Ok(())
+}
+
+/// Checks that logprobs of the prompt are not requested for a streamed answer, in which they have no place.
+///
+/// # Errors
+/// They are requested for a streamed answer.
+pub(super) fn check_prompt_logprobs(prompt_logprobs: Option<u32>, stream: Option<StreamUsage>) -> Result<(), ApiError> {
+    if stream.is_some() && prompt_logprobs.is_some() {
+        return Err(ApiError::invalid("prompt_logprobs", Problem::Rule { rule: "is only allowed when 'stream' is false" }));
+    }
+    Ok(())
 }
 
 /// Checks that `min_tokens` is not greater than the request's limit on tokens.
@@ -92,53 +150,100 @@ pub(super) fn check_min_tokens(options: &Options, max_tokens: Option<u32>) -> Re
     Ok(())
 }
 
+impl Options {
+    /// Checks that the answer is one text, for a format that has no place for more.
+    ///
+    /// # Errors
+    /// A parameter requests more.
+    pub(super) fn check_one_text(&self) -> Result<(), ApiError> {
+        const RULE: &str = "has no place in an answer of this path; use /v1/chat/completions";
+        let requested = [
+            ("n", self.samples != 1),
+            ("prompt_logprobs", self.prompt_logprobs.is_some()),
+            ("return_token_ids", self.token_ids),
+            ("return_tokens_as_token_ids", self.tokens_as_ids),
+        ];
+        match requested.into_iter().find(|(_, requested)| *requested) {
+            Some((param, _)) => Err(ApiError::invalid(param, Problem::Rule { rule: RULE })),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Common {
     /// Checks the parameters.
     ///
     /// # Errors
     /// A parameter is out of range.
     pub(super) fn check(self, model: &ServedModel) -> Result<Options, ApiError> {
-        const PENALTY: Range = Range { low: -2.0, high: 2.0, allowed: "between -2 and 2" };
-        const FRACTION: Range = Range { low: 0.0, high: 1.0, allowed: "between 0 and 1" };
         let n = self.n.map_or(1, |Whole(n)| n);
-        Range { low: 1.0, high: SAMPLES_MAX as f64, allowed: "between 1 and 128" }.check("n", n as f64)?;
+        SAMPLES.check("n", n as f64)?;
         let top_k = self.top_k.map_or(0, |Whole(top_k)| top_k);
-        if top_k < -1 || top_k > i64::from(u32::MAX) {
-            let allowed = "-1 or 0 (off) or a number of tokens";
-            return Err(ApiError::invalid("top_k", Problem::Range { allowed, found: top_k as f64 }));
-        }
-        let temperature = Range { low: 0.0, high: 2.0, allowed: "between 0 and 2" };
-        let top_p = Range { low: f64::from(f32::MIN_POSITIVE), high: 1.0, allowed: "above 0 and at most 1" };
-        let repetition = Range { low: f64::from(f32::MIN_POSITIVE), high: 100.0, allowed: "above 0 and at most 100" };
+        TOP_K.check("top_k", top_k as f64)?;
         let min_tokens = self.min_tokens.map(|Whole(found)| token_count("min_tokens", found, 0)).transpose()?.unwrap_or(0);
+        let given = Given {
+            response_format: self.response_format,
+            structured_outputs: self.structured_outputs,
+            guided_json: self.guided_json,
+            guided_regex: self.guided_regex,
+            guided_choice: self.guided_choice,
+            guided_grammar: self.guided_grammar,
+            structural_tag: self.structural_tag,
+            json_schema: self.json_schema,
+            regex: self.regex,
+            ebnf: self.ebnf,
+            grammar: self.grammar,
+        };
         let sampling = Sampling {
             max_tokens: None,
             min_tokens,
-            temperature: temperature.check_or("temperature", self.temperature, 1.0)?,
-            top_p: top_p.check_or("top_p", self.top_p, 1.0)?,
+            temperature: TEMPERATURE.check_or("temperature", self.temperature, 1.0)?,
+            top_p: TOP_P.check_or("top_p", self.top_p, 1.0)?,
             top_k: top_k.max(0) as u32,
             min_p: FRACTION.check_or("min_p", self.min_p, 0.0)?,
             frequency_penalty: PENALTY.check_or("frequency_penalty", self.frequency_penalty, 0.0)?,
             presence_penalty: PENALTY.check_or("presence_penalty", self.presence_penalty, 0.0)?,
-            repetition_penalty: repetition.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
+            repetition_penalty: REPETITION.check_or("repetition_penalty", self.repetition_penalty, 1.0)?,
             logit_bias: logit_bias(self.logit_bias.unwrap_or_default(), model)?,
             // Without a client's seed, the seed is random, so that equal requests get different answers.
             seed: self.seed.map_or_else(|| uuid::Uuid::new_v4().as_u64_pair().1, |Whole(seed)| seed as u64),
-            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default().0, self.ignore_eos.unwrap_or(false), model)?,
+            stop_token_ids: stop_tokens(self.stop_token_ids.unwrap_or_default(), self.ignore_eos.unwrap_or(false), model)?,
             logprobs: None,
+            allowed_token_ids: self.allowed_token_ids.map_or_else(|| Ok(Vec::new()), |given| allowed_tokens(given, model))?,
+            bad_words: bad_words(self.bad_words.unwrap_or_default(), model)?,
+            logprob_token_ids: token_ids("logprob_token_ids", self.logprob_token_ids.unwrap_or_default(), model)?,
+            constraint: None,
         };
-        Ok(Options {
+        let stop = stop_strings(self.stop.unwrap_or_default())?;
+        let text = TextOptions {
+            stop_included: self.include_stop_str_in_output.unwrap_or(false),
+            special_tokens: !self.skip_special_tokens.unwrap_or(true),
+            absent: !self.detokenize.unwrap_or(true),
+        };
+        let stream = stream(self.stream.unwrap_or(false), self.stream_options)?;
+        let prompt_logprobs = self.prompt_logprobs.map(|Whole(found)| alternatives("prompt_logprobs", found)).transpose()?;
+        check_prompt_logprobs(prompt_logprobs, stream)?;
+        let mut options = Options {
             samples: n as u32,
             sampling,
-            stop: stop_strings(self.stop.unwrap_or_default())?,
+            stop,
             cache_salt: cache_salt(self.cache_salt)?,
-            stream: stream(self.stream.unwrap_or(false), self.stream_options)?,
-        })
+            stream,
+            text,
+            token_ids: self.return_token_ids.unwrap_or(false),
+            tokens_as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
+            prompt_logprobs,
+            truncation: truncation(self.truncate_prompt_tokens, self.truncation_side)?,
+            constraint: None,
+        };
+        if let Some(stated) = given.check()? {
+            options.constrain(stated)?;
+        }
+        Ok(options)
     }
 }
 
 fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedModel) -> Result<HashMap<u32, f32>, ApiError> {
-    const BIAS: Range = Range { low: -100.0, high: 100.0, allowed: "between -100 and 100" };
     at_most("logit_bias", given.len(), LOGIT_BIASES_MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
     let entry = |(token, bias): (String, f64)| match token.parse::<u32>() {
@@ -150,17 +255,71 @@ fn logit_bias(BoundedMap(given): BoundedMap<LOGIT_BIASES_MAX>, model: &ServedMod
     given.into_iter().map(entry).collect()
 }
 
-fn stop_tokens(given: Vec<i64>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
-    at_most("stop_token_ids", given.len(), STOP_TOKENS_MAX, "entries")?;
+/// Checks a list of token ids.
+fn token_ids<const MAX: usize>(
+    param: &str,
+    Bounded(given): Bounded<Whole, MAX>,
+    model: &ServedModel,
+) -> Result<Vec<u32>, ApiError> {
+    at_most(param, given.len(), MAX, "entries")?;
     let vocab_size = model.tokenizer.vocab_size();
-    let mut tokens = if ignore_eos { Vec::new() } else { model.stop_tokens.clone() };
-    for id in given {
-        match u32::try_from(id) {
-            Ok(id) if (id as usize) < vocab_size => tokens.push(id),
-            _ => return Err(ApiError::invalid("stop_token_ids", Problem::Vocabulary { vocab_size })),
-        }
+    let known = |Whole(id): Whole| u32::try_from(id).ok().filter(|id| (*id as usize) < vocab_size);
+    let ids: Option<Vec<_>> = given.into_iter().map(known).collect();
+    ids.ok_or_else(|| ApiError::invalid(param, Problem::Vocabulary { vocab_size }))
+}
+
+fn stop_tokens(given: Bounded<Whole, STOP_TOKENS_MAX>, ignore_eos: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+    let own = if ignore_eos { &[] } else { model.stop_tokens.as_slice() };
+    Ok([own, &token_ids("stop_token_ids", given, model)?].concat())
+}
+
+fn allowed_tokens(given: Bounded<Whole, ALLOWED_TOKENS_MAX>, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+    let mut tokens = token_ids("allowed_token_ids", given, model)?;
+    if tokens.is_empty() {
+        return Err(ApiError::invalid("allowed_token_ids", Problem::Empty));
     }
+    tokens.sort_unstable();
+    tokens.dedup();
     Ok(tokens)
+}
+
+/// Encodes texts that the answer must not contain. As in vLLM, a text is barred as it is tokenized at the beginning of a text, and if it has as many
+/// tokens after a space, also as it is tokenized there.
+fn bad_words(Bounded(given): Bounded<String, BAD_WORDS_MAX>, model: &ServedModel) -> Result<Vec<BadWord>, ApiError> {
+    at_most("bad_words", given.len(), BAD_WORDS_MAX, "strings")?;
+    let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
+    at_most("bad_words", longest, BAD_WORD_CHARS_MAX, "characters in each string")?;
+    let encode = |text: &str| model.tokenizer.encode(text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal);
+    let word = |text: String| {
+        let trimmed = Some(text.trim_start()).filter(|trimmed| !trimmed.is_empty()).unwrap_or(&text);
+        let plain = encode(trimmed)?;
+        let Some(first) = plain.first() else {
+            return Err(ApiError::invalid("bad_words", Problem::Rule { rule: "must not hold a string without tokens" }));
+        };
+        let after_space = encode(&format!(" {trimmed}"))?;
+        let differs = after_space.len() == plain.len() && after_space.first() != Some(first);
+        let forms = [Some(plain), differs.then_some(after_space)].into_iter().flatten();
+        Ok(BadWord { text, forms: forms.map(|tokens| TokenSequence { tokens }).collect() })
+    };
+    given.into_iter().map(word).collect()
+}
+
+fn truncation(tokens: Option<Whole>, side: Option<String>) -> Result<Option<Truncation>, ApiError> {
+    let keeps_first = match side.as_deref() {
+        None | Some("left") => false,
+        Some("right") => true,
+        Some(_) => return Err(ApiError::invalid("truncation_side", Problem::Choice { allowed: "'left', 'right'" })),
+    };
+    let tokens = match tokens {
+        None => return Ok(None),
+        Some(Whole(-1)) => None,
+        Some(Whole(found)) if found >= 1 => Some(usize::try_from(found).unwrap_or(usize::MAX)),
+        Some(Whole(found)) => {
+            let allowed = "-1 (as many tokens as fit) or a number of tokens";
+            return Err(ApiError::invalid("truncate_prompt_tokens", Problem::Range { allowed, found: found as f64 }));
+        }
+    };
+    Ok(Some(Truncation { tokens, keeps_first }))
 }
 
 fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
@@ -168,19 +327,19 @@ fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
     if given.iter().any(String::is_empty) {
         return Err(ApiError::invalid("stop", Problem::Rule { rule: "must not hold an empty string" }));
     }
-    let longest = given.iter().map(String::len).max().unwrap_or(0);
-    at_most("stop", longest, STOP_BYTES_MAX, "bytes in each string").map(|()| given)
+    let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
+    at_most("stop", longest, STOP_CHARS_MAX, "characters in each string").map(|()| given)
 }
 
-fn cache_salt(given: Option<String>) -> Result<String, ApiError> {
+pub(super) fn cache_salt(given: Option<String>) -> Result<String, ApiError> {
     let Some(salt) = given else { return Ok(String::new()) };
     if salt.is_empty() {
         return Err(ApiError::invalid("cache_salt", Problem::Empty));
     }
-    at_most("cache_salt", salt.len(), CACHE_SALT_BYTES_MAX, "bytes").map(|()| salt)
+    at_most("cache_salt", salt.chars().count(), CACHE_SALT_CHARS_MAX, "characters").map(|()| salt)
 }
 
-fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, ApiError> {
+pub(super) fn stream(stream: bool, options: Option<StreamOptions>) -> Result<Option<StreamUsage>, ApiError> {
     if !stream && options.is_some() {
         return Err(ApiError::invalid("stream_options", Problem::Rule { rule: "is only allowed when 'stream' is true" }));
     }

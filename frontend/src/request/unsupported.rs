@@ -5,7 +5,7 @@ use super::fields::{Reader, readable};
 use crate::error::{ApiError, Problem};
 use serde::{
     Deserialize,
-    de::{self, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
+    de::{self, IntoDeserializer, MapAccess, SeqAccess, Visitor, value},
 };
 
 /// The value of an unsupported parameter, reduced to the information that decides whether the value is accepted.
@@ -90,11 +90,11 @@ readable! {
     fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Setting, A::Error> {
         let mut whole = Setting::Nothing;
         while let Some(key) = object.next_key::<String>()? {
-            let kind = if key == "type" { Some(object.next_value()?) } else { object.next_value::<IgnoredAny>().map(|_| None)? };
-            match (kind, &whole) {
-                (Some(kind @ Setting::Text(_)), _) => whole = kind,
-                (Some(_), _) | (None, Setting::Nothing) => whole = Setting::Other,
-                (None, _) => {}
+            let value: Setting = object.next_value()?;
+            match (value, &whole) {
+                (kind @ Setting::Text(_), _) if key == "type" => whole = kind,
+                (_, Setting::Text(_)) if key != "type" => {}
+                _ => whole = Setting::Other,
             }
         }
         Ok(whole)

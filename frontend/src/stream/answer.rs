@@ -1,22 +1,29 @@
 //! One prompt's answer as a stream of [`AnswerEvent`]s.
 
-use super::{event::AnswerEvent, samples::Samples};
+use super::{
+    event::AnswerEvent,
+    samples::{LogprobsWith, Samples, TextOptions},
+};
 use crate::{
-    dispatch::{DispatchError, Dispatcher, Generation, Prompt},
+    chat::OutputFormat,
+    dispatch::{DispatchError, Dispatcher, Generation, LateReport, Prompt},
     model::ServedModel,
 };
 use futures::{Stream, StreamExt, stream};
 use std::sync::Arc;
 
 /// Places the prompt, waits for its first token, and yields the answer's events. Resumes the generation if its worker is lost. The
-/// stream owns the generation: dropping the stream ends the request on the router and the workers.
+/// stream owns the generation: dropping the stream ends the request on the router and the workers. With a `format`, deltas have pieces.
 pub(crate) fn answers(
     dispatcher: Arc<Dispatcher>,
     model: Arc<ServedModel>,
     prompt: Prompt,
     stop: Vec<String>,
+    text: TextOptions,
+    logprobs: LogprobsWith,
+    format: Option<Arc<OutputFormat>>,
 ) -> impl Stream<Item = Result<AnswerEvent, DispatchError>> + Send {
-    let samples = Samples::new(model, prompt.samples, &stop, &prompt.sampling);
+    let samples = Samples::new(model, prompt.samples, &stop, text, &prompt.sampling, logprobs, format.as_deref());
     let answer = Answer { dispatcher, prompt: Box::new(prompt), generation: None, samples };
     stream::unfold(Some(answer), |answer| async move { Some(answer?.next().await) }).boxed()
 }
@@ -48,9 +55,13 @@ impl Answer {
             }
             if self.samples.all_ended() {
                 if let Some(report) = generation.late_report(&self.prompt).await {
-                    return (Ok(AnswerEvent::Scheduled(report)), Some(Self { generation: Some(generation), ..self }));
+                    let event = match report {
+                        LateReport::Scheduled(scheduled) => AnswerEvent::Scheduled(scheduled),
+                        LateReport::Lost => AnswerEvent::ReportLost,
+                    };
+                    return (Ok(event), Some(Self { generation: Some(generation), ..self }));
                 }
-                generation.close().await;
+                generation.close(self.samples.generated_tokens()).await;
                 return (Ok(AnswerEvent::Finished), None);
             }
             match generation.next(&self.prompt).await.map(|reply| self.samples.apply(reply)) {

@@ -18,7 +18,7 @@ impl Detokenizer {
         while let Some(chunk) = chunks.next() {
             text.push_str(chunk.valid());
             let broken = chunk.invalid();
-            // If the error has no length, the character is incomplete: further bytes may complete it.
+            // If the error has no length, the character is incomplete, and further bytes may complete it.
             if chunks.peek().is_none() && str::from_utf8(broken).is_err_and(|error| error.error_len().is_none()) {
                 incomplete = broken.len();
             } else if !broken.is_empty() {
@@ -41,7 +41,7 @@ impl Detokenizer {
 mod tests {
     use super::*;
 
-    /// Splits the bytes of texts of up to 12 bytes in all possible ways.
+    /// The test splits texts of up to 12 bytes in all possible ways.
     #[test]
     fn decoded_text_does_not_depend_on_how_bytes_are_split() {
         let texts: [&[u8]; 8] = [

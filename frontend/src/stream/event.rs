@@ -1,6 +1,6 @@
 //! The events of a prompt's answer.
 
-use crate::dispatch::Facts;
+use crate::{chat::Piece, dispatch::Facts};
 use tandem_kv::TokenId;
 use tandem_proto::v1::{PrefillChunk, Scheduled};
 
@@ -8,11 +8,13 @@ use tandem_proto::v1::{PrefillChunk, Scheduled};
 pub(crate) enum AnswerEvent {
     /// The first token was generated. This event occurs once, before all other events.
     Started(Box<Facts>),
-    /// The number of cached tokens, if `Facts` says that the worker reports it later. This event occurs at most once.
+    /// The number of cached tokens, if the event `Started` announces that the worker reports it later. This event occurs at most once.
     Scheduled(Scheduled),
-    /// The chunks of the prefill, if the worker reports them.
+    /// The worker was lost after the last sample had ended, and before it had reported the number of cached tokens.
+    ReportLost,
+    /// The chunks of the prefill. This event occurs only if the worker reports them.
     Prefilled(Vec<PrefillChunk>),
-    /// The logprobs of the prompt's own tokens, if requested. This event occurs before the first delta.
+    /// The logprobs of the prompt's own tokens. This event occurs only if they were requested, and before the first delta.
     PromptLogprobs(Vec<TokenLogprobs>),
     Delta(Delta),
     /// The generation was resumed on another worker.
@@ -25,23 +27,38 @@ pub(crate) enum AnswerEvent {
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     pub(crate) sample: u32,
-    /// The text that can be sent now; empty if no character is complete, or if the text may begin a stop string.
+    /// The text that can be sent now; empty if no character is complete, or if the text may begin a stop string. The answer of a
+    /// conversation has `pieces` instead.
     pub(crate) text: String,
-    /// The logprobs of the tokens of `text`, if requested.
+    pub(crate) pieces: Vec<Piece>,
+    /// The logprobs of the tokens of the text or pieces; empty if they were not requested.
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// The number of tokens generated since the last delta.
-    pub(crate) tokens: u32,
+    /// The tokens generated since the last delta. They include a stop token and the tokens of a stop string, which have no text.
+    pub(crate) token_ids: Vec<TokenId>,
+    /// The number of these tokens that are reasoning.
+    pub(crate) reasoning_tokens: u32,
     pub(crate) finish: Option<FinishReason>,
+    /// The stop string at which the sample ended; `None` if it has not ended, or has ended for another reason.
+    pub(crate) stop_string: Option<String>,
 }
 
-/// Why a sample has ended. The names are OpenAI's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+impl Delta {
+    /// Returns the number of generated tokens.
+    pub(crate) fn tokens(&self) -> u32 {
+        self.token_ids.len() as u32
+    }
+}
+
+/// The reason why a sample has ended. The names are OpenAI's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, schemars::JsonSchema, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FinishReason {
     /// The sample ended at a stop token or a stop string.
     Stop,
     /// The sample reached `max_tokens` or the end of the context.
     Length,
+    /// The sample ended with a tool call.
+    ToolCalls,
 }
 
 impl FinishReason {
@@ -49,6 +66,7 @@ impl FinishReason {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }

@@ -6,5 +6,9 @@ mod event;
 mod samples;
 mod stop;
 
+#[cfg(test)]
+pub(crate) use detokenizer::Detokenizer;
+
 pub(crate) use answer::answers;
 pub(crate) use event::{AnswerEvent, Delta, FinishReason, TokenLogprobs};
+pub(crate) use samples::{LogprobsWith, TextOptions};

@@ -5,7 +5,10 @@ use super::{
     event::{AnswerEvent, Delta, FinishReason, TokenLogprobs},
     stop::StopMatcher,
 };
-use crate::model::ServedModel;
+use crate::{
+    chat::{OutputFormat, OutputParser, Pieces},
+    model::ServedModel,
+};
 use std::{collections::VecDeque, sync::Arc};
 use tandem_kv::TokenId;
 use tandem_proto::v1::{FailureReason, Finished, ResumedSample, Sampling, Token, Tokens, finished, generate_reply::Message};
@@ -17,12 +20,38 @@ pub(super) struct Samples {
     events: VecDeque<AnswerEvent>,
 }
 
+/// How tokens become text.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TextOptions {
+    /// Whether the text includes the stop string or stop token that ends it.
+    pub(crate) stop_included: bool,
+    /// Whether special tokens have text.
+    pub(crate) special_tokens: bool,
+    /// Whether the answer has no text. Stop strings are found nevertheless.
+    pub(crate) absent: bool,
+}
+
+/// When the logprobs of a token are emitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LogprobsWith {
+    /// With the token's text, so that a stop string and a stop token have none.
+    Text,
+    /// With the token's id, so that every generated token has them.
+    Tokens,
+}
+
 struct Sample {
+    text: TextOptions,
+    /// Whether tokens are decoded: the answer has a text, or stop strings are to be found in it.
+    decodes: bool,
     /// Stop strings are ignored in the text of this many tokens at the beginning of the sample.
     min_tokens: usize,
-    wants_logprobs: bool,
+    /// `None`: no logprobs are requested.
+    logprobs_with: Option<LogprobsWith>,
     detokenizer: Detokenizer,
     stop: StopMatcher,
+    /// Splits the text into pieces, if the answer has them.
+    parser: Option<OutputParser>,
     /// All tokens before the sample's end, needed to resume it.
     tokens: Vec<TokenId>,
     /// The number of decoded characters, whether sent or held back.
@@ -35,12 +64,23 @@ struct Sample {
 }
 
 impl Samples {
-    pub(super) fn new(model: Arc<ServedModel>, samples: u32, stop: &[String], sampling: &Sampling) -> Self {
+    pub(super) fn new(
+        model: Arc<ServedModel>,
+        samples: u32,
+        stop: &[String],
+        text: TextOptions,
+        sampling: &Sampling,
+        logprobs: LogprobsWith,
+        format: Option<&OutputFormat>,
+    ) -> Self {
         let sample = |_| Sample {
+            text,
+            decodes: !text.absent || !stop.is_empty(),
             min_tokens: sampling.min_tokens as usize,
-            wants_logprobs: sampling.logprobs.is_some(),
+            logprobs_with: sampling.logprobs.map(|_| logprobs),
             detokenizer: Detokenizer::default(),
-            stop: StopMatcher::new(stop.to_vec()),
+            stop: StopMatcher::new(stop.to_vec(), text.stop_included),
+            parser: format.filter(|_| !text.absent).map(OutputParser::new),
             tokens: Vec::new(),
             text_len: 0,
             emitted_len: 0,
@@ -56,6 +96,11 @@ impl Samples {
 
     pub(super) fn all_ended(&self) -> bool {
         self.samples.iter().all(|sample| sample.ended)
+    }
+
+    /// Returns the number of tokens of all samples before their ends.
+    pub(super) fn generated_tokens(&self) -> u64 {
+        self.samples.iter().map(|sample| sample.tokens.len() as u64).sum()
     }
 
     /// Returns the samples that have not ended, each with its tokens so far.
@@ -99,7 +144,7 @@ impl Samples {
                 // The worker does not know the stop strings, so it may generate further tokens. They are ignored.
                 break;
             }
-            delta.tokens += 1;
+            delta.token_ids.push(token.token);
             sample.push(&model, token, &mut delta);
         }
         self.emit(delta);
@@ -112,20 +157,35 @@ impl Samples {
             finished::FinishReason::Length => FinishReason::Length,
             finished::FinishReason::Unspecified => return Err(FailureReason::EngineFailed),
         };
+        let model = Arc::clone(&self.model);
         let sample = self.sample(finished.sample)?;
         if sample.ended {
             return Ok(());
         }
         let mut delta = Delta { sample: finished.sample, finish: Some(finish), ..Delta::default() };
         // A stop token counts like any other token, but the worker reports it only in this message.
-        delta.tokens = u32::from(finished.stop_token.is_some());
+        if let Some(token) = finished.stop_token {
+            delta.token_ids.push(token);
+            if sample.logprobs_with == Some(LogprobsWith::Tokens) {
+                let stop = finished.stop_logprobs.unwrap_or(Token { token, ..Token::default() });
+                delta.logprobs.push(with_offset(stop, sample.text_len));
+            }
+            if sample.text.stop_included {
+                let text = sample.decode(&model, token);
+                sample.text_len += text.chars().count();
+                sample.match_stops(&text, &mut delta);
+            }
+        }
         sample.finish(&mut delta);
         self.emit(delta);
         Ok(())
     }
 
-    fn emit(&mut self, delta: Delta) {
-        if delta.tokens > 0 || delta.finish.is_some() {
+    fn emit(&mut self, mut delta: Delta) {
+        if self.samples.get(delta.sample as usize).is_some_and(|sample| sample.text.absent) {
+            delta.text.clear();
+        }
+        if !delta.token_ids.is_empty() || delta.finish.is_some() {
             self.events.push_back(AnswerEvent::Delta(delta));
         }
     }
@@ -146,35 +206,100 @@ impl Samples {
 impl Sample {
     fn push(&mut self, model: &ServedModel, token: Token, delta: &mut Delta) {
         self.tokens.push(token.token);
-        let mut text = String::new();
-        // Special tokens have no visible text.
-        if !model.tokenizer.is_special(token.token) {
-            self.detokenizer.push(model.tokenizer.bytes(token.token), &mut text);
+        let (id, text) = (token.token, self.decode(model, token.token));
+        // Special tokens without text may be tags.
+        let is_special = model.tokenizer.is_special(id) && !self.text.special_tokens;
+        match self.logprobs_with {
+            Some(LogprobsWith::Text) => self.logprobs.push_back(with_offset(token, self.text_len)),
+            Some(LogprobsWith::Tokens) => delta.logprobs.push(with_offset(token, self.text_len)),
+            None => {}
         }
-        if self.wants_logprobs {
-            self.logprobs.push_back(with_offset(token, self.text_len));
+        let was_reasoning = self.is_reasoning();
+        self.emit_text(&text, delta);
+        if is_special {
+            self.emit_tag(&String::from_utf8_lossy(model.tokenizer.bytes(id)), delta);
         }
+        self.split(delta);
+        delta.reasoning_tokens += u32::from(was_reasoning && self.is_reasoning());
+    }
+
+    fn emit_text(&mut self, text: &str, delta: &mut Delta) {
         self.text_len += text.chars().count();
         if self.tokens.len() <= self.min_tokens {
             let before = delta.text.len();
-            self.stop.pass(&text, &mut delta.text);
+            self.stop.pass(text, &mut delta.text);
             self.emitted_len += delta.text[before..].chars().count();
             self.emit_logprobs(delta);
         } else {
-            self.match_stops(&text, delta);
+            self.match_stops(text, delta);
         }
+    }
+
+    /// Returns the text that is complete with this token.
+    fn decode(&mut self, model: &ServedModel, token: TokenId) -> String {
+        let mut text = String::new();
+        if self.decodes && (self.text.special_tokens || !model.tokenizer.is_special(token)) {
+            self.detokenizer.push(model.tokenizer.bytes(token), &mut text);
+        }
+        text
+    }
+
+    /// Emits a special token's name if it is a tag. No stop string extends beyond it.
+    fn emit_tag(&mut self, name: &str, delta: &mut Delta) {
+        if self.ended || self.parser.as_ref().is_none_or(|parser| !parser.has_tag(name)) {
+            return;
+        }
+        let before = delta.text.len();
+        self.stop.finish(&mut delta.text);
+        self.emitted_len += delta.text[before..].chars().count();
+        self.split(delta);
+        self.with_pieces(delta, |parser, pieces| parser.special(name, pieces));
+    }
+
+    /// Moves the delta's text to its pieces, if the answer has them.
+    fn split(&mut self, delta: &mut Delta) {
+        if self.parser.is_none() {
+            return;
+        }
+        let (text, ended) = (std::mem::take(&mut delta.text), self.ended);
+        self.with_pieces(delta, |parser, pieces| {
+            parser.push(&text, pieces);
+            if ended {
+                parser.finish(pieces);
+            }
+        });
+        let Some(parser) = &self.parser else { return };
+        if !ended && parser.is_complete() {
+            self.ended = true;
+            delta.logprobs.extend(self.logprobs.drain(..));
+            delta.finish = Some(FinishReason::Stop);
+        }
+        if delta.finish == Some(FinishReason::Stop) && parser.calls() > 0 {
+            delta.finish = Some(FinishReason::ToolCalls);
+        }
+    }
+
+    fn with_pieces(&mut self, delta: &mut Delta, step: impl FnOnce(&mut OutputParser, &mut Pieces)) {
+        let Some(parser) = &mut self.parser else { return };
+        let mut pieces = Pieces::from(std::mem::take(&mut delta.pieces));
+        step(parser, &mut pieces);
+        delta.pieces = pieces.into_vec();
+    }
+
+    fn is_reasoning(&self) -> bool {
+        self.parser.as_ref().is_some_and(OutputParser::is_reasoning)
     }
 
     fn match_stops(&mut self, text: &str, delta: &mut Delta) {
         let before = delta.text.len();
-        let stopped = self.stop.push(text, &mut delta.text);
+        let stopped = self.stop.push(text, &mut delta.text).map(str::to_owned);
         self.emitted_len += delta.text[before..].chars().count();
         self.emit_logprobs(delta);
-        if stopped {
+        if stopped.is_some() {
             // The tokens of the stop string count as generated, but the answer has neither their text nor their logprobs.
             self.logprobs.clear();
             self.ended = true;
-            delta.finish = Some(FinishReason::Stop);
+            (delta.finish, delta.stop_string) = (Some(FinishReason::Stop), stopped);
         }
     }
 
@@ -190,6 +315,7 @@ impl Sample {
             delta.logprobs.extend(self.logprobs.drain(..));
         }
         self.ended = true;
+        self.split(delta);
     }
 
     /// Emits the logprobs of the tokens whose text begins within the emitted text. If no text is held back, emits the logprobs of all

@@ -1,36 +1,37 @@
 //! Finds stop strings in a text that arrives in chunks.
 
-/// Holds back text that may be the beginning of a stop string. The stop string that is complete first ends the answer. If several end
-/// at the same character, the one that began first counts. The result does not depend on how the text is split into chunks.
+/// Finds stop strings, and holds back text that may be the beginning of one. The stop string that is complete first ends the answer. If several are
+/// complete at the same character, the one that began first counts. The result does not depend on how the text is split into chunks.
 pub(crate) struct StopMatcher {
     stops: Vec<String>,
+    /// Whether the text that is passed on includes the stop string that ends it.
+    included: bool,
     held: String,
 }
 
 impl StopMatcher {
-    /// Searches for `stops`, none of which may be empty.
-    pub(crate) fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new() }
+    pub(crate) fn new(stops: Vec<String>, included: bool) -> Self {
+        Self { stops, included, held: String::new() }
     }
 
-    /// Adds a chunk of text, and appends to `out` the text that cannot belong to a stop string. Returns whether a stop string is
-    /// complete. If so, `out` has all text before that stop string.
-    pub(crate) fn push(&mut self, chunk: &str, out: &mut String) -> bool {
+    /// Adds a chunk of text, and appends to `out` the text that cannot belong to a stop string. Returns the stop string that is
+    /// complete, if one is. If so, `out` has all text before that stop string, and the stop string if it is included.
+    pub(crate) fn push(&mut self, chunk: &str, out: &mut String) -> Option<&str> {
         if self.stops.is_empty() {
             out.push_str(chunk);
-            return false;
+            return None;
         }
         self.held.push_str(chunk);
-        let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|start| (start + stop.len(), start)));
-        if let Some((_, start)) = found.min() {
-            out.push_str(&self.held[..start]);
+        let found = self.stops.iter().filter_map(|stop| self.held.find(stop).map(|start| (start + stop.len(), start, stop)));
+        if let Some((end, start, stop)) = found.min() {
+            out.push_str(&self.held[..if self.included { end } else { start }]);
             self.held.clear();
-            return true;
+            return Some(stop);
         }
         let emitted = self.held.len() - self.longest_prefix();
         out.push_str(&self.held[..emitted]);
         self.held.drain(..emitted);
-        false
+        None
     }
 
     /// Adds a chunk in which stop strings are ignored: a stop string that begins before or in this chunk does not count.
@@ -58,11 +59,11 @@ impl StopMatcher {
 mod tests {
     use super::*;
 
-    fn run(stops: &[&str], chunks: &[&str]) -> (String, bool) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|stop| (*stop).to_owned()).collect());
+    fn run(stops: &[&str], included: bool, chunks: &[&str]) -> (String, bool) {
+        let mut matcher = StopMatcher::new(stops.iter().map(|stop| (*stop).to_owned()).collect(), included);
         let mut out = String::new();
         for chunk in chunks {
-            if matcher.push(chunk, &mut out) {
+            if matcher.push(chunk, &mut out).is_some() {
                 return (out, true);
             }
         }
@@ -96,15 +97,27 @@ mod tests {
                     }
                 }
                 let chunks: Vec<&str> = chunks.iter().map(String::as_str).collect();
-                let (out, end) = run(stops, &chunks);
+                let (out, end) = run(stops, false, &chunks);
                 assert_eq!((out.as_str(), end), (expected, stopped), "{stops:?} in {chunks:?}");
             }
         }
     }
 
     #[test]
+    fn included_stop_string_ends_the_text() {
+        for (stops, chunks, expected) in [
+            (&["END"][..], &["abE", "NDx"][..], "abEND"),
+            (&["END", "b"], &["abE", "ND"], "ab"),
+            (&["END"], &["abE", "N"], "abEN"),
+            (&["abcd", "bc"], &["xabcd"], "xabc"),
+        ] {
+            assert_eq!(run(stops, true, chunks).0, expected, "{stops:?} in {chunks:?}");
+        }
+    }
+
+    #[test]
     fn text_is_held_back_only_while_it_may_begin_a_stop_string() {
-        let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
+        let mut matcher = StopMatcher::new(vec!["END".to_owned()], false);
         let mut out = String::new();
         matcher.push("abE", &mut out);
         assert_eq!(out, "ab");
@@ -114,11 +127,11 @@ mod tests {
 
     #[test]
     fn stop_string_that_begins_in_unmatched_text_does_not_count() {
-        let mut matcher = StopMatcher::new(vec!["END".to_owned()]);
+        let mut matcher = StopMatcher::new(vec!["END".to_owned()], false);
         let mut out = String::new();
         matcher.pass("xE", &mut out);
-        assert!(!matcher.push("ND", &mut out));
-        assert!(matcher.push("END", &mut out));
+        assert_eq!(matcher.push("ND", &mut out), None);
+        assert_eq!(matcher.push("END", &mut out), Some("END"));
         assert_eq!(out, "xEND");
     }
 }

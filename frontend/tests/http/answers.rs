@@ -215,16 +215,18 @@ async fn echo_with_logprobs_begins_with_the_prompt() {
 }
 
 #[tokio::test]
-async fn echo_without_generated_tokens_is_answered() {
+async fn completion_without_generated_tokens_is_answered() {
     let mut cluster = Cluster::start().await;
-    let reply = cluster.spawn_post(COMPLETIONS, completion("abc".into(), json!({ "echo": true, "max_tokens": 0 })));
-    let call = cluster.call().await;
-    assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(0));
-    call.begin(Some(0)).await;
-    call.send(finished(0, FinishReason::Length, None)).await;
-    let (status, answer) = soon(reply).await.expect("the client task runs").json().await;
-    assert_eq!((status, &answer["choices"][0]["text"]), (StatusCode::OK, &json!("abc")));
-    assert_eq!(answer["usage"]["completion_tokens"], 0);
+    for (echo, text) in [(true, "abc"), (false, "")] {
+        let reply = cluster.spawn_post(COMPLETIONS, completion("abc".into(), json!({ "echo": echo, "max_tokens": 0 })));
+        let call = cluster.call().await;
+        assert_eq!(call.request.sampling.as_ref().and_then(|sampling| sampling.max_tokens), Some(0));
+        call.begin(Some(0)).await;
+        call.send(finished(0, FinishReason::Length, None)).await;
+        let (status, answer) = soon(reply).await.expect("the client task runs").json().await;
+        assert_eq!((status, &answer["choices"][0]["text"]), (StatusCode::OK, &json!(text)));
+        assert_eq!(answer["usage"]["completion_tokens"], 0);
+    }
 }
 
 #[tokio::test]

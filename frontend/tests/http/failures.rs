@@ -115,11 +115,36 @@ async fn invalid_request_is_refused_without_a_retry() {
     let reply = soon(cluster.spawn_post(CHAT, chat(json!({})))).await.expect("the client task runs");
     let (status, body) = reply.json().await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
-    assert!(
-        body["error"]["message"].as_str().is_some_and(|message| message.contains("because of the test. Lower n or max_tokens")),
-        "{body}"
-    );
+    assert!(body["error"]["message"].as_str().is_some_and(|message| message.ends_with("because of the test.")), "{body}");
     assert!(cluster.no_call());
+}
+
+#[tokio::test]
+async fn request_that_becomes_invalid_after_its_first_token_is_refused_without_a_resume() {
+    let mut cluster = Cluster::start().await;
+    for stream in [false, true] {
+        let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
+        let call = cluster.call().await;
+        call.begin(Some(0)).await;
+        call.send(tokens(0, b"a")).await;
+        call.send(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, "d0-instance"))).await;
+        let reply = soon(reply).await.expect("the client task runs");
+        let (status, error) = if stream {
+            let status = reply.status();
+            let (events, done) = reply.events().await;
+            assert!(!done);
+            (status, events.last().expect("the stream has events")["error"].clone())
+        } else {
+            let (status, body) = reply.json().await;
+            (status, body["error"].clone())
+        };
+        assert_eq!(status, if stream { StatusCode::OK } else { StatusCode::BAD_REQUEST });
+        assert_eq!((&error["code"], &error["type"]), (&json!("request_refused"), &json!("invalid_request_error")));
+        assert!(error["message"].as_str().is_some_and(|message| message.contains("because of the test")), "{error}");
+        cluster.routes_closed(1).await;
+    }
+    assert!(cluster.no_call(), "the answer is not resumed");
+    cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
 
 #[tokio::test]

@@ -187,6 +187,26 @@ async fn whole_answer_waits_for_its_count_but_not_for_long() {
 }
 
 #[tokio::test]
+async fn worker_that_is_lost_before_its_late_count_has_not_stopped_to_report() {
+    let mut cluster = Cluster::start().await;
+    let complete = |cluster: &Cluster| cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "stop": "STOP" })));
+    for (report, stopped) in [(Some(Some(0)), false), (None, false), (Some(None), true)] {
+        let reply = complete(&cluster);
+        let call = cluster.call().await;
+        call.begin_uncounted().await;
+        call.send(tokens(0, b"aSTOP")).await;
+        cluster.finish().await;
+        match report {
+            Some(count) => call.send(scheduled(count)).await,
+            None => call.fail(Status::unavailable("killed")).await,
+        }
+        last(soon(reply).await.expect("the client task runs")).await;
+        let metrics = cluster.metrics.render();
+        assert_eq!(metrics.contains("tandem_frontend_reports_stopped_total 1"), stopped, "{report:?}");
+    }
+}
+
+#[tokio::test]
 async fn count_of_a_lost_attempt_is_an_estimate_and_that_of_a_resume_is_ignored() {
     let mut cluster = Cluster::start().await;
     // The worker reports cached tokens for this request. So a missing report for a later request could be counted as a worker that has

@@ -61,18 +61,18 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         row(json!({ "n": 129 }), "n", "invalid_value", &["between 1 and 128"]),
         row(json!({ "n": 1.5 }), "n", "invalid_type", &["'n'", "1.5", "expected a whole number"]),
         row(json!({ "max_tokens": -1 }), "max_tokens", "invalid_value", &["whole number", "-1"]),
-        row(json!({ "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_tokens": 600 }), "max_tokens", "context_length_exceeded", &["512", "600"]),
         row(json!({ "max_tokens": 1_u64 << 40 }), "max_tokens", "context_length_exceeded", &["512"]),
         row(json!({ "min_tokens": -1 }), "min_tokens", "invalid_value", &["from 0 on"]),
         row(json!({ "min_tokens": 9, "max_tokens": 8 }), "min_tokens", "invalid_value", &["'max_tokens'"]),
         row(json!({ "max_tokens": 1e30 }), "max_tokens", "invalid_type", &["'max_tokens'", "expected a whole number"]),
+        row(json!({ "stream": true, "stream_options": [true] }), "stream_options", "invalid_type", &["an object"]),
         row(json!({ "seed": "x" }), "seed", "invalid_type", &["'seed'"]),
         row(json!({ "stop": 7 }), "stop", "invalid_type", &["a string or a list of strings"]),
         row(json!({ "stop": ["a", 7] }), "stop[1]", "invalid_type", &["'stop[1]'"]),
         row(json!({ "stop": ["a", ""] }), "stop", "invalid_value", &["empty string"]),
         row(json!({ "stop": vec!["a"; 17] }), "stop", "too_many", &["at most 16"]),
-        row(json!({ "stop": "x".repeat(1025) }), "stop", "too_many", &["1024 bytes"]),
+        row(json!({ "stop": "x".repeat(1025) }), "stop", "too_many", &["1024 characters"]),
         row(json!({ "stop_token_ids": [258] }), "stop_token_ids", "invalid_value", &["below 258"]),
         row(json!({ "stop_token_ids": [-1] }), "stop_token_ids", "invalid_value", &["below 258"]),
         row(json!({ "logit_bias": { "7": 101 } }), "logit_bias.7", "invalid_value", &["between -100 and 100"]),
@@ -90,12 +90,28 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
             &["expected a boolean"],
         ),
         row(json!({ "cache_salt": "" }), "cache_salt", "empty_value", &["'cache_salt'", "empty"]),
-        row(json!({ "cache_salt": "x".repeat(257) }), "cache_salt", "too_many", &["256 bytes"]),
+        row(json!({ "cache_salt": "x".repeat(257) }), "cache_salt", "too_many", &["256 characters"]),
+        row(json!({ "allowed_token_ids": [] }), "allowed_token_ids", "empty_value", &["must not be empty"]),
+        row(json!({ "allowed_token_ids": [1, 258] }), "allowed_token_ids", "invalid_value", &["below 258"]),
+        row(json!({ "allowed_token_ids": [-1] }), "allowed_token_ids", "invalid_value", &["below 258"]),
+        row(json!({ "allowed_token_ids": "a" }), "allowed_token_ids", "invalid_type", &["expected a list"]),
+        row(json!({ "bad_words": ["ok", ""] }), "bad_words", "invalid_value", &["without tokens"]),
+        row(json!({ "bad_words": vec!["x"; 129] }), "bad_words", "too_many", &["at most 128 strings"]),
+        row(json!({ "bad_words": ["é".repeat(129)] }), "bad_words", "too_many", &["128 characters"]),
+        row(json!({ "bad_words": "ugly" }), "bad_words", "invalid_type", &["expected a list"]),
+        row(json!({ "logprob_token_ids": [1] }), "logprob_token_ids", "invalid_value", &["with 'logprobs'"]),
+        row(json!({ "logprob_token_ids": vec![1; 21] }), "logprob_token_ids", "too_many", &["at most 20"]),
+        row(json!({ "logprob_token_ids": [258] }), "logprob_token_ids", "invalid_value", &["below 258"]),
+        row(json!({ "prompt_logprobs": -1 }), "prompt_logprobs", "invalid_value", &["between 0 and 20"]),
+        row(json!({ "prompt_logprobs": 21 }), "prompt_logprobs", "invalid_value", &["between 0 and 20"]),
+        row(json!({ "prompt_logprobs": 0, "stream": true }), "prompt_logprobs", "invalid_value", &["'stream' is false"]),
+        row(json!({ "truncate_prompt_tokens": 0 }), "truncate_prompt_tokens", "invalid_value", &["-1 (as many tokens as fit)"]),
+        row(json!({ "truncate_prompt_tokens": -2 }), "truncate_prompt_tokens", "invalid_value", &["is -2"]),
+        row(json!({ "truncation_side": "both" }), "truncation_side", "invalid_value", &["'left', 'right'"]),
+        row(json!({ "skip_special_tokens": "no" }), "skip_special_tokens", "invalid_type", &["expected a boolean"]),
+        row(json!({ "return_token_ids": 1 }), "return_token_ids", "invalid_type", &["expected a boolean"]),
         row(json!({ "cache_salt": 7 }), "cache_salt", "invalid_type", &["'cache_salt'"]),
-        row(json!({ "tools": [{ "type": "function" }] }), "tools", "unsupported_parameter", &["'tools'", "leave it out"]),
-        row(json!({ "tool_choice": "auto" }), "tool_choice", "unsupported_parameter", &["'tool_choice'"]),
         row(json!({ "functions": [{}] }), "functions", "unsupported_parameter", &["'functions'"]),
-        row(json!({ "response_format": { "type": "json_object" } }), "response_format", "unsupported_parameter", &[]),
         row(json!({ "suffix": "x" }), "suffix", "unsupported_parameter", &[]),
     ]
 }
@@ -104,26 +120,15 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
 fn unsupported() -> Vec<(&'static str, Value)> {
     let any = json!("x");
     let mut rows: Vec<_> = [
-        "bad_words",
         "custom_params",
-        "ebnf",
         "format",
-        "grammar",
-        "guided_choice",
         "guided_decoding_backend",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "json_schema",
         "kv_transfer_params",
         "logits_processors",
         "lora_path",
         "nvext",
         "options",
-        "regex",
         "stop_regex",
-        "structural_tag",
-        "structured_outputs",
         "suffix",
         "think",
         "vllm_xargs",
@@ -131,22 +136,20 @@ fn unsupported() -> Vec<(&'static str, Value)> {
     .into_iter()
     .map(|name| (name, any.clone()))
     .collect();
-    for name in ["include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search", "think"] {
+    for name in ["return_prompt_text", "return_meta_info", "use_beam_search", "think", "watermarking", "store"] {
         rows.push((name, json!(true)));
     }
     rows.extend([
-        ("allowed_token_ids", json!([1, 2])),
-        ("logprob_token_ids", json!([1])),
-        ("skip_special_tokens", json!(false)),
-        ("detokenize", json!(false)),
         ("priority", json!(1)),
-        ("prompt_logprobs", json!(0)),
-        ("truncate_prompt_tokens", json!(-1)),
+        ("kv_transfer_params", json!({ "do_remote_decode": true })),
+        ("extra_key", json!("k")),
+        ("moderation", json!({ "policy": {} })),
+        ("routed_dp_rank", json!(0)),
+        ("options", json!({ "num_ctx": 7 })),
         ("length_penalty", json!(0.5)),
         ("mirostat", json!(2)),
         ("best_of", json!(2)),
         ("nvext", json!({ "ignore_eos": true })),
-        ("structured_outputs", json!({ "regex": "a+" })),
     ]);
     rows
 }
@@ -154,10 +157,10 @@ fn unsupported() -> Vec<(&'static str, Value)> {
 /// Returns parameters with values that do not change the answer.
 fn harmless() -> Value {
     json!({
-        "allowed_token_ids": null, "bad_words": [], "best_of": 1, "detokenize": true, "echo": false, "guided_json": {}, "n": 1.0,
+        "allowed_token_ids": null, "bad_words": [], "truncation_side": "right", "logprob_token_ids": [], "stream_interval": 5, "keep_alive": "5m", "best_of": 1, "detokenize": true, "echo": false, "n": 1.0,
         "include_stop_str_in_output": false, "kv_transfer_params": null, "length_penalty": 1.0, "logits_processors": [],
         "max_tokens": 5.0, "min_tokens": 0.0, "mirostat": 0, "nvext": {}, "options": {}, "priority": 0, "prompt_logprobs": null,
-        "regex": "", "return_token_ids": false, "skip_special_tokens": true, "store": false, "structured_outputs": null,
+        "return_token_ids": false, "skip_special_tokens": true, "store": false, "structured_outputs": null,
         "suffix": null, "think": false, "tools": [], "tool_choice": "none", "top_k": 0.0, "use_beam_search": false, "user": "u",
         "metadata": { "a": "b" }, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "request_id": "r",
     })
@@ -174,28 +177,20 @@ async fn unsupported_parameters_are_refused_by_name() {
         unsupported().into_iter().chain(own.iter().cloned()).map(row).collect()
     };
     let of_chat = [
-        ("add_generation_prompt", json!(false)),
-        ("continue_final_message", json!(true)),
-        ("chat_template", json!("{{ messages }}")),
-        ("chat_template_kwargs", json!({ "enable_thinking": false })),
-        ("documents", json!([{ "text": "x" }])),
         ("mm_processor_kwargs", json!({ "x": 1 })),
         ("web_search_options", json!({ "search_context_size": "low" })),
-        ("reasoning_effort", json!("high")),
         ("verbosity", json!("low")),
         ("thinking", json!({ "type": "enabled" })),
-        ("include_reasoning", json!(false)),
         ("echo", json!(true)),
     ];
     check(&mut cluster, CHAT, rows(&chat, &of_chat)).await;
     check(&mut cluster, COMPLETIONS, rows(&|options| completion("x".into(), options), &[])).await;
-    let row = (
-        completion("x".into(), json!({ "add_special_tokens": false })),
-        400,
-        Some("add_special_tokens"),
-        "unsupported_parameter",
-    );
-    check(&mut cluster, COMPLETIONS, vec![(row.0, row.1, row.2, row.3, &[])]).await;
+    let of_completions =
+        [("tools", json!([{ "type": "function", "function": { "name": "f" } }])), ("tool_choice", json!("auto"))];
+    let row = |(name, value): (&'static str, Value)| -> Row {
+        (completion("x".into(), json!({ name: value })), 400, Some(name), "unsupported_parameter", &["leave it out"])
+    };
+    check(&mut cluster, COMPLETIONS, of_completions.map(row).into()).await;
 }
 
 #[tokio::test]
@@ -264,18 +259,17 @@ async fn invalid_conversations_are_refused() {
         row(json!({ "messages": ["hi"] }), "messages[0]", "invalid_type", &["'messages[0]'", "expected an object"]),
         row(message(json!({ "content": "x" })), "messages[0].role", "missing_required_parameter", &["required"]),
         row(message(json!({ "role": "king", "content": "x" })), "messages[0].role", "invalid_value", &["'user'"]),
-        row(message(json!({ "role": "tool", "content": "x" })), "messages[0].role", "unsupported_parameter", &[]),
         row(message(json!({ "role": "user", "content": 7 })), "messages[0].content", "invalid_type", &["a string"]),
         row(
             message(json!({ "role": "user", "content": [{ "type": "text", "text": "x" }, { "type": "image_url" }] })),
             "messages[0].content[1]",
-            "invalid_type",
-            &["type 'text'"],
+            "unsupported_value",
+            &["'image_url'", "type 'text'"],
         ),
         row(
             message(json!({ "role": "assistant", "tool_calls": [{ "id": "x" }] })),
-            "messages[0].tool_calls",
-            "unsupported_parameter",
+            "messages[0].tool_calls[0].function",
+            "missing_required_parameter",
             &[],
         ),
         row(message(json!({ "role": "user", "content": "x".repeat(600) })), "messages", "context_length_exceeded", &["512", "6"]),
@@ -287,6 +281,7 @@ async fn invalid_conversations_are_refused() {
             "context_length_exceeded",
             &["512", "at least 513"],
         ),
+        row(json!({ "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 0 }), "max_completion_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 511 }), "max_completion_tokens", "context_length_exceeded", &["512", "511"]),
         row(json!({ "logprobs": 3 }), "logprobs", "invalid_type", &["expected a boolean"]),
@@ -295,6 +290,28 @@ async fn invalid_conversations_are_refused() {
         row(json!({ "modalities": ["text", "audio"] }), "modalities", "unsupported_parameter", &[]),
         row(json!({ "audio": { "voice": "x" } }), "audio", "unsupported_parameter", &[]),
         row(json!({ "function_call": "auto" }), "function_call", "unsupported_parameter", &[]),
+        row(json!({ "tools": [{ "type": "function" }] }), "tools[0].function", "missing_required_parameter", &[]),
+        row(json!({ "tools": [{ "type": "web_search" }] }), "tools[0].type", "unsupported_value", &["'web_search'"]),
+        row(json!({ "tools": 7 }), "tools", "invalid_type", &["expected a list"]),
+        row(json!({ "tool_choice": "required" }), "tool_choice", "invalid_value", &["no 'tools'"]),
+        row(json!({ "tool_choice": "any" }), "tool_choice", "invalid_value", &["'auto'"]),
+        row(json!({ "tool_choice": 7 }), "tool_choice", "invalid_type", &["'none'"]),
+        row(json!({ "parallel_tool_calls": 1 }), "parallel_tool_calls", "invalid_type", &["a boolean"]),
+        row(json!({ "reasoning_effort": "high" }), "reasoning_effort", "invalid_value", &["is not supported by the model"]),
+        row(json!({ "reasoning_effort": "much" }), "reasoning_effort", "invalid_value", &["'minimal'"]),
+        row(
+            json!({ "chat_template_kwargs": { "messages": [] } }),
+            "chat_template_kwargs.messages",
+            "invalid_value",
+            &["a field of its own"],
+        ),
+        row(json!({ "chat_template": "x" }), "chat_template", "unsupported_parameter", &["--trust-request-chat-template"]),
+        row(
+            json!({ "continue_final_message": true, "add_generation_prompt": true }),
+            "continue_final_message",
+            "invalid_value",
+            &["'add_generation_prompt'"],
+        ),
     ]);
     check(&mut cluster, CHAT, rows).await;
 }
@@ -362,15 +379,16 @@ async fn invalid_bodies_are_refused() {
         assert!(answer.to_string().len() < 4000, "{answer}");
         expect(&cluster, path, b"{\"model\": \"\xFF\"}".to_vec(), (400, None, "invalid_utf8", &["UTF-8", "byte 11"])).await;
         let deep = |levels: usize| format!("{{\"x\": {}{}}}", "[".repeat(levels), "]".repeat(levels)).into_bytes();
-        for levels in [40, 20_000] {
-            expect(&cluster, path, deep(levels), (400, None, "nesting_too_deep", &["32 levels"])).await;
+        for levels in [120, 20_000] {
+            expect(&cluster, path, deep(levels), (400, None, "nesting_too_deep", &["100 levels"])).await;
         }
         let huge = format!("{{\"x\": \"{}\"}}", "x".repeat(2 * MAX)).into_bytes();
         expect(&cluster, path, huge, (413, None, "body_too_large", &["100000 bytes"])).await;
     }
     for (method, path, status, code) in [
-        (Method::GET, "/v1/embeddings", 404, "unknown_path"),
-        (Method::POST, "/", 404, "unknown_path"),
+        (Method::GET, "/v1/embeddings", 404, "path_not_served"),
+        (Method::GET, "/v1/other", 404, "unknown_path"),
+        (Method::POST, "/", 405, "method_not_allowed"),
         (Method::GET, CHAT, 405, "method_not_allowed"),
         (Method::DELETE, "/v1/models", 405, "method_not_allowed"),
         (Method::GET, "/v1/models/%ff", 404, "unknown_path"),

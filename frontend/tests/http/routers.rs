@@ -8,8 +8,9 @@ use std::{
     sync::{Arc, Mutex},
 };
 use tandem_proto::v1::{
-    BookingsReply, BookingsRequest, Candidate, Draining, ExistingPlacement, ExplainReply, ExplainRequest, Failure, FailureReason,
-    Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest, WorkerRef, WorkersReply, WorkersRequest,
+    AnswerFinished, BookingsReply, BookingsRequest, Candidate, Draining, ExistingPlacement, ExplainReply, ExplainRequest,
+    Failure, FailureReason, Placement, PrefillFinished, RoutePrompt, RouteReply, RouteRequest, WorkerRef, WorkersReply,
+    WorkersRequest,
     finished::FinishReason,
     route_reply,
     route_request::Message,
@@ -274,6 +275,7 @@ async fn running_request_is_rebooked_when_its_router_is_lost() {
     let text: String = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert!(done && text == "abcdef", "{text}");
     assert_eq!(third.receives().await, Some(Message::PrefillFinished(PrefillFinished { cached_tokens: None })));
+    assert_eq!(third.receives().await, Some(Message::AnswerFinished(AnswerFinished { generated_tokens: 6 })));
     assert_eq!(third.receives().await, None, "the booking is released");
     cluster.counted("tandem_frontend_inflight_requests 0").await;
 }
@@ -337,6 +339,7 @@ async fn draining_router_keeps_a_booking_until_another_router_has_it() {
     call.send(finished(0, FinishReason::Length, None)).await;
     let (_, done) = soon(reply).await.expect("the client task runs").events().await;
     assert!(done);
+    assert_eq!(second.receives().await, Some(Message::AnswerFinished(AnswerFinished { generated_tokens: 4 })));
     assert_eq!(second.receives().await, None);
     cluster.counted("tandem_frontend_rebooked_total 1").await;
 }

@@ -94,6 +94,10 @@ impl Router for FakeRouter {
         let mut requests = request.into_inner();
         tokio::spawn(async move {
             while let Ok(Some(RouteRequest { message: Some(message) })) = requests.message().await {
+                if matches!(message, route_request::Message::AnswerFinished(_)) {
+                    // It always precedes the end of the stream of a complete answer; the tests of several routers check it.
+                    continue;
+                }
                 let expects_reply = !matches!(message, route_request::Message::PrefillFinished(_));
                 received.send(Received::Message(message)).ok();
                 if expects_reply {
@@ -358,6 +362,20 @@ impl Reply {
     }
 }
 
+impl Reply {
+    /// Returns all events of a stream whose events have names, each with its name. Comments are skipped.
+    pub async fn named_events(self) -> Vec<(String, Value)> {
+        assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        let (_, text) = self.text().await;
+        let event = |frame: &str| {
+            let (name, data) =
+                frame.strip_prefix("event: ").and_then(|rest| rest.split_once("\ndata: ")).expect("the event has a name");
+            (name.to_owned(), serde_json::from_str(data).expect("the event is JSON"))
+        };
+        text.split_terminator("\n\n").filter(|frame| !frame.starts_with(':')).map(event).collect()
+    }
+}
+
 /// Returns the events in the text of a stream, and whether `[DONE]` ended it. Checks that every event is one line of data, and that no
 /// event follows `[DONE]`.
 pub fn events(text: &str) -> (Vec<Value>, bool) {
@@ -452,7 +470,7 @@ pub fn prompt_logprobs(tokens: Vec<Token>) -> generate_reply::Message {
 }
 
 pub fn finished(sample: u32, reason: FinishReason, stop_token: Option<u32>) -> generate_reply::Message {
-    generate_reply::Message::Finished(Finished { sample, reason: reason.into(), stop_token })
+    generate_reply::Message::Finished(Finished { sample, reason: reason.into(), stop_token, stop_logprobs: None })
 }
 
 pub fn failure(reason: FailureReason, instance_id: &str) -> Failure {
@@ -467,7 +485,7 @@ pub fn completion(prompt: Value, options: Value) -> Value {
     merged(json!({ "model": "m", "prompt": prompt }), options)
 }
 
-fn merged(mut request: Value, options: Value) -> Value {
+pub fn merged(mut request: Value, options: Value) -> Value {
     if let (Value::Object(request), Value::Object(options)) = (&mut request, options) {
         request.extend(options);
     }

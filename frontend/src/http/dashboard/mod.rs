@@ -51,6 +51,7 @@ const GUARDS: [(HeaderName, &str); 5] = [
 
 pub(super) fn routes() -> Router<Arc<App>> {
     Router::new()
+        .route("/", get(async || Redirect::temporary("dashboard")))
         .route("/dashboard", get(async || text(HTML, include_str!("page/page.html"))))
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))

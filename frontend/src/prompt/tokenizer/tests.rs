@@ -1,6 +1,18 @@
 //! Tests of encoding and decoding.
 
+mod goldens;
+
 use super::*;
+use std::collections::HashMap;
+use tandem_model::TokenizerData;
+
+/// Returns GPT-2's character for each byte.
+fn byte_characters() -> Vec<String> {
+    let Spelling::ByteLevel(byte_of) = Spelling::byte_level() else { panic!("the spelling is byte-level") };
+    let mut chars: Vec<(u8, char)> = byte_of.into_iter().map(|(char, byte)| (byte, char)).collect();
+    chars.sort_unstable();
+    chars.into_iter().map(|(_, char)| char.to_string()).collect()
+}
 
 #[test]
 fn names_of_special_tokens_become_their_ids_only_if_parsed() {
@@ -32,10 +44,15 @@ fn names_of_special_tokens_in_guarded_text_stay_text() {
 
 #[test]
 fn unsupported_tokenizer_or_pre_tokenizer_is_refused() {
-    let data = TokenizerData { model: "llama".into(), ..TokenizerData::default() };
-    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm(found)) if found == "llama"));
-    let data = TokenizerData { model: "gpt2".into(), pre: "tekken".into(), ..TokenizerData::default() };
-    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer(found)) if found == "tekken"));
+    let data = TokenizerData { model: "t5".into(), ..TokenizerData::default() };
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::TokenizerAlgorithm(found)) if found == "t5"));
+    let data = TokenizerData { model: "gpt2".into(), pre: "chameleon".into(), ..TokenizerData::default() };
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::PreTokenizer(found)) if found == "chameleon"));
+    let data =
+        TokenizerData { model: "llama".into(), tokens: vec!["a".into()], token_types: vec![1], ..TokenizerData::default() };
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::Scores)));
+    let data = TokenizerData { scores: vec![0.0], ..data };
+    assert!(matches!(Tokenizer::from_data(&data), Err(ServedModelError::Bytes)));
 }
 
 /// The token ids that `ci/goldens/make_cuts.py` has computed with Hugging Face's tokenizers and llama.cpp.
@@ -55,11 +72,11 @@ struct Golden {
 #[test]
 fn pre_tokenizers_give_the_token_ids_of_hugging_face_and_llama_cpp() {
     let goldens: Goldens = serde_json::from_str(include_str!("../../../../ci/goldens/cuts.json")).expect("the goldens are JSON");
-    let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
-    bytes.sort_unstable();
-    let bytes = bytes.into_iter().map(|(_, char)| char.to_string());
-    let tokens: Vec<String> =
-        bytes.chain(goldens.merges.iter().map(|merge| merge.replace(' ', ""))).chain([goldens.word]).collect();
+    let tokens: Vec<String> = byte_characters()
+        .into_iter()
+        .chain(goldens.merges.iter().map(|merge| merge.replace(' ', "")))
+        .chain([goldens.word])
+        .collect();
     assert_eq!(goldens.cuts.len(), 2);
     for (name, cases) in goldens.cuts {
         let data = TokenizerData {
@@ -80,10 +97,8 @@ fn pre_tokenizers_give_the_token_ids_of_hugging_face_and_llama_cpp() {
 
 /// Returns a `tokenizer.json` like that of Llama 3, with a leading token, special tokens, and a user-defined token.
 fn tokenizer_json() -> serde_json::Value {
-    let mut bytes: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
-    bytes.sort_unstable();
     let mut vocabulary: serde_json::Map<String, serde_json::Value> =
-        bytes.into_iter().map(|(byte, char)| (char.to_string(), byte.into())).collect();
+        (0..).zip(byte_characters()).map(|(byte, char): (u32, String)| (char, byte.into())).collect();
     vocabulary.insert("he".into(), 256.into());
     let added = |id: u32, content: &str, special: bool| {
         serde_json::json!({"id": id, "content": content, "special": special, "single_word": false, "lstrip": false,
@@ -139,13 +154,16 @@ fn unsupported_tokenizer_json_is_refused() {
         change(&mut json);
         from_json(&json).err().expect("the tokenizer is refused")
     };
-    let error = refused(&|json| json["model"]["type"] = "Unigram".into());
-    assert!(matches!(error, ServedModelError::TokenizerAlgorithm(found) if found == "Unigram"));
-    let error = refused(&|json| json["model"]["byte_fallback"] = true.into());
-    assert!(matches!(error, ServedModelError::TokenizerAlgorithm(..)));
+    let error = refused(&|json| json["model"]["type"] = "WordPiece".into());
+    assert!(matches!(error, ServedModelError::TokenizerAlgorithm(found) if found == "WordPiece"));
     let error = refused(&|json| json["pre_tokenizer"] = serde_json::json!({"type": "Whitespace"}));
     assert!(matches!(error, ServedModelError::PreTokenizer(found) if found == "Whitespace"));
-    let error = refused(&|json| json["added_tokens"][1]["rstrip"] = true.into());
+    let error = refused(&|json| {
+        json["pre_tokenizer"] = serde_json::Value::Null;
+        json["decoder"] = serde_json::json!({"type": "CTC", "pad_token": "", "word_delimiter_token": "|", "cleanup": true});
+    });
+    assert!(matches!(error, ServedModelError::Decoder(found) if found == "CTC"));
+    let error = refused(&|json| json["added_tokens"][1]["single_word"] = true.into());
     assert!(matches!(error, ServedModelError::AddedToken(name) if name == "<|end|>"));
     let error = refused(&|json| {
         let end = serde_json::json!({"SpecialToken": {"id": "<|begin|>", "type_id": 0}});
@@ -159,9 +177,7 @@ fn unsupported_tokenizer_json_is_refused() {
 
 #[test]
 fn byte_level_bpe_merges_and_decodes_to_the_same_bytes() {
-    let mut chars: Vec<(u8, char)> = byte_of_char().into_iter().map(|(char, byte)| (byte, char)).collect();
-    chars.sort_unstable();
-    let mut tokens: Vec<String> = chars.iter().map(|(_, char)| char.to_string()).collect();
+    let mut tokens = byte_characters();
     tokens.extend(["he".into(), "<|end|>".into(), "<user>".into()]);
     let mut token_types = vec![1; 257];
     token_types.extend([kind::CONTROL, kind::USER_DEFINED]);

@@ -2,7 +2,7 @@ use super::*;
 
 fn samples(count: u32, stop: &[&str], sampling: Sampling) -> Samples {
     let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();
-    Samples::new(Arc::new(ServedModel::sim("m")), count, &stop, &sampling)
+    Samples::new(Arc::new(ServedModel::sim("m")), count, &stop, TextOptions::default(), &sampling, LogprobsWith::Text, None)
 }
 
 fn tokens(sample: u32, bytes: &[u8]) -> Message {
@@ -11,7 +11,7 @@ fn tokens(sample: u32, bytes: &[u8]) -> Message {
 }
 
 fn finished(sample: u32, reason: finished::FinishReason, stop_token: Option<u32>) -> Message {
-    Message::Finished(Finished { sample, reason: reason.into(), stop_token })
+    Message::Finished(Finished { sample, reason: reason.into(), stop_token, stop_logprobs: None })
 }
 
 /// Applies the replies, and returns `(sample, text, tokens, finish)` of every resulting delta.
@@ -20,7 +20,7 @@ fn deltas(samples: &mut Samples, replies: Vec<Message>) -> Vec<(u32, String, u32
         samples.apply(reply).expect("the replies are valid");
     }
     let delta = |event| match event {
-        AnswerEvent::Delta(delta) => (delta.sample, delta.text, delta.tokens, delta.finish),
+        AnswerEvent::Delta(delta) => (delta.sample, delta.text, delta.token_ids.len() as u32, delta.finish),
         _ => panic!("only deltas are expected"),
     };
     samples.events.drain(..).map(delta).collect()
@@ -40,11 +40,24 @@ fn stop_string_ends_the_sample_and_its_last_token_counts() {
         ]
     );
     assert!(!samples.all_ended());
-    // A reply for a sample that has ended changes nothing. The other sample emits the text that was held back.
+    // A reply for a sample that has ended must change nothing. The other sample emits the text that was held back.
     let length = finished::FinishReason::Length;
     let got = deltas(&mut samples, vec![finished(0, length, None), finished(1, length, None)]);
     assert_eq!(got, [(1, "E".into(), 0, Some(FinishReason::Length))]);
     assert!(samples.all_ended());
+}
+
+#[test]
+fn last_delta_has_the_stop_string_that_ended_the_sample() {
+    let last = |stop: &[&str], replies: Vec<Message>| {
+        let mut samples = samples(1, stop, Sampling::default());
+        replies.into_iter().for_each(|reply| samples.apply(reply).expect("the replies are valid"));
+        let Some(AnswerEvent::Delta(delta)) = samples.events.pop_back() else { panic!("the last event is a delta") };
+        (delta.finish, delta.stop_string)
+    };
+    let stopped = Some(FinishReason::Stop);
+    assert_eq!(last(&["xx", "ND"], vec![tokens(0, b"aND")]), (stopped, Some("ND".to_owned())));
+    assert_eq!(last(&["ND"], vec![tokens(0, b"aN"), finished(0, finished::FinishReason::Stop, Some(257))]), (stopped, None));
 }
 
 #[test]
@@ -55,6 +68,48 @@ fn stop_and_special_tokens_count_as_completion_tokens_without_text() {
     let special = Message::Tokens(Tokens { sample: 0, tokens: vec![special] });
     let got = deltas(&mut samples, vec![tokens(0, b"ab"), special, finished(0, finished::FinishReason::Stop, Some(EOS))]);
     assert_eq!(got, [(0, "ab".into(), 2, None), (0, String::new(), 1, None), (0, String::new(), 1, Some(FinishReason::Stop))]);
+}
+
+#[test]
+fn token_ids_include_the_stop_token_and_the_tokens_of_a_stop_string_but_none_after_it() {
+    let ids = |samples: &mut Samples, replies: Vec<Message>| -> Vec<TokenId> {
+        replies.into_iter().for_each(|reply| samples.apply(reply).expect("the replies are valid"));
+        let of = |event| if let AnswerEvent::Delta(delta) = event { delta.token_ids } else { Vec::new() };
+        samples.events.drain(..).flat_map(of).collect()
+    };
+    let stopped = ids(&mut samples(1, &["ND"], Sampling::default()), vec![tokens(0, b"aN"), tokens(0, b"Dx"), tokens(0, b"y")]);
+    assert_eq!(stopped, b"aND".map(TokenId::from));
+    let end = finished(0, finished::FinishReason::Stop, Some(257));
+    assert_eq!(ids(&mut samples(1, &[], Sampling::default()), vec![tokens(0, b"a\xE2"), end]), [97, 0xE2, 257]);
+}
+
+#[test]
+fn logprobs_with_tokens_cover_the_stop_string_and_the_stop_token() {
+    let new = |stop: &[String]| {
+        let sampling = Sampling { logprobs: Some(0), ..Sampling::default() };
+        Samples::new(Arc::new(ServedModel::sim("m")), 1, stop, TextOptions::default(), &sampling, LogprobsWith::Tokens, None)
+    };
+    let check = |mut samples: Samples, replies: Vec<Message>, expected: &[TokenId]| {
+        replies.into_iter().for_each(|reply| samples.apply(reply).expect("the replies are valid"));
+        let mut found = Vec::new();
+        for event in samples.events.drain(..) {
+            let AnswerEvent::Delta(delta) = event else { panic!("only deltas are expected") };
+            let with_logprobs: Vec<TokenId> = delta.logprobs.iter().map(|entry| entry.token).collect();
+            assert_eq!(delta.token_ids, with_logprobs);
+            found.extend(with_logprobs);
+        }
+        assert_eq!(found, expected);
+    };
+    check(new(&["ND".to_owned()]), vec![tokens(0, b"a\xE2"), tokens(0, b"N"), tokens(0, b"Dx")], &[97, 0xE2, 78, 68]);
+    let end = Finished {
+        reason: finished::FinishReason::Stop.into(),
+        stop_token: Some(257),
+        stop_logprobs: Some(Token { token: 257, logprob: Some(-0.25), top: Vec::new() }),
+        ..Finished::default()
+    };
+    check(new(&[]), vec![tokens(0, b"a"), Message::Finished(end)], &[97, 257]);
+    let without = finished(0, finished::FinishReason::Stop, Some(257));
+    check(new(&[]), vec![tokens(0, b"a"), without], &[97, 257]);
 }
 
 #[test]

@@ -5,7 +5,8 @@ import { byId, count, el, inOrder } from './dom.js';
 const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
 const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
 
-async function ask(model) {
+async function ask() {
+  const model = byId('explain-model').value;
   const text = byId('prompt').value;
   const chat = byId('as').value === 'chat';
   const body = chat ? { model, messages: [{ role: 'user', content: text }] } : { model, prompt: text };
@@ -46,13 +47,23 @@ function table(prompt) {
       el('tbody', {}, ...rows)));
 }
 
-export function listenToExplain(model) {
+// Offers these models. The choice is shown only if there are several.
+export function offerModels(models) {
+  const choice = byId('explain-model');
+  byId('explain-models').hidden = models.length < 2;
+  if ([...choice.options].map((option) => option.value).join('\n') === models.join('\n')) return;
+  const chosen = choice.value;
+  choice.replaceChildren(...models.map((model) => el('option', { value: model }, model)));
+  if (models.includes(chosen)) choice.value = chosen;
+}
+
+export function listenToExplain() {
   const place = byId('explained');
   byId('explain-form').addEventListener('submit', async (event) => {
     event.preventDefault();
     place.replaceChildren(el('p', { class: 'note' }, 'Asking …'));
     try {
-      const prompt = await ask(model());
+      const prompt = await ask();
       place.replaceChildren(
         el('p', { class: 'explanation' }, prompt.explanation),
         el('p', { class: 'note' }, `${count(prompt.prompt_tokens)} tokens, ${count(prompt.reusable_blocks)} reusable blocks of ${count(prompt.block_size)} tokens`),

@@ -6,14 +6,13 @@ import { lineChart } from './charts.js';
 import { showCluster } from './cluster.js';
 import { firstTokens, forget, listenToRequests, newest, showRequests, showScatter, take } from './requests.js';
 import { listenToTimeline } from './timeline.js';
-import { listenToExplain } from './explain.js';
+import { listenToExplain, offerModels } from './explain.js';
 
 const PAUSE_MS = 2000;
 const ANSWER_MS = 10_000;
 
 let paused = false;
 let since = null;
-let model = '';
 let timer = null;
 let updating = false;
 
@@ -40,7 +39,7 @@ async function update() {
     get('dashboard/metrics').then((answer) => answer.text()),
     getRequests(),
   ]);
-  model = cluster.model;
+  offerModels(cluster.models);
   cluster.workers.sort(inOrder);
   cluster.workers.forEach(({ worker }) => colour(worker));
   take(requests);
@@ -115,5 +114,5 @@ new ResizeObserver(() => {
 }).observe(byId('overlap'));
 listenToRequests();
 listenToTimeline();
-listenToExplain(() => model);
+listenToExplain();
 updateLoop();

@@ -1,0 +1,68 @@
+//! Writes tools as texts of messages, for templates that cannot render tools. The texts have the format of Hermes and Qwen 2.5, which most
+//! models have seen in training.
+
+use crate::chat::{Message, Role, Tool};
+use serde_json::{Value, json};
+
+/// Returns the messages without tool calls and tool messages. If there are `tools`, the system message describes them, or the first user message if
+/// the template has no system message.
+pub(super) fn messages(given: &[Message], tools: &[Tool], system: bool) -> Vec<Message> {
+    let mut messages: Vec<Message> = Vec::with_capacity(given.len() + 1);
+    let mut follows_result = false;
+    for message in given {
+        let is_result = message.role == Role::Tool;
+        if is_result {
+            let result = format!("<tool_response>\n{}\n</tool_response>", text(message));
+            // Many templates require that user and assistant messages alternate, so the results of one answer become one message.
+            match messages.last_mut().filter(|_| follows_result) {
+                Some(previous) => append(previous, "\n", &result),
+                None => messages.push(Message::new(Role::User, result)),
+            }
+        } else {
+            messages.push(with_calls_as_text(message));
+        }
+        follows_result = is_result;
+    }
+    if !tools.is_empty() {
+        describe(&mut messages, tools, system);
+    }
+    messages
+}
+
+fn text(message: &Message) -> &str {
+    message.content.as_deref().unwrap_or_default()
+}
+
+fn append(message: &mut Message, separator: &str, text: &str) {
+    let content = message.content.get_or_insert_default();
+    if !content.is_empty() {
+        content.push_str(separator);
+    }
+    content.push_str(text);
+}
+
+fn with_calls_as_text(message: &Message) -> Message {
+    let mut plain = Message { tool_calls: Vec::new(), tool_call_id: None, ..message.clone() };
+    for call in &message.tool_calls {
+        let call = json!({ "name": call.name, "arguments": call.arguments });
+        append(&mut plain, "\n", &format!("<tool_call>\n{call}\n</tool_call>"));
+    }
+    plain
+}
+
+fn describe(messages: &mut Vec<Message>, tools: &[Tool], system: bool) {
+    let list: Vec<String> = tools.iter().map(|tool| Value::to_string(&tool.definition)).collect();
+    let description = format!(
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within \
+         <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function name and \
+         arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{\"name\": <function-name>, \"arguments\": \
+         <args-json-object>}}\n</tool_call>",
+        list.join("\n")
+    );
+    let role = if system { Role::System } else { Role::User };
+    match messages.iter_mut().find(|message| message.role == role) {
+        Some(first) if system => append(first, "\n\n", &description),
+        Some(first) => first.content = Some(format!("{description}\n\n{}", text(first))),
+        None => messages.insert(0, Message::new(role, description)),
+    }
+}

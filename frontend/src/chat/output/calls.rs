@@ -1,0 +1,237 @@
+//! Separates tool calls from the content of an answer.
+
+use super::{
+    ToolCallParser, ToolFormat,
+    format::After,
+    json::{End, Scanner, Start},
+    piece::Pieces,
+    reasoning::partial_suffix,
+};
+use crate::chat::{ToolChoice, Tools};
+use std::sync::Arc;
+
+/// Up to this many bytes, the beginning of a call is parsed again with every chunk. A longer beginning is parsed again only with a chunk that may end
+/// it.
+const EAGER_BYTES_MAX: usize = 4096;
+
+pub(super) struct Calls {
+    /// The model's own format, which determines the form of ids.
+    model: ToolCallParser,
+    parser: ToolCallParser,
+    tools: Arc<Tools>,
+    state: State,
+    /// The text that was received and is not processed yet.
+    held: String,
+    /// Line feeds at the end of the content. They are dropped if a call follows, because templates write them again.
+    line_feeds: usize,
+    /// The names of the special tokens in the text. They are tags and never content.
+    specials: Vec<String>,
+    count: usize,
+    /// Whether the answer has content or a call.
+    begun: bool,
+    /// Whether the latest piece was a call.
+    follows_call: bool,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    Text,
+    /// The text in `held` may begin with a call, after an opening tag of this many bytes.
+    Start {
+        tag: usize,
+    },
+    /// The text in `held` continues the arguments of the latest call.
+    Arguments {
+        scanner: Scanner,
+        nested: bool,
+    },
+    After {
+        nested: bool,
+    },
+    /// The answer has its only call, so all further text is ignored.
+    Complete,
+}
+
+impl Calls {
+    /// Returns `None` if the answer has no tool calls.
+    pub(super) fn new(format: &ToolFormat) -> Option<Self> {
+        let tools = &format.tools;
+        let (parser, state) = match &tools.choice {
+            ToolChoice::None => return None,
+            ToolChoice::Auto if format.parser == ToolCallParser::None => return None,
+            ToolChoice::Auto => (format.parser, State::Text),
+            // The answer is JSON of the schema that `Tools::required_schema` returns.
+            ToolChoice::Required | ToolChoice::Named(_) => (ToolCallParser::Json, State::Text),
+        };
+        let (held, specials, tools) = (String::new(), Vec::new(), Arc::clone(tools));
+        let model = format.parser;
+        Some(Self { model, parser, tools, state, held, line_feeds: 0, specials, count: 0, begun: false, follows_call: false })
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        matches!(self.state, State::Complete)
+    }
+
+    pub(super) fn opens_with(&self, tag: &str) -> bool {
+        self.parser.opens().contains(&tag)
+    }
+
+    pub(super) fn push(&mut self, text: &str, pieces: &mut Pieces) {
+        self.held.push_str(text);
+        let may_end = |byte| matches!(byte, b'}' | b'{' | b'>' | b']');
+        if !matches!(self.state, State::Start { .. }) || self.held.len() <= EAGER_BYTES_MAX || text.bytes().any(may_end) {
+            self.advance(false, pieces);
+        }
+    }
+
+    pub(super) fn special(&mut self, name: &str, pieces: &mut Pieces) {
+        match &self.state {
+            State::Text if !self.opens_with(name) => return,
+            State::Arguments { nested, .. } => self.state = State::After { nested: *nested },
+            _ => {}
+        }
+        if !self.specials.iter().any(|known| known == name) {
+            self.specials.push(name.to_owned());
+        }
+        self.push(name, pieces);
+    }
+
+    pub(super) fn finish(&mut self, pieces: &mut Pieces) {
+        self.advance(true, pieces);
+        if !self.follows_call {
+            pieces.content(&"\n".repeat(std::mem::take(&mut self.line_feeds)));
+        }
+    }
+
+    fn advance(&mut self, is_end: bool, pieces: &mut Pieces) {
+        while self.step(is_end, pieces) {}
+    }
+
+    /// Processes a part of the text. Returns whether another part can be processed.
+    fn step(&mut self, is_end: bool, pieces: &mut Pieces) -> bool {
+        match &mut self.state {
+            State::Text => return self.text(is_end, pieces),
+            State::Start { tag } => {
+                let tag = *tag;
+                match self.parser.start(&self.held[tag..], &self.tools) {
+                    Start::Undecided if !is_end => return false,
+                    Start::Call { name, at, nested } if self.knows(&name) => {
+                        self.call(name, pieces);
+                        self.held.drain(..tag + at);
+                        self.state = State::Arguments { scanner: Scanner::default(), nested };
+                    }
+                    Start::Whole { name, arguments, end } if self.knows(&name) => {
+                        let index = self.call(name, pieces);
+                        pieces.arguments(index, &arguments);
+                        self.held.drain(..tag + end);
+                        self.state = State::After { nested: false };
+                    }
+                    Start::Undecided | Start::NoCall | Start::Call { .. } | Start::Whole { .. } => {
+                        let tag: String = self.held.drain(..tag).collect();
+                        self.content(&tag, pieces);
+                        self.begun = true;
+                        self.state = State::Text;
+                    }
+                }
+            }
+            State::Arguments { scanner, nested } => {
+                let (end, next) = match scanner.scan(&self.held) {
+                    End::Later => (self.held.len(), None),
+                    End::Complete(end) | End::Broken(end) => (end, Some(State::After { nested: *nested })),
+                };
+                pieces.arguments(self.count - 1, &self.held[..end]);
+                self.held.drain(..end);
+                let Some(next) = next else { return false };
+                self.state = next;
+            }
+            State::After { .. } if self.tools.is_one_call() => self.state = State::Complete,
+            State::After { nested } => match self.parser.after(&self.held, *nested) {
+                After::Undecided if !is_end => return false,
+                // Only closing syntax is left in the text.
+                After::Undecided => {
+                    self.held.clear();
+                    self.state = State::Text;
+                }
+                After::Call(at) => {
+                    self.held.drain(..at);
+                    self.state = State::Start { tag: 0 };
+                }
+                After::Text(at) => {
+                    self.held.drain(..at);
+                    self.state = State::Text;
+                }
+            },
+            State::Complete => {
+                self.held.clear();
+                return false;
+            }
+        }
+        !self.held.is_empty() || matches!(self.state, State::After { .. })
+    }
+
+    fn text(&mut self, is_end: bool, pieces: &mut Pieces) -> bool {
+        if !self.begun && self.parser.has_untagged_calls() {
+            let begun = self.held.trim_start();
+            if begun.is_empty() && !is_end {
+                return false;
+            }
+            if begun.starts_with(['{', '[']) {
+                let tag = self.held.len() - begun.len();
+                self.state = if let ToolChoice::Named(name) = &self.tools.choice {
+                    let name = name.clone();
+                    self.held.drain(..tag);
+                    self.call(name, pieces);
+                    State::Arguments { scanner: Scanner::default(), nested: false }
+                } else {
+                    State::Start { tag }
+                };
+                return true;
+            }
+        }
+        let opens = self.parser.opens();
+        let found = opens.iter().filter_map(|tag| Some((self.held.find(tag)?, tag.len()))).min();
+        let end = match found {
+            Some((at, _)) => at,
+            None if is_end => self.held.len(),
+            None => self.held.len() - partial_suffix(&self.held, opens),
+        };
+        let text: String = self.held.drain(..end).collect();
+        self.content(&text, pieces);
+        if let Some((_, tag)) = found {
+            self.state = State::Start { tag };
+        }
+        found.is_some()
+    }
+
+    /// Returns whether the model may call a tool with this name. A call of another tool is content, like a malformed call.
+    fn knows(&self, name: &str) -> bool {
+        self.tools.list.iter().any(|tool| tool.name == name)
+    }
+
+    fn call(&mut self, name: String, pieces: &mut Pieces) -> usize {
+        let index = self.count;
+        pieces.tool_call(index, self.model.new_id(), name);
+        self.count += 1;
+        (self.begun, self.follows_call, self.line_feeds) = (true, true, 0);
+        index
+    }
+
+    fn content(&mut self, text: &str, pieces: &mut Pieces) {
+        let visible = self.specials.iter().fold(text.to_owned(), |text, name| text.replace(name, ""));
+        let visible = if self.follows_call { visible.trim_start_matches('\n') } else { visible.as_str() };
+        if visible.is_empty() {
+            return;
+        }
+        (self.begun, self.follows_call) = (true, false);
+        let body = visible.trim_end_matches('\n');
+        if !body.is_empty() {
+            pieces.content(&"\n".repeat(std::mem::take(&mut self.line_feeds)));
+            pieces.content(body);
+        }
+        self.line_feeds += visible.len() - body.len();
+    }
+}

@@ -1,0 +1,58 @@
+//! Prepares a conversation of any API: limits its text, renders and encodes it, and checks that the answer fits into the context.
+
+use super::{
+    context::{check_context, check_texts},
+    incoming::{Incoming, Job},
+    style::Style,
+};
+use crate::{
+    error::ApiError,
+    model::{Served, ServedModel},
+    request::chat::{Chat, Encoded},
+};
+use std::sync::Arc;
+
+/// Returns the job that answers the conversation.
+///
+/// # Errors
+/// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
+pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, style: Style) -> Result<Job, ApiError> {
+    check(incoming, &served.model, &chat)?;
+    incoming.reserve(1, &chat.options)?;
+    incoming.check_constraint(&chat.options).await?;
+    let (mut chat, Encoded { mut tokens, format }) = encode(incoming, &served.model, chat).await?;
+    incoming.body.clear();
+    if let Some(marker) = format.reasoning_end() {
+        chat.options.begin_constraint_after(marker);
+    }
+    let (new_tokens, limit_param) = match (chat.max_tokens, chat.options.sampling.min_tokens) {
+        (Some(max_tokens), _) => (max_tokens, chat.limit_param),
+        (None, 0) => (1, chat.limit_param),
+        (None, min_tokens) => (min_tokens, "min_tokens"),
+    };
+    if let Some(truncation) = chat.options.truncation {
+        truncation.apply(&mut tokens, served.model.context_length.saturating_sub(new_tokens) as usize);
+    }
+    check_context(&served.model, tokens.len(), new_tokens, "messages", limit_param)?;
+    let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);
+    Ok(Job { served, prompts: vec![(prompt, None)], options: chat.options, style, pieces: Some(Arc::new(format)) })
+}
+
+/// Returns the number of tokens of the conversation's prompt.
+///
+/// # Errors
+/// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
+pub(super) async fn count(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
+    check(incoming, model, &chat)?;
+    encode(incoming, model, chat).await.map(|(_, encoded)| encoded.tokens.len())
+}
+
+fn check(incoming: &Incoming, model: &ServedModel, chat: &Chat) -> Result<(), ApiError> {
+    chat.check_template(incoming.app.trusts_templates)?;
+    check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation.is_some(), "messages")
+}
+
+async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), ApiError> {
+    let (encoder, bytes) = (Arc::clone(model), chat.encoding_bytes());
+    incoming.encode(bytes, move || chat.encode(&encoder).map(|encoded| (chat, encoded))).await
+}

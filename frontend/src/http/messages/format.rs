@@ -1,0 +1,201 @@
+//! Writes answers in the format of Anthropic's Messages API. A stream has `message_start`, then the start, deltas and stop of each content
+//! block, then `message_delta` with the stop reason and the usage, then `message_stop`.
+
+use super::{
+    super::{
+        answer::Run,
+        sse::{Format, write_named},
+    },
+    errors,
+};
+use crate::{
+    chat::Piece,
+    error::ApiError,
+    stream::{AnswerEvent, Delta, FinishReason},
+    usage::Usage,
+};
+use serde_json::{Value, json};
+
+/// The event that Anthropic's API sends in pauses. Its clients skip it.
+const PING: &[u8] = b"event: ping\ndata: {\"type\": \"ping\"}\n\n";
+
+pub(in crate::http) struct Message {
+    run: Run,
+    streamed: bool,
+    /// The content of the answer. The last block may be open. The blocks of a streamed answer have no text.
+    blocks: Vec<Block>,
+    /// Whether the last block may still grow.
+    open: bool,
+    stop_reason: Option<&'static str>,
+    stop_sequence: Option<String>,
+}
+
+enum Block {
+    Thinking(String),
+    Text(String),
+    ToolUse { id: String, name: String, input: String },
+}
+
+impl Message {
+    pub(in crate::http) fn new(run: Run, streamed: bool) -> Self {
+        Self { run, streamed, blocks: Vec::new(), open: false, stop_reason: None, stop_sequence: None }
+    }
+
+    fn message(&self, content: Vec<Value>) -> Value {
+        json!({
+            "id": self.run.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.run.model.id,
+            "content": content,
+            "stop_reason": self.stop_reason,
+            "stop_sequence": self.stop_sequence,
+            "usage": usage(&self.run.progress.usage()),
+        })
+    }
+
+    fn delta(&mut self, out: &mut Vec<u8>, delta: Delta) {
+        for piece in delta.pieces {
+            match piece {
+                Piece::Reasoning(text) => {
+                    if !self.open || !matches!(self.blocks.last(), Some(Block::Thinking(_))) {
+                        self.begin(out, Block::Thinking(String::new()));
+                    }
+                    self.grow(out, &text);
+                }
+                Piece::Content(text) => {
+                    if !self.open || !matches!(self.blocks.last(), Some(Block::Text(_))) {
+                        self.begin(out, Block::Text(String::new()));
+                    }
+                    self.grow(out, &text);
+                }
+                Piece::ToolCall { id, name, .. } => self.begin(out, Block::ToolUse { id, name, input: String::new() }),
+                Piece::Arguments { text, .. } => self.grow(out, &text),
+            }
+        }
+        if let Some(finish) = delta.finish {
+            self.stop_reason = Some(match finish {
+                FinishReason::Stop if delta.stop_string.is_some() => "stop_sequence",
+                FinishReason::Stop => "end_turn",
+                FinishReason::Length => "max_tokens",
+                FinishReason::ToolCalls => "tool_use",
+            });
+            self.stop_sequence = delta.stop_string;
+        }
+    }
+
+    /// Closes the open block, and begins another one.
+    fn begin(&mut self, out: &mut Vec<u8>, block: Block) {
+        self.close(out);
+        let start = json!({ "type": "content_block_start", "index": self.blocks.len(), "content_block": block.json() });
+        self.blocks.push(block);
+        self.open = true;
+        self.event(out, &start);
+    }
+
+    /// Appends a text to the open block.
+    fn grow(&mut self, out: &mut Vec<u8>, text: &str) {
+        let index = self.blocks.len().saturating_sub(1);
+        let Some(block) = self.blocks.last_mut() else { return };
+        if !self.streamed {
+            block.text().push_str(text);
+            return;
+        }
+        let delta = match block {
+            Block::Thinking(_) => json!({ "type": "thinking_delta", "thinking": text }),
+            Block::Text(_) => json!({ "type": "text_delta", "text": text }),
+            Block::ToolUse { .. } => json!({ "type": "input_json_delta", "partial_json": text }),
+        };
+        self.event(out, &json!({ "type": "content_block_delta", "index": index, "delta": delta }));
+    }
+
+    fn close(&mut self, out: &mut Vec<u8>) {
+        if std::mem::take(&mut self.open) {
+            self.event(out, &json!({ "type": "content_block_stop", "index": self.blocks.len() - 1 }));
+        }
+    }
+
+    /// Writes an event, which has the name of its type.
+    fn event(&self, out: &mut Vec<u8>, data: &Value) {
+        if self.streamed {
+            write_named(out, data["type"].as_str().unwrap_or_default(), data);
+        }
+    }
+
+    fn add_details(&self, data: &mut Value) {
+        if self.run.details {
+            data["tandem"] = json!(self.run.progress.details());
+        }
+    }
+}
+
+impl Format for Message {
+    fn run(&mut self) -> &mut Run {
+        &mut self.run
+    }
+
+    fn write(&mut self, out: &mut Vec<u8>, _: usize, event: AnswerEvent) -> Result<(), ApiError> {
+        match event {
+            AnswerEvent::Started(_) => self.event(out, &json!({ "type": "message_start", "message": self.message(Vec::new()) })),
+            AnswerEvent::Delta(delta) => self.delta(out, delta),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn write_end(&mut self, out: &mut Vec<u8>) {
+        self.close(out);
+        if self.streamed {
+            let stop = json!({ "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence });
+            let mut delta = json!({ "type": "message_delta", "delta": stop, "usage": usage(&self.run.progress.usage()) });
+            self.add_details(&mut delta);
+            self.event(out, &delta);
+            self.event(out, &json!({ "type": "message_stop" }));
+            return;
+        }
+        let mut message = self.message(self.blocks.iter().map(Block::json).collect());
+        self.add_details(&mut message);
+        serde_json::to_writer(out, &message).expect("the keys of an answer are strings");
+    }
+
+    fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
+        write_named(out, "error", &errors::body(error, &self.run.request_id));
+    }
+
+    fn keep_alive(&self) -> &'static [u8] {
+        PING
+    }
+}
+
+impl Block {
+    fn text(&mut self) -> &mut String {
+        match self {
+            Self::Thinking(text) | Self::Text(text) | Self::ToolUse { input: text, .. } => text,
+        }
+    }
+
+    fn json(&self) -> Value {
+        match self {
+            // Only Anthropic's models sign their thinking.
+            Self::Thinking(text) => json!({ "type": "thinking", "thinking": text, "signature": "" }),
+            Self::Text(text) => json!({ "type": "text", "text": text }),
+            Self::ToolUse { id, name, input } => {
+                // The arguments are no object if the answer's limit of tokens cut them off.
+                let input = serde_json::from_str::<Value>(input).ok().filter(Value::is_object).unwrap_or_else(|| json!({}));
+                json!({ "type": "tool_use", "id": id, "name": name, "input": input })
+            }
+        }
+    }
+}
+
+/// Returns Anthropic's object `usage`. The three counts of input tokens add up to the prompt. Nothing is charged for storing tokens in a
+/// cache, so tokens that were not cached are all plain input.
+fn usage(usage: &Usage) -> Value {
+    let cached = usage.prompt_tokens_details.cached_tokens;
+    json!({
+        "input_tokens": usage.prompt_tokens - cached.unwrap_or_default().min(usage.prompt_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+    })
+}

@@ -1,0 +1,76 @@
+//! `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
+
+use super::{app::App, context::prompt_bytes_max, incoming::Incoming, lifecycle::handle, token::token_text};
+use crate::{
+    error::{ApiError, Problem, at_most},
+    metrics::Endpoint,
+    model::ServedModel,
+    prompt::{EncodeError, Special},
+    request::{ChatRequest, DetokenizeRequest, TokenizeRequest, ids},
+};
+use axum::{
+    Json,
+    extract::{Request, State},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use serde_json::json;
+use std::sync::Arc;
+use tandem_kv::TokenId;
+
+pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response {
+    handle(app, Endpoint::Tokenize, request, count).await
+}
+
+pub(super) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
+    handle(app, Endpoint::Detokenize, request, decode).await
+}
+
+async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
+    let request: TokenizeRequest = incoming.parse(body.clone()).await?;
+    let model = incoming.served_or_only(request.model.as_deref())?.model;
+    let encoder = Arc::clone(&model);
+    let tokens = match (request.prompt, request.messages) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::invalid("prompt", Problem::Rule { rule: "and 'messages' exclude each other" }));
+        }
+        (None, None) => return Err(ApiError::invalid("prompt", Problem::Missing)),
+        (Some(text), None) => {
+            check_bytes(&model, text.len(), "prompt")?;
+            let bos = model.bos.filter(|_| request.add_special_tokens.unwrap_or(true));
+            let bytes = text.len();
+            let encode = move || encoder.tokenizer.encode(&text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal);
+            let encoded = incoming.encode(bytes, encode).await?;
+            bos.into_iter().chain(encoded).collect::<Vec<TokenId>>()
+        }
+        // A conversation has the same fields here as in a request for its answer.
+        (None, Some(_)) => {
+            let chat = incoming.parse::<ChatRequest>(body).await?.check(&model)?;
+            chat.check_template(incoming.app.trusts_templates)?;
+            check_bytes(&model, chat.text_bytes(), "messages")?;
+            incoming.encode(chat.encoding_bytes(), move || chat.encode(&encoder)).await?.tokens
+        }
+    };
+    let texts = request.return_token_strs.unwrap_or(false);
+    let token_strs = texts.then(|| tokens.iter().map(|token| token_text(&model, *token)).collect::<Vec<_>>());
+    let (count, max_model_len) = (tokens.len(), model.context_length);
+    let answer = json!({ "count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": token_strs });
+    Ok(Json(answer).into_response())
+}
+
+async fn decode(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiError> {
+    let request: DetokenizeRequest = incoming.parse(body).await?;
+    let model = incoming.served_or_only(request.model.as_deref())?.model;
+    let tokens = request.tokens.map(ids).ok_or_else(|| ApiError::invalid("tokens", Problem::Missing))?;
+    let vocab_size = model.tokenizer.vocab_size();
+    if tokens.iter().any(|token| *token as usize >= vocab_size) {
+        return Err(ApiError::invalid("tokens", Problem::Vocabulary { vocab_size }));
+    }
+    let prompt = incoming.encode(tokens.len(), move || Ok(model.tokenizer.decode(&tokens))).await?;
+    Ok(Json(json!({ "prompt": prompt })).into_response())
+}
+
+/// Checks the size of a prompt's text. Unlike a prompt that is to be answered, it may have more tokens than the context.
+fn check_bytes(model: &ServedModel, bytes: usize, param: &'static str) -> Result<(), ApiError> {
+    at_most(param, bytes, prompt_bytes_max(model.context_length), "bytes of text")
+}

@@ -1,0 +1,149 @@
+//! TLS on the API's listener. Certificate and key are read again when their files change; open connections keep the old ones.
+
+use parking_lot::RwLock;
+use rustls::{
+    ServerConfig,
+    pki_types::{
+        CertificateDer, PrivateKeyDer,
+        pem::{Error as PemError, PemObject},
+    },
+};
+use std::{convert::Infallible, io, path::PathBuf, sync::Arc, time::Duration};
+use tandem_node::{Metrics, retry::error_chain, watched_file::WatchedFile};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+/// The maximum size of a file. Chains of certificates have some kilobytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+/// The maximum time of a handshake. A client on another continent needs less than a second.
+const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
+
+/// A certificate and its key that were read at the start, for [`FrontendSettings::tls`](crate::FrontendSettings::tls).
+#[derive(Debug)]
+pub struct TlsFiles {
+    certificate: File,
+    key: File,
+    config: Arc<ServerConfig>,
+}
+
+#[derive(Debug)]
+struct File {
+    path: PathBuf,
+    text: String,
+    watched: WatchedFile,
+}
+
+/// A certificate or a key that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
+pub enum TlsFilesError {
+    #[error("{} cannot be read", .path.display())]
+    Unreadable { path: PathBuf, source: io::Error },
+    #[error("{} has no certificate in PEM format; give the chain of certificates, that of the server first", .path.display())]
+    NoCertificate { path: PathBuf },
+    #[error("{} is not in PEM format", .path.display())]
+    Pem { path: PathBuf, source: PemError },
+    #[error("the certificate in {} and the key in {} cannot be used together", .certificate.display(), .key.display())]
+    Pair { certificate: PathBuf, key: PathBuf, source: rustls::Error },
+}
+
+impl TlsFiles {
+    /// Reads a chain of certificates and the private key of the first one, both in PEM format.
+    ///
+    /// # Errors
+    /// A file cannot be read or parsed, or the key is not that of the certificate.
+    pub fn open(certificate: PathBuf, key: PathBuf) -> Result<Self, TlsFilesError> {
+        let open = |path: PathBuf| match WatchedFile::open(path.clone(), FILE_BYTES_MAX) {
+            Ok((text, watched)) => Ok(File { path, text, watched }),
+            Err(source) => Err(TlsFilesError::Unreadable { path, source }),
+        };
+        let (certificate, key) = (open(certificate)?, open(key)?);
+        let config = config(&certificate, &key)?;
+        Ok(Self { certificate, key, config })
+    }
+}
+
+fn config(certificate: &File, key: &File) -> Result<Arc<ServerConfig>, TlsFilesError> {
+    let pem = |file: &File| {
+        let path = file.path.clone();
+        move |source| TlsFilesError::Pem { path, source }
+    };
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(certificate.text.as_bytes()).collect();
+    let chain = chain.map_err(pem(certificate))?;
+    if chain.is_empty() {
+        return Err(TlsFilesError::NoCertificate { path: certificate.path.clone() });
+    }
+    let secret = PrivateKeyDer::from_pem_slice(key.text.as_bytes()).map_err(pem(key))?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let config = config.expect("ring has the default protocols").with_no_client_auth().with_single_cert(chain, secret);
+    let mut config =
+        config.map_err(|source| TlsFilesError::Pair { certificate: certificate.path.clone(), key: key.path.clone(), source })?;
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
+/// Accepts TLS connections with the current certificate. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Tls {
+    config: Arc<RwLock<Arc<ServerConfig>>>,
+}
+
+impl Tls {
+    /// Returns the acceptor, and a future that follows changes of the files for ever. If the files cannot be used, the old ones stay in use.
+    pub(crate) fn new(files: TlsFiles, metrics: &Metrics) -> (Self, impl Future<Output = Infallible> + use<>) {
+        let TlsFiles { mut certificate, mut key, config: first } = files;
+        let outdated = metrics.gauge(
+            "tandem_frontend_tls_outdated",
+            "1 while the files of the certificate cannot be used, so that the last valid ones stay in use.",
+            &[],
+        );
+        outdated.set(0.0);
+        let tls = Self { config: Arc::new(RwLock::new(first)) };
+        let current = Arc::clone(&tls.config);
+        let watch = async move {
+            loop {
+                let changed = tokio::select! {
+                    changed = certificate.watched.changed() => (changed, &mut certificate),
+                    changed = key.watched.changed() => (changed, &mut key),
+                };
+                let read = match changed {
+                    (Ok(text), file) => {
+                        file.text = text;
+                        config(&certificate, &key)
+                    }
+                    (Err(source), file) => Err(TlsFilesError::Unreadable { path: file.path.clone(), source }),
+                };
+                match read {
+                    Ok(config) => {
+                        tracing::info!("the TLS certificate was read again");
+                        *current.write() = config;
+                        outdated.set(0.0);
+                    }
+                    // A new certificate and its key are written one after the other, so this may be so for a second.
+                    Err(error) => {
+                        tracing::error!(error = error_chain(&error), "the last valid TLS certificate stays in use");
+                        outdated.set(1.0);
+                    }
+                }
+            }
+        };
+        (tls, watch)
+    }
+
+    /// Returns the encrypted stream; `None` if the handshake fails or takes too long.
+    pub(super) async fn accept<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> Option<TlsStream<S>> {
+        let config = Arc::clone(&self.config.read());
+        match tokio::time::timeout(HANDSHAKE_MAX, TlsAcceptor::from(config).accept(stream)).await {
+            Ok(Ok(stream)) => Some(stream),
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a client's TLS handshake failed");
+                None
+            }
+            Err(_) => {
+                tracing::debug!("a client's TLS handshake took too long");
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Finds out what a template can render, by rendering short conversations.
+
+use super::{ChatTemplate, RenderError};
+use crate::chat::{Abilities, Conversation, Message, MessageForm, Role, TemplateOptions, Tool, ToolCall, ToolChoice, Tools};
+use serde_json::{Map, json};
+
+/// The names in the test conversations, which no template contains.
+const NAME: &str = "tandem_probe";
+const PARAMETER: &str = "tandem_probed";
+/// The id of a tool call in the test conversations. Mistral's templates accept only ids of nine letters and digits.
+const ID: &str = "a1b2c3d4e";
+
+/// The error of a template that exceeds its limits for a short conversation.
+pub(super) struct Endless;
+
+/// Returns the template's abilities.
+///
+/// # Errors
+/// Fails if the template exceeds its limits.
+pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abilities, Endless> {
+    let rendered = |messages: Vec<Message>, tools: Tools, abilities: Abilities| {
+        let conversation = Conversation { messages, tools, template: TemplateOptions::default() };
+        match template.render(conversation.variables(abilities), bytes_max) {
+            Ok(text) => Ok(Some(text)),
+            Err(RenderError::Refused(_)) => Ok(None),
+            Err(RenderError::Steps | RenderError::TooLong) => Err(Endless),
+        }
+    };
+    let text = |role, text: &str| Message::new(role, text);
+    let [user, answer] = [Role::User, Role::Assistant].map(|role| text(role, "a"));
+    let without = |messages: Vec<Message>| rendered(messages, Tools::default(), Abilities::default());
+    without(vec![user.clone()])?;
+    let system = without(vec![text(Role::System, NAME), user.clone(), answer, user.clone()])?;
+    let system = system.is_some_and(|text| text.contains(NAME));
+
+    let tool = Tool::function(NAME.to_owned(), Some("b".to_owned()), json!({ "type": "object", "properties": {} }));
+    let tools = Tools { list: vec![tool], choice: ToolChoice::Auto, parallel: true };
+    let arguments = Map::from_iter([(PARAMETER.to_owned(), 1.into())]);
+    let call = ToolCall { id: Some(ID.to_owned()), name: NAME.to_owned(), arguments };
+    let called = Message { content: None, tool_calls: vec![call], ..text(Role::Assistant, "") };
+    let result = Message { tool_call_id: Some(ID.to_owned()), name: Some(NAME.to_owned()), ..text(Role::Tool, "result") };
+    let forms = [(false, false), (true, false), (false, true), (true, true)];
+    for (null_content, text_arguments) in forms {
+        let form = MessageForm { null_content, text_arguments };
+        let able = Abilities { tools: Some(form), system };
+        if rendered(vec![user.clone()], tools.clone(), able)?.is_none_or(|text| !text.contains(NAME)) {
+            break;
+        }
+        let history = rendered(vec![user.clone(), called.clone(), result.clone()], tools.clone(), able)?;
+        if history.is_some_and(|text| text.contains(PARAMETER) && text.contains("result")) {
+            return Ok(able);
+        }
+    }
+    Ok(Abilities { tools: None, system })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,229 @@
+//! Compares the tokenizer with Hugging Face's `tokenizers`, SentencePiece and llama.cpp.
+
+use super::*;
+use crate::stream::Detokenizer;
+use ring::digest::{SHA256, digest};
+use std::collections::BTreeMap;
+
+/// The goldens of `ci/goldens/make_tokenizers.py`.
+#[derive(serde::Deserialize)]
+struct Goldens {
+    fragments: Vec<String>,
+    texts: usize,
+    json: BTreeMap<String, Golden>,
+    gguf: BTreeMap<String, Golden>,
+}
+
+#[derive(serde::Deserialize)]
+struct Golden {
+    /// The content of the `tokenizer.json`.
+    #[serde(default)]
+    file: serde_json::Value,
+    /// The fields of a GGUF file.
+    data: Option<Data>,
+    /// The name of the pre-tokenizer of the `tokenizer.json` in GGUF files.
+    pre: Option<String>,
+    ids: String,
+    texts: String,
+}
+
+#[derive(serde::Deserialize)]
+struct Data {
+    tokens: Vec<String>,
+    scores: Vec<f32>,
+    token_types: Vec<i32>,
+    add_space_prefix: bool,
+}
+
+fn goldens() -> Goldens {
+    serde_json::from_str(include_str!("../../../../../ci/goldens/tokenizers.json")).expect("the goldens have their format")
+}
+
+impl Goldens {
+    /// Returns the texts, which are the same as those of the script.
+    fn texts(&self) -> Vec<String> {
+        let mut state = 1_u64;
+        let mut number = |limit: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % limit
+        };
+        let mut text = || -> String { (0..number(12)).map(|_| self.fragments[number(self.fragments.len())].as_str()).collect() };
+        (0..self.texts).map(|_| text()).collect()
+    }
+}
+
+fn digits(bytes: &[u8]) -> String {
+    format!("{:02x}", digest(&SHA256, bytes).as_ref()[0])
+}
+
+/// Returns the text of a stream of tokens, each decoded when it arrives.
+fn streamed(tokenizer: &Tokenizer, ids: &[TokenId]) -> String {
+    let (mut text, mut detokenizer) = (String::new(), Detokenizer::default());
+    ids.iter().for_each(|id| detokenizer.push(tokenizer.bytes(*id), &mut text));
+    detokenizer.finish(&mut text);
+    text
+}
+
+/// Compares a tokenizer's ids and texts with the golden. Returns the differences.
+fn differences(tokenizer: &Tokenizer, golden: &Golden, texts: &[String], special: Special) -> Vec<String> {
+    let digits_of = |all: &str, index: usize| all[2 * index..2 * index + 2].to_owned();
+    let mut differences = Vec::new();
+    for (index, text) in texts.iter().enumerate() {
+        let ids = tokenizer.encode(text, special).expect("every text can be encoded");
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let decoded = tokenizer.decode(&ids);
+        if digits(&bytes) != digits_of(&golden.ids, index) {
+            let pieces: Vec<_> = ids.iter().map(|id| String::from_utf8_lossy(tokenizer.bytes(*id))).collect();
+            differences.push(format!("{text:?} has the ids {ids:?}, {pieces:?}"));
+        } else if digits(decoded.as_bytes()) != digits_of(&golden.texts, index) {
+            differences.push(format!("{text:?} is decoded to {decoded:?}"));
+        }
+        let streamed = streamed(tokenizer, &ids);
+        assert!(streamed == decoded || streamed.strip_prefix(' ') == Some(&decoded), "{streamed:?} and {decoded:?}");
+    }
+    differences
+}
+
+fn assert_none(name: &str, differences: &[String]) {
+    let few = differences.iter().take(20).cloned().collect::<Vec<_>>().join("\n");
+    assert!(differences.is_empty(), "{name}: {} texts differ:\n{few}", differences.len());
+}
+
+#[test]
+fn tokenizer_json_of_all_families_gives_the_ids_and_texts_of_hugging_face() {
+    let goldens = goldens();
+    let texts = goldens.texts();
+    assert_eq!((goldens.json.len(), texts.len()), (11, 3_000));
+    for (name, golden) in &goldens.json {
+        let json = serde_json::to_vec(&golden.file).expect("a JSON value can be serialized");
+        let (tokenizer, _) = Tokenizer::from_json(&json).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_none(name, &differences(&tokenizer, golden, &texts, Special::Parsed));
+    }
+}
+
+#[test]
+fn pre_tokenizers_of_gguf_files_give_the_ids_of_the_same_tokenizer_json() {
+    let goldens = goldens();
+    let texts = goldens.texts();
+    let named: Vec<_> = goldens.json.values().filter_map(|golden| Some((golden, golden.pre.as_ref()?))).collect();
+    assert_eq!(named.len(), 7);
+    for (golden, pre) in named {
+        let model = &golden.file["model"];
+        let vocabulary: BTreeMap<String, usize> =
+            serde_json::from_value(model["vocab"].clone()).expect("the vocabulary is a map");
+        let added = golden.file["added_tokens"].as_array().expect("the file has a list of added tokens");
+        let mut tokens = vec![String::new(); vocabulary.len()];
+        vocabulary.into_iter().for_each(|(text, id)| tokens[id] = text);
+        let mut token_types = vec![kind::NORMAL; tokens.len()];
+        for token in added {
+            tokens.push(token["content"].as_str().expect("a token has a text").to_owned());
+            token_types.push(if token["special"] == true { kind::CONTROL } else { kind::USER_DEFINED });
+        }
+        let merges: Vec<(String, String)> = serde_json::from_value(model["merges"].clone()).expect("merges are pairs");
+        let data = TokenizerData {
+            tokens,
+            token_types,
+            merges: merges.iter().map(|(left, right)| format!("{left} {right}")).collect(),
+            pre: pre.clone(),
+            model: "gpt2".into(),
+            ..TokenizerData::default()
+        };
+        let gguf = Tokenizer::from_data(&data).expect("the tokenizer is supported");
+        // A GGUF file does not name the tokens that include the white space around them.
+        let without_spaces: Vec<&String> = texts.iter().filter(|text| !text.contains("<tool>")).collect();
+        let (json, _) =
+            Tokenizer::from_json(&serde_json::to_vec(&golden.file).expect("a JSON value can be serialized")).expect(pre);
+        for text in without_spaces {
+            let ids = |tokenizer: &Tokenizer| tokenizer.encode(text, Special::Parsed).expect("every text can be encoded");
+            assert_eq!(ids(&gguf), ids(&json), "{pre}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn sentence_piece_of_gguf_files_gives_its_ids_and_texts() {
+    let goldens = goldens();
+    let texts = goldens.texts();
+    for (name, golden) in &goldens.gguf {
+        let tokenizer = Tokenizer::from_data(&sentence_piece_data(golden)).expect("the tokenizer is supported");
+        // SentencePiece adds no space to an empty text.
+        let filled: Vec<(usize, &String)> = texts.iter().enumerate().filter(|(_, text)| !text.is_empty()).collect();
+        assert!(filled.len() > 2_500);
+        assert_none(name, &differences(&tokenizer, golden, &texts, Special::Text));
+    }
+}
+
+fn sentence_piece_data(golden: &Golden) -> TokenizerData {
+    let data = golden.data.as_ref().expect("the golden is of a GGUF file");
+    TokenizerData {
+        tokens: data.tokens.clone(),
+        scores: data.scores.clone(),
+        token_types: data.token_types.clone(),
+        add_space_prefix: data.add_space_prefix,
+        model: "llama".into(),
+        ..TokenizerData::default()
+    }
+}
+
+#[test]
+fn names_of_control_tokens_in_guarded_text_stay_text_in_all_families() {
+    let goldens = goldens();
+    let texts = goldens.texts();
+    let json = goldens.json.iter().map(|(name, golden)| {
+        let json = serde_json::to_vec(&golden.file).expect("a JSON value can be serialized");
+        (name, Tokenizer::from_json(&json).expect("the tokenizer is supported").0)
+    });
+    let gguf = goldens
+        .gguf
+        .iter()
+        .map(|(name, golden)| (name, Tokenizer::from_data(&sentence_piece_data(golden)).expect("the tokenizer is supported")));
+    for (name, tokenizer) in json.chain(gguf) {
+        for text in &texts {
+            let guard = Tokenizer::guard([text.as_str()].into_iter()).expect("a guard character is free");
+            let ids = tokenizer.encode_guarded(&tokenizer.mark(text, guard), guard).expect("every text can be encoded");
+            let control: Vec<_> = ids.iter().filter(|id| tokenizer.is_special(**id)).collect();
+            // A tokenizer without byte tokens encodes characters that it does not know as an unknown token.
+            let unknown = |id: &&u32| name == "unigram" && tokenizer.bytes(**id) == b"<unk>";
+            assert!(control.iter().all(unknown), "{name}: {text:?} has the control tokens {control:?}");
+        }
+    }
+}
+
+/// Compares with the ids of the models' own tokenizers, which llama.cpp stores with their vocabularies in the folder `models` of its repository.
+#[test]
+#[ignore = "needs TANDEM_VOCABULARIES, a folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files"]
+fn vocabularies_of_real_models_give_their_ids() {
+    const NAMES: [&str; 12] = [
+        "llama-spm",
+        "phi-3",
+        "gemma-4",
+        "llama-bpe",
+        "qwen2",
+        "qwen35",
+        "deepseek-coder",
+        "gpt-2",
+        "mpt",
+        "command-r",
+        "refact",
+        "starcoder",
+    ];
+    let folder = std::path::PathBuf::from(std::env::var_os("TANDEM_VOCABULARIES").expect("TANDEM_VOCABULARIES is set"));
+    let mut failed = Vec::new();
+    for name in NAMES {
+        let file = |ending: &str| folder.join(format!("ggml-vocab-{name}.gguf{ending}"));
+        let data = tandem_model::Gguf::open(&file("")).expect("the file is GGUF").tokenizer().expect("the file has a tokenizer");
+        let tokenizer = Tokenizer::from_data(&data).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let texts = std::fs::read_to_string(file(".inp")).expect("the texts can be read");
+        let ids = std::fs::read_to_string(file(".out")).expect("the ids can be read");
+        let texts: Vec<&str> = texts.split("\n__ggml_vocab_test__\n").collect();
+        for (text, line) in texts.iter().zip(ids.lines()) {
+            let expected: Vec<TokenId> = line.split_whitespace().map(|id| id.parse().expect("an id is a number")).collect();
+            let found = tokenizer.encode(text, Special::Text).expect("every text can be encoded");
+            if found != expected {
+                failed.push(format!("{name}: {text:?}: found {found:?}, expected {expected:?}"));
+            }
+            assert_eq!(streamed(&tokenizer, &found).trim_start_matches(' '), text.trim_start_matches(' '), "{name}");
+        }
+    }
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}

@@ -1,0 +1,250 @@
+//! The request of `/v1/messages` (Anthropic's API), which is converted to a chat.
+
+use super::{
+    anthropic_fields::{Block, Blocks, Choice, OutputConfig, Thinking, Turn},
+    chat::Chat,
+    fields::{Bounded, MESSAGES_MAX, Stop},
+    parameters::{ChatRequest, MessagesRequest},
+    tools::{RawChoice, RawTools},
+};
+use crate::{
+    chat::{Message, Role, ToolCall},
+    error::{ApiError, Problem, at_most},
+    model::ServedModel,
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+/// The beginning of a block that a client puts before its system prompt for Anthropic's billing. It differs in every request, so it would
+/// keep the rest of the prompt from being found in a cache.
+const BILLING: &str = "x-anthropic-billing-header";
+/// The variables with which chat templates switch thinking on and off.
+const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
+
+/// Returns the name that a field of a chat has in this API.
+pub(crate) fn name(chat: &str) -> String {
+    match chat {
+        "stop" => "stop_sequences".to_owned(),
+        "continue_final_message" => "messages".to_owned(),
+        "reasoning_effort" => "output_config.effort".to_owned(),
+        _ if chat.starts_with("tool") => chat.replace(".function.parameters", ".input_schema").replace(".function", ""),
+        _ => {
+            chat.replace("response_format.json_schema", "output_config.format").replace("response_format", "output_config.format")
+        }
+    }
+}
+
+impl MessagesRequest {
+    /// Checks the request for an answer.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
+    pub(crate) fn check(self, model: &ServedModel) -> Result<Chat, ApiError> {
+        if self.max_tokens.is_none() {
+            return Err(ApiError::invalid("max_tokens", Problem::Missing));
+        }
+        self.check_prompt(model)
+    }
+
+    /// Checks the request for the number of tokens of its prompt.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
+    pub(crate) fn check_prompt(mut self, model: &ServedModel) -> Result<Chat, ApiError> {
+        let messages = messages(self.system.take(), self.messages.take())?;
+        let continued = messages.last().is_some_and(|last| last.role == Role::Assistant);
+        if continued && messages.last().is_some_and(|last| !last.tool_calls.is_empty()) {
+            let rule = "must not end with tool_use blocks; the user's next message has their tool_result blocks";
+            return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+        }
+        let (kwargs, include_reasoning) = thinking(self.thinking.take())?;
+        let OutputConfig { effort, format } = self.output_config.take().unwrap_or_default();
+        let (choice, parallel) = self.tool_choice.take().map_or(Ok((None, None)), Choice::check)?;
+        let Bounded(tools) = self.tools.take().unwrap_or_default();
+        let tools = RawTools { tools: Some(Bounded(tools.into_iter().map(chat_tool).collect())), choice, parallel };
+        let stop = self.stop_sequences.take();
+        let check = || {
+            let mut chat = ChatRequest::from(self.take_common()?);
+            chat.response_format = format.map(chat_format);
+            if let Some(Bounded(stop)) = stop {
+                chat.stop = Some(Stop(stop));
+            }
+            chat.max_tokens = self.max_tokens;
+            chat.continue_final_message = continued.then_some(true);
+            chat.chat_template_kwargs = Some(kwargs);
+            (chat.include_reasoning, chat.reasoning_effort) = (Some(include_reasoning), effort);
+            chat.check_with(messages, tools, model)
+        };
+        let chat = check().map_err(|error| error.renamed(name))?;
+        chat.options.check_one_text()?;
+        Ok(chat)
+    }
+}
+
+/// Returns the variables of the chat template, and whether the answer shows the model's thinking. As in Anthropic's API, the model thinks
+/// only if the client requests it. A model that always thinks does so without showing it.
+fn thinking(config: Option<Thinking>) -> Result<(Map<String, Value>, bool), ApiError> {
+    let Some(Thinking { kind, display }) = config else { return Ok((switches(false), false)) };
+    let shown = display.as_deref() != Some("omitted");
+    match kind.as_deref() {
+        Some("enabled") => Ok((switches(true), shown)),
+        Some("adaptive") => Ok((Map::new(), shown)),
+        Some("disabled") => Ok((switches(false), false)),
+        None => Err(ApiError::invalid("thinking.type", Problem::Missing)),
+        Some(_) => Err(ApiError::invalid("thinking.type", Problem::Choice { allowed: "'enabled', 'adaptive', 'disabled'" })),
+    }
+}
+
+fn switches(on: bool) -> Map<String, Value> {
+    THINKING.map(|name| (name.to_owned(), on.into())).into_iter().collect()
+}
+
+impl Choice {
+    /// Returns the choice as a chat has it, and whether several calls are allowed.
+    fn check(self) -> Result<(Option<RawChoice>, Option<bool>), ApiError> {
+        let choice = match self.kind.as_deref() {
+            Some("auto") => json!("auto"),
+            Some("any") => json!("required"),
+            Some("none") => json!("none"),
+            Some("tool") => json!({ "type": "function", "function": { "name": self.name } }),
+            None => return Err(ApiError::invalid("tool_choice.type", Problem::Missing)),
+            Some(_) => {
+                return Err(ApiError::invalid("tool_choice.type", Problem::Choice { allowed: "'auto', 'any', 'tool', 'none'" }));
+            }
+        };
+        let typed = |source| ApiError::Type { param: "tool_choice".to_owned(), source };
+        let choice = Deserialize::deserialize(choice).map_err(typed)?;
+        Ok((Some(choice), self.disable_parallel_tool_use.map(|disabled| !disabled)))
+    }
+}
+
+/// Returns a tool's definition as it is in a chat. A tool of Anthropic's own keeps its type, by which it is refused later.
+fn chat_tool(tool: Value) -> Value {
+    let Value::Object(mut tool) = tool else { return tool };
+    if let Some(Value::String(kind)) = tool.get("type").filter(|kind| *kind != "custom") {
+        return json!({ "type": kind });
+    }
+    let mut function = Map::new();
+    for (name, chat) in [("name", "name"), ("description", "description"), ("input_schema", "parameters"), ("strict", "strict")] {
+        function.extend(tool.remove(name).map(|value| (chat.to_owned(), value)));
+    }
+    json!({ "type": "function", "function": function })
+}
+
+/// Returns a format of the text as it is in a chat, where a schema has a name.
+fn chat_format(format: Value) -> Value {
+    if format["type"] != "json_schema" {
+        return format;
+    }
+    json!({ "type": "json_schema", "json_schema": { "name": "output", "schema": format["schema"] } })
+}
+
+/// Converts the system prompt and the messages.
+fn messages(system: Option<Blocks>, turns: Option<Bounded<Turn, MESSAGES_MAX>>) -> Result<Vec<Message>, ApiError> {
+    let Bounded(turns) = turns.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+    if turns.is_empty() {
+        return Err(ApiError::invalid("messages", Problem::Empty));
+    }
+    at_most("messages", turns.len(), MESSAGES_MAX, "messages")?;
+    let mut messages = Vec::with_capacity(turns.len() + 1);
+    if let Some(text) = system.map(system_text).transpose()?.filter(|text| !text.is_empty()) {
+        messages.push(Message::new(Role::System, text));
+    }
+    for (index, turn) in turns.into_iter().enumerate() {
+        turn.add_to(&mut messages, &format!("messages[{index}]"))?;
+    }
+    Ok(messages)
+}
+
+fn system_text(system: Blocks) -> Result<String, ApiError> {
+    let blocks = match system {
+        Blocks::Text(text) => return Ok(text),
+        Blocks::List(blocks) => blocks,
+    };
+    let texts = blocks.into_iter().enumerate().map(|(index, block)| {
+        let at = format!("system[{index}]");
+        if block.kind.as_deref() != Some("text") { Err(block.refused(&at)) } else { block.text(&at) }
+    });
+    let texts = texts.collect::<Result<Vec<_>, _>>()?;
+    Ok(texts.into_iter().filter(|text| !text.starts_with(BILLING)).collect::<Vec<_>>().join("\n"))
+}
+
+impl Turn {
+    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), ApiError> {
+        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+        let role = match self.role.as_deref() {
+            None => return Err(missing("role")),
+            Some("user") => Role::User,
+            Some("assistant") => Role::Assistant,
+            Some("system") => Role::System,
+            Some(_) => {
+                let allowed = "'user', 'assistant', 'system'";
+                return Err(ApiError::invalid(format!("{at}.role"), Problem::Choice { allowed }));
+            }
+        };
+        let blocks = match self.content.ok_or_else(|| missing("content"))? {
+            Blocks::Text(text) => {
+                messages.push(Message::new(role, text));
+                return Ok(());
+            }
+            Blocks::List(blocks) => blocks,
+        };
+        let first = messages.len();
+        let mut message = Message { content: None, ..Message::new(role, "") };
+        for (index, block) in blocks.into_iter().enumerate() {
+            let at = format!("{at}.content[{index}]");
+            match (block.kind.as_deref(), role) {
+                (Some("text"), _) => message.add_text(&block.text(&at)?),
+                (Some("thinking"), Role::Assistant) => message.add_reasoning(&block.thinking.unwrap_or_default()),
+                (Some("tool_use"), Role::Assistant) => message.tool_calls.push(block.call(&at)?),
+                // A result is a message of its own, before the text that follows it.
+                (Some("tool_result"), Role::User) => {
+                    if message.content.is_some() {
+                        messages.push(std::mem::replace(&mut message, Message { content: None, ..Message::new(role, "") }));
+                    }
+                    messages.push(block.result(&at)?);
+                }
+                _ => return Err(block.refused(&at)),
+            }
+        }
+        if message.content.is_some() || message.reasoning.is_some() || !message.tool_calls.is_empty() || messages.len() == first {
+            if message.tool_calls.is_empty() {
+                message.content.get_or_insert_default();
+            }
+            messages.push(message);
+        }
+        Ok(())
+    }
+}
+
+impl Block {
+    fn text(self, at: &str) -> Result<String, ApiError> {
+        self.text.ok_or_else(|| ApiError::invalid(format!("{at}.text"), Problem::Missing))
+    }
+
+    fn call(self, at: &str) -> Result<ToolCall, ApiError> {
+        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+        let name = self.name.ok_or_else(|| missing("name"))?;
+        let id = self.id.ok_or_else(|| missing("id"))?;
+        Ok(ToolCall { id: Some(id), name, arguments: self.input.ok_or_else(|| missing("input"))? })
+    }
+
+    fn result(self, at: &str) -> Result<Message, ApiError> {
+        let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+        let id = self.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
+        let mut text = self.content.text(&format!("{at}.content"), &["text"])?.unwrap_or_default();
+        // Chat templates have no other place for this.
+        if self.is_error == Some(true) {
+            text.insert_str(0, "Error: ");
+        }
+        Ok(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) })
+    }
+
+    /// Returns the error for a block that cannot stand here.
+    fn refused(self, at: &str) -> ApiError {
+        match self.kind {
+            Some(kind) => ApiError::invalid(at, Problem::Block { kind }),
+            None => ApiError::invalid(format!("{at}.type"), Problem::Missing),
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The constraints that follow from the choice of tools.
+
+use super::{
+    constraint::{Stated, conflict},
+    options::Options,
+};
+use crate::{
+    chat::{ToolCallParser, ToolChoice, Tools},
+    error::ApiError,
+};
+use serde_json::{Value, json};
+use tandem_grammar::{Constraint, Kind};
+
+/// Adds the constraint that makes the model call the required tools. If it may call tools and its text is constrained to JSON, it can do
+/// either.
+///
+/// # Errors
+/// The text is constrained, and the model's format of tool calls cannot be part of the constraint.
+pub(super) fn constrain(options: &mut Options, tools: &Tools, parser: ToolCallParser) -> Result<(), ApiError> {
+    if let Some(schema) = tools.required_schema() {
+        // An answer with a required call has no other text, so a constraint on that text has no effect.
+        options.constraint = None;
+        let kind = Kind::JsonSchema { schema: schema.to_string(), lenient: !tools.are_strict() };
+        return options.constrain(Stated { param: "tools".to_owned(), constraint: kind.into() });
+    }
+    if tools.choice != ToolChoice::Auto {
+        return Ok(());
+    }
+    let Some(stated) = options.constraint.take() else { return Ok(()) };
+    let schema = match &stated.constraint.kind {
+        Kind::JsonSchema { schema, .. } => serde_json::from_str(schema).unwrap_or(Value::Null),
+        Kind::JsonObject => json!({ "type": "object" }),
+        // The client has written the constraint for this model, and for its tool calls if it wants them.
+        Kind::Regex(_) | Kind::Choice(_) | Kind::Grammar(_) | Kind::StructuralTag(_) => return options.constrain(stated),
+    };
+    let tag = tools.calls_or_answer(parser, schema).ok_or_else(|| conflict(&stated.param, "tools"))?;
+    options.constrain(Stated { constraint: Constraint::from(Kind::StructuralTag(tag.to_string())), ..stated })
+}

@@ -1,0 +1,120 @@
+//! The request of `/inference/v1/generate`: token ids in, token ids out, with vLLM's fields.
+
+use super::{
+    fields::{Id, Whole, ids},
+    limits::CACHE_SALT_CHARS_MAX,
+    options::{self, Options},
+    parameters::{SamplingParams, StreamOptions},
+    schema::{NAMES_MODEL, SERVED, zero_has_no_effect},
+    unsupported::{Setting, accepted, check},
+};
+use crate::{
+    error::{ApiError, Problem, at_most},
+    model::ServedModel,
+};
+use schemars::{JsonSchema, Schema};
+use serde::Deserialize;
+use serde_json::json;
+use tandem_kv::TokenId;
+
+/// The maximum length of a client's request id, in characters.
+const ID_CHARS_MAX: usize = 256;
+
+#[derive(Deserialize, JsonSchema)]
+#[schemars(transform = add_rules)]
+pub(crate) struct GenerateRequest {
+    #[schemars(extend("x-served" = "model"))]
+    pub(crate) model: Option<String>,
+    /// The answer has this id. Within the cluster, the request has an id of the frontend.
+    #[schemars(length(max = ID_CHARS_MAX))]
+    request_id: Option<String>,
+    #[schemars(required, length(min = 1))]
+    token_ids: Option<Vec<Id>>,
+    #[schemars(required)]
+    sampling_params: Option<SamplingParams>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    #[schemars(length(min = 1, max = CACHE_SALT_CHARS_MAX))]
+    cache_salt: Option<String>,
+    #[serde(default)]
+    #[schemars(schema_with = "zero_has_no_effect")]
+    priority: Setting,
+    #[serde(default)]
+    features: Setting,
+    #[serde(default)]
+    content_parts: Setting,
+    #[serde(default)]
+    kv_transfer_params: Setting,
+    #[serde(default)]
+    ec_transfer_params: Setting,
+}
+
+/// Adds the rules that concern several fields to the schema of a request.
+fn add_rules(schema: &mut Schema) {
+    let whole = json!({ "properties": { "stream": { "enum": [false, null] }, "stream_options": { "type": "null" } } });
+    let no_prompt_logprobs = json!({ "properties": { "prompt_logprobs": { "type": "null" } } });
+    let streamed =
+        json!({ "properties": { "stream": { "const": true }, "sampling_params": no_prompt_logprobs }, "required": ["stream"] });
+    schema.insert("anyOf".to_owned(), json!([whole, streamed]));
+    schema.insert(SERVED.to_owned(), NAMES_MODEL.into());
+}
+
+/// A checked request.
+pub(crate) struct Generate {
+    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) options: Options,
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) request_id: Option<String>,
+}
+
+impl GenerateRequest {
+    /// Checks the request.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
+    pub(crate) fn check(self, model: &ServedModel) -> Result<Generate, ApiError> {
+        let unsupported = [
+            ("priority", &self.priority, Some(accepted(0))),
+            ("features", &self.features, None),
+            ("content_parts", &self.content_parts, None),
+            ("kv_transfer_params", &self.kv_transfer_params, None),
+            ("ec_transfer_params", &self.ec_transfer_params, None),
+        ];
+        for (name, found, accepted) in unsupported {
+            check(name, found, accepted.as_slice())?;
+        }
+        let tokens = self.token_ids.map(ids).ok_or_else(|| ApiError::invalid("token_ids", Problem::Missing))?;
+        if tokens.is_empty() {
+            return Err(ApiError::invalid("token_ids", Problem::Empty));
+        }
+        let vocab_size = model.tokenizer.vocab_size();
+        if tokens.iter().any(|token| *token as usize >= vocab_size) {
+            return Err(ApiError::invalid("token_ids", Problem::Vocabulary { vocab_size }));
+        }
+        at_most("request_id", self.request_id.as_ref().map_or(0, |id| id.chars().count()), ID_CHARS_MAX, "characters")?;
+        let mut params = self.sampling_params.ok_or_else(|| ApiError::invalid("sampling_params", Problem::Missing))?;
+        let within = |name: &str| format!("sampling_params.{name}");
+        if let Some(name) = params.misplaced() {
+            let rule = "is a field of the request, not of 'sampling_params'";
+            return Err(ApiError::invalid(within(name), Problem::Rule { rule }));
+        }
+        params.without_text();
+        let (max_tokens, logprobs) = (params.max_tokens, params.logprobs);
+        let stream = options::stream(self.stream.unwrap_or(false), self.stream_options)?;
+        let cache_salt = options::cache_salt(self.cache_salt)?;
+        let mut checked = || {
+            let mut options = params.take_common()?.check(model)?;
+            let count = |Whole(found)| options::token_count("max_tokens", found, 1);
+            let max_tokens = max_tokens.map(count).transpose()?;
+            options::check_min_tokens(&options, max_tokens)?;
+            options.sampling.max_tokens = max_tokens;
+            options.sampling.logprobs = logprobs.map(|Whole(found)| options::alternatives("logprobs", found)).transpose()?;
+            options::check_logprob_tokens(&options)?;
+            options::check_prompt_logprobs(options.prompt_logprobs, stream)?;
+            Ok((options, max_tokens))
+        };
+        let (options, max_tokens) = checked().map_err(|error: ApiError| error.renamed(within))?;
+        let options = Options { stream, cache_salt, ..options };
+        Ok(Generate { tokens, options, max_tokens, request_id: self.request_id })
+    }
+}

@@ -1,0 +1,313 @@
+//! The messages of a conversation, as clients of OpenAI's API send them.
+
+use super::{
+    fields::{Bounded, MESSAGES_MAX, Reader, readable},
+    schema::{ObjectSchema, OneOf, described},
+    unsupported::{self, Setting},
+};
+use crate::{
+    chat::{Message, Role, ToolCall},
+    error::{ApiError, Problem, at_most},
+};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{
+    Deserialize,
+    de::{self, SeqAccess, Visitor},
+};
+use serde_json::{Map, Value, json};
+use std::borrow::Cow;
+
+/// The type of the part that OpenAI's models answer in place of a text, and the name of its field.
+const REFUSAL: &str = "refusal";
+
+/// A message as the client sent it.
+#[derive(Deserialize)]
+pub(super) struct RawMessage {
+    role: Option<String>,
+    #[serde(default)]
+    content: Content,
+    name: Option<String>,
+    tool_calls: Option<Vec<RawCall>>,
+    tool_call_id: Option<String>,
+    reasoning: Option<String>,
+    reasoning_content: Option<String>,
+    refusal: Option<String>,
+    #[serde(default)]
+    function_call: Setting,
+}
+
+#[derive(Deserialize)]
+struct RawCall {
+    id: Option<String>,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    function: Option<RawFunction>,
+}
+
+#[derive(Deserialize)]
+struct RawFunction {
+    name: Option<String>,
+    /// JSON text in OpenAI's API; some clients send the object.
+    #[serde(default)]
+    arguments: Value,
+}
+
+/// The content of a message: one text or a list of parts.
+#[derive(Default)]
+pub(super) enum Content {
+    #[default]
+    None,
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+/// A content part. Fields of parts that are not texts are skipped.
+#[derive(Deserialize)]
+pub(super) struct Part {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    text: Option<String>,
+    refusal: Option<String>,
+}
+
+readable! {
+    [] Content, deserialize_any, "a string, a list of content parts or null",
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Content, E> {
+        Ok(Content::Text(text.to_owned()))
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Content, E> {
+        Ok(Content::None)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Content, A::Error> {
+        let mut parts = Vec::new();
+        while let Some(part) = list.next_element()? {
+            parts.push(part);
+        }
+        Ok(Content::Parts(parts))
+    }
+}
+
+impl JsonSchema for RawMessage {
+    fn schema_name() -> Cow<'static, str> {
+        "Message".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let mut schema = ObjectSchema::default();
+        let roles = OneOf(&["system", "developer", "user", "assistant", "tool", "function"]);
+        schema.required::<String>(generator, "role", &[&roles]);
+        schema.optional::<Content>(generator, "content", &[]);
+        for name in ["name", "tool_call_id", "reasoning", "reasoning_content", "refusal"] {
+            schema.optional::<String>(generator, name, &[]);
+        }
+        schema.optional::<Vec<RawCall>>(generator, "tool_calls", &[]);
+        schema.unsupported(generator, "function_call", &[]);
+        // Only the assistant calls and refuses.
+        let texts = json!({ "items": { "properties": { "type": { "const": "text" } } } });
+        let others = json!({ "properties": { "tool_calls": { "type": ["array", "null"], "maxItems": 0 }, "content": texts } });
+        schema.either(others, json!({ "properties": { "role": { "const": "assistant" } } }));
+        schema.finish()
+    }
+}
+
+described! {
+    [] Content, _generator => {
+        let string = json!({ "type": "string" });
+        let part = |kind: &str, other: &str| {
+            let properties = json!({ "type": { "const": kind }, kind: string, other: { "type": ["string", "null"] } });
+            json!({ "type": "object", "properties": properties, "required": ["type", kind] })
+        };
+        let parts = json!({ "anyOf": [part("text", "refusal"), part("refusal", "text")] });
+        json_schema!({ "anyOf": [{ "type": ["string", "null"] }, { "type": "array", "items": parts }] })
+    }
+}
+
+described! {
+    [] RawCall, _generator => {
+        let function = json!({ "type": "object", "properties": { "name": { "type": "string" } }, "required": ["name"] });
+        let properties = json!({ "id": { "type": ["string", "null"] }, "type": { "enum": ["function", null] }, "function": function });
+        json_schema!({ "type": "object", "properties": properties, "required": ["function"] })
+    }
+}
+
+/// Checks the messages.
+///
+/// # Errors
+/// There is no message, or one of them is incomplete or has parts that are not text.
+pub(super) fn check(messages: Option<Bounded<RawMessage, MESSAGES_MAX>>) -> Result<Vec<Message>, ApiError> {
+    let Bounded(messages) = messages.ok_or_else(|| ApiError::invalid("messages", Problem::Missing))?;
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", Problem::Empty));
+    }
+    at_most("messages", messages.len(), MESSAGES_MAX, "messages")?;
+    messages.into_iter().enumerate().map(|(index, message)| message.check(&format!("messages[{index}]"))).collect()
+}
+
+impl RawMessage {
+    fn check(self, at: &str) -> Result<Message, ApiError> {
+        let param = |field: &str| format!("{at}.{field}");
+        let role = match self.role.as_deref() {
+            None => return Err(ApiError::invalid(param("role"), Problem::Missing)),
+            // `developer` is the newer name of `system`, and `tool` of `function`. Chat templates know only `system` and `tool`.
+            Some("system" | "developer") => Role::System,
+            Some("user") => Role::User,
+            Some("assistant") => Role::Assistant,
+            Some("tool" | "function") => Role::Tool,
+            Some(_) => {
+                let allowed = "'system', 'developer', 'user', 'assistant', 'tool'";
+                return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+            }
+        };
+        unsupported::check(&param("function_call"), &self.function_call, &[])?;
+        let calls = self.tool_calls.unwrap_or_default();
+        if !calls.is_empty() && role != Role::Assistant {
+            return Err(ApiError::invalid(
+                param("tool_calls"),
+                Problem::Rule { rule: "is only allowed in messages of the assistant" },
+            ));
+        }
+        let calls = calls.into_iter().enumerate().map(|(index, call)| call.check(&format!("{at}.tool_calls[{index}]")));
+        let tool_calls = calls.collect::<Result<Vec<_>, _>>()?;
+        let kinds: &[&str] = if role == Role::Assistant { &["text", REFUSAL] } else { &["text"] };
+        let content = match self.content.text(&param("content"), kinds)? {
+            Some(content) => Some(content),
+            None if !tool_calls.is_empty() => None,
+            // OpenAI's answers have a refusal in place of a text.
+            None => Some(self.refusal.unwrap_or_default()),
+        };
+        let reasoning = self.reasoning_content.or(self.reasoning);
+        Ok(Message { role, content, reasoning, name: self.name, tool_calls, tool_call_id: self.tool_call_id })
+    }
+}
+
+impl RawCall {
+    fn check(self, at: &str) -> Result<ToolCall, ApiError> {
+        if self.kind.is_some_and(|kind| kind != "function") {
+            return Err(ApiError::invalid(format!("{at}.type"), Problem::Choice { allowed: "'function'" }));
+        }
+        let function = self.function.ok_or_else(|| ApiError::invalid(format!("{at}.function"), Problem::Missing))?;
+        let name = function.name.ok_or_else(|| ApiError::invalid(format!("{at}.function.name"), Problem::Missing))?;
+        let arguments = match function.arguments {
+            Value::String(text) => ToolCall::arguments(&text),
+            Value::Object(object) => object,
+            _ => Map::new(),
+        };
+        Ok(ToolCall { id: self.id, name, arguments })
+    }
+}
+
+impl Content {
+    /// Returns the text. Like vLLM, joins the texts of several parts by line feeds. `kinds` are the types of parts that are accepted.
+    ///
+    /// # Errors
+    /// A part is incomplete, or its type is not accepted.
+    pub(super) fn text(self, at: &str, kinds: &[&str]) -> Result<Option<String>, ApiError> {
+        let parts = match self {
+            Self::None => return Ok(None),
+            Self::Text(text) => return Ok(Some(text)),
+            Self::Parts(parts) => parts,
+        };
+        let part = |(index, part): (usize, Part)| {
+            let at = format!("{at}[{index}]");
+            let missing = |field: &str| ApiError::invalid(format!("{at}.{field}"), Problem::Missing);
+            match part.kind.as_deref() {
+                Some(kind) if !kinds.contains(&kind) => Err(ApiError::invalid(&*at, Problem::Part { kind: kind.to_owned() })),
+                Some(REFUSAL) => part.refusal.ok_or_else(|| missing(REFUSAL)),
+                Some(_) => part.text.ok_or_else(|| missing("text")),
+                None => Err(missing("type")),
+            }
+        };
+        let texts = parts.into_iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(texts.join("\n")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(message: Value) -> Result<Message, String> {
+        let raw: RawMessage = serde_json::from_value(message).map_err(|error| error.to_string())?;
+        raw.check("messages[0]").map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn text_parts_of_a_message_are_joined_into_one_text() {
+        let text = |text: &str| json!({ "type": "text", "text": text });
+        for (content, expected) in [
+            (json!("a"), "a"),
+            (json!(null), ""),
+            (json!([]), ""),
+            (json!([text("a"), text(""), { "type": "text", "text": "b", "x": 1 }]), "a\n\nb"),
+        ] {
+            let message = read(json!({ "role": "user", "content": content })).expect("the content is valid");
+            assert_eq!(message, Message::new(Role::User, expected), "{content}");
+        }
+        let refusal = json!({ "role": "assistant", "content": [text("a"), { "type": "refusal", "refusal": "no" }] });
+        assert_eq!(read(refusal).expect("assistants may refuse").content.as_deref(), Some("a\nno"));
+        let refusal = json!({ "role": "assistant", "content": null, "refusal": "no" });
+        assert_eq!(read(refusal).expect("assistants may refuse").content.as_deref(), Some("no"));
+        for content in [json!(1), json!({}), json!(["a"]), json!([{ "type": "text" }]), json!([{ "text": "a" }])] {
+            assert!(read(json!({ "role": "user", "content": content })).is_err(), "{content}");
+        }
+    }
+
+    #[test]
+    fn part_that_is_no_text_is_named_in_the_error() {
+        for (kind, value) in
+            [("image_url", json!({ "url": "data:" })), ("input_audio", json!({ "data": "" })), ("file", json!({}))]
+        {
+            let content = json!([{ "type": "text", "text": "what is this?" }, { "type": kind, kind: value }]);
+            let error = read(json!({ "role": "user", "content": content })).expect_err(kind);
+            assert!(error.contains("'messages[0].content[1]'") && error.contains(&format!("'{kind}'")), "{error}");
+        }
+        let refusal = json!({ "role": "user", "content": [{ "type": "refusal", "refusal": "no" }] });
+        assert!(read(refusal).expect_err("users do not refuse").contains("'refusal'"));
+    }
+
+    #[test]
+    fn tool_calls_of_earlier_answers_are_read() {
+        let call =
+            |arguments: Value| json!({ "id": "c1", "type": "function", "function": { "name": "f", "arguments": arguments } });
+        let message = |calls: Value| json!({ "role": "assistant", "content": null, "tool_calls": calls });
+        for (arguments, expected) in [
+            (json!(r#"{"b": 1, "a": [2]}"#), json!({ "b": 1, "a": [2] })),
+            (json!({ "b": 1 }), json!({ "b": 1 })),
+            (json!(""), json!({})),
+            (json!("{broken"), json!({})),
+            (json!("[1]"), json!({})),
+            (json!(null), json!({})),
+        ] {
+            let message = read(message(json!([call(arguments.clone())]))).expect("the call is valid");
+            let expected = expected.as_object().cloned().unwrap_or_default();
+            let call = ToolCall { id: Some("c1".to_owned()), name: "f".to_owned(), arguments: expected };
+            assert_eq!((message.content, message.tool_calls), (None, vec![call]), "{arguments}");
+        }
+        for (calls, param) in [
+            (json!([{}]), "messages[0].tool_calls[0].function"),
+            (json!([call(json!("{}")), { "function": {} }]), "messages[0].tool_calls[1].function.name"),
+            (json!([{ "type": "custom", "custom": {} }]), "messages[0].tool_calls[0].type"),
+        ] {
+            let error = read(message(calls)).expect_err(param);
+            assert!(error.contains(&format!("'{param}'")), "{error}");
+        }
+        let user = json!({ "role": "user", "content": "a", "tool_calls": [call(json!("{}"))] });
+        assert!(read(user).expect_err("users call no tools").contains("messages[0].tool_calls"));
+    }
+
+    #[test]
+    fn tool_results_and_reasoning_are_read() {
+        let result =
+            read(json!({ "role": "tool", "tool_call_id": "c1", "name": "f", "content": "7" })).expect("the result is valid");
+        let expected =
+            Message { name: Some("f".to_owned()), tool_call_id: Some("c1".to_owned()), ..Message::new(Role::Tool, "7") };
+        assert_eq!(result, expected);
+        for field in ["reasoning", "reasoning_content"] {
+            let message = read(json!({ "role": "assistant", "content": "a", field: "because" })).expect("the message is valid");
+            assert_eq!(message.reasoning.as_deref(), Some("because"));
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! The request of `/v1/responses`, which is converted to a chat.
+
+use super::{
+    chat::Chat,
+    fields::{Bounded, MESSAGES_MAX, Whole},
+    parameters::{ChatRequest, ResponsesRequest},
+    responses_fields::{INCLUDE_MAX, Input, Item},
+    tools::RawTools,
+};
+use crate::{
+    chat::{Message, Role, ToolCall},
+    error::{ApiError, Problem, at_most},
+    model::ServedModel,
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+/// The limits of OpenAI's API for `metadata`.
+const METADATA_MAX: usize = 16;
+const METADATA_KEY_MAX: usize = 64;
+const METADATA_VALUE_MAX: usize = 512;
+/// The maximum length of a text that only the answer's object repeats, in bytes.
+const REPEATED_BYTES_MAX: usize = 512;
+const LOGPROBS: &str = "message.output_text.logprobs";
+/// The values of `include`. All but [`LOGPROBS`] concern items that no answer of this server has, or that need no encryption here.
+const INCLUDABLE: [&str; 8] = [
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+];
+
+/// A checked request.
+pub(crate) struct Responses {
+    pub(crate) chat: Chat,
+    /// The fields of the answer's object that repeat the request.
+    pub(crate) repeated: Map<String, Value>,
+}
+
+/// Returns the name that a field of a chat has in this API.
+pub(crate) fn name(chat: &str) -> String {
+    match chat {
+        "messages" => "input".to_owned(),
+        "max_tokens" | "max_completion_tokens" => "max_output_tokens".to_owned(),
+        "reasoning_effort" => "reasoning.effort".to_owned(),
+        _ if chat.starts_with("tool") => chat.replace(".function", "").replace(".allowed_tools", ""),
+        _ => chat.replace("response_format.json_schema", "text.format").replace("response_format", "text.format"),
+    }
+}
+
+impl ResponsesRequest {
+    /// Checks the request.
+    ///
+    /// # Errors
+    /// A parameter is missing, out of range or not supported.
+    pub(crate) fn check(mut self, model: &ServedModel) -> Result<Responses, ApiError> {
+        let messages = messages(self.instructions.as_deref(), self.input.take())?;
+        self.check_fixed()?;
+        let wants_logprobs = self.wants_logprobs()?;
+        let repeated = self.repeated()?;
+        let format = self.text.take().and_then(|text| text.format).map(chat_format);
+        let Bounded(tools) = self.tools.take().unwrap_or_default();
+        let tools = RawTools {
+            tools: Some(Bounded(tools.into_iter().map(chat_tool).collect())),
+            choice: self.tool_choice.take().map(chat_choice).transpose()?,
+            parallel: self.parallel_tool_calls,
+        };
+        let check = || {
+            let mut chat = ChatRequest::from(self.take_common()?);
+            chat.response_format = format;
+            chat.max_completion_tokens = self.max_output_tokens;
+            (chat.logprobs, chat.top_logprobs) = (Some(wants_logprobs), self.top_logprobs.filter(|_| wants_logprobs));
+            chat.reasoning_effort = self.reasoning.and_then(|reasoning| reasoning.effort);
+            chat.check_with(messages, tools, model)
+        };
+        let chat = check().map_err(|error| error.renamed(name))?;
+        chat.options.check_one_text()?;
+        Ok(Responses { chat, repeated })
+    }
+
+    /// Checks the parameters for which this server has one value.
+    fn check_fixed(&self) -> Result<(), ApiError> {
+        let rule = |param: &str, rule| Err(ApiError::invalid(param, Problem::Rule { rule }));
+        if self.max_tokens.is_some() {
+            return rule("max_tokens", "is named 'max_output_tokens' here");
+        }
+        if self.truncation.as_deref().is_some_and(|truncation| truncation != "disabled") {
+            return rule("truncation", "must be 'disabled': this server removes no items from the input");
+        }
+        let summary = self.reasoning.as_ref().and_then(|reasoning| {
+            let of = |name, value: &Option<String>| value.as_deref().filter(|value| *value != "auto").map(|_| name);
+            of("reasoning.summary", &reasoning.summary).or(of("reasoning.generate_summary", &reasoning.generate_summary))
+        });
+        if let Some(param) = summary {
+            return rule(param, "must be 'auto' or absent: answers have the reasoning itself, and no summary of it");
+        }
+        let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
+        if verbosity.is_some_and(|verbosity| verbosity != "medium") {
+            return Err(ApiError::invalid("text.verbosity", Problem::Unsupported));
+        }
+        Ok(())
+    }
+
+    fn wants_logprobs(&self) -> Result<bool, ApiError> {
+        let Bounded(include) = self.include.as_ref().unwrap_or(const { &Bounded(Vec::new()) });
+        at_most("include", include.len(), INCLUDE_MAX, "entries")?;
+        if let Some(at) = include.iter().position(|value| !INCLUDABLE.contains(&value.as_str())) {
+            let allowed = "the values that OpenAI's API documents, such as 'message.output_text.logprobs'";
+            return Err(ApiError::invalid(format!("include[{at}]"), Problem::Choice { allowed }));
+        }
+        let wanted = include.iter().any(|value| value == LOGPROBS);
+        if !wanted && self.top_logprobs.is_some_and(|Whole(top)| top != 0) {
+            let rule = "has no effect unless 'include' has 'message.output_text.logprobs'; add it";
+            return Err(ApiError::invalid("top_logprobs", Problem::Rule { rule }));
+        }
+        Ok(wanted)
+    }
+
+    /// Returns the fields of the answer's object that repeat the request.
+    fn repeated(&self) -> Result<Map<String, Value>, ApiError> {
+        let metadata = self.metadata.clone().unwrap_or_default();
+        at_most("metadata", metadata.len(), METADATA_MAX, "entries")?;
+        for (key, value) in &metadata {
+            at_most("metadata", key.len(), METADATA_KEY_MAX, "bytes in each key")?;
+            at_most(&format!("metadata.{key}"), value.len(), METADATA_VALUE_MAX, "bytes")?;
+        }
+        let texts = [
+            ("user", &self.user),
+            ("safety_identifier", &self.safety_identifier),
+            ("prompt_cache_key", &self.prompt_cache_key),
+            ("service_tier", &self.service_tier),
+        ];
+        for (param, text) in texts {
+            at_most(param, text.as_ref().map_or(0, String::len), REPEATED_BYTES_MAX, "bytes")?;
+        }
+        let whole = |number: &Option<Whole>| number.map(|Whole(number)| number);
+        let tools: Vec<&Value> = self.tools.iter().flat_map(|Bounded(tools)| tools).collect();
+        let format = self.text.as_ref().and_then(|text| text.format.clone());
+        let object = json!({
+            "background": false,
+            "conversation": null,
+            "instructions": self.instructions,
+            "max_output_tokens": whole(&self.max_output_tokens),
+            "max_tool_calls": whole(&self.max_tool_calls),
+            "metadata": metadata,
+            "parallel_tool_calls": self.parallel_tool_calls.unwrap_or(true),
+            "previous_response_id": null,
+            "prompt": null,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": { "effort": self.reasoning.as_ref().and_then(|reasoning| reasoning.effort.as_ref()), "summary": null },
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            // Answers are never stored, whatever the request says.
+            "store": false,
+            "temperature": self.temperature.unwrap_or(1.0),
+            "text": { "format": format.unwrap_or_else(|| json!({ "type": "text" })), "verbosity": "medium" },
+            "tool_choice": self.tool_choice.clone().unwrap_or_else(|| "auto".into()),
+            "tools": tools,
+            "top_logprobs": whole(&self.top_logprobs).unwrap_or(0),
+            "top_p": self.top_p.unwrap_or(1.0),
+            "truncation": "disabled",
+            "user": self.user,
+        });
+        let Value::Object(fields) = object else { return Ok(Map::new()) };
+        Ok(fields)
+    }
+}
+
+/// Returns a function's definition as it is in a chat. Other tools are returned as they are, and refused later by their type.
+fn chat_tool(mut tool: Value) -> Value {
+    if tool["type"] != "function" || !tool["function"].is_null() {
+        return tool;
+    }
+    if let Value::Object(function) = &mut tool {
+        function.remove("type");
+    }
+    json!({ "type": "function", "function": tool })
+}
+
+/// Returns a format of the text as it is in a chat.
+fn chat_format(mut format: Value) -> Value {
+    if format["type"] != "json_schema" || !format["json_schema"].is_null() {
+        return format;
+    }
+    if let Value::Object(schema) = &mut format {
+        schema.remove("type");
+    }
+    json!({ "type": "json_schema", "json_schema": format })
+}
+
+fn chat_choice(choice: Value) -> Result<super::tools::RawChoice, ApiError> {
+    let function = |tool: &Value| json!({ "type": tool["type"], "function": { "name": tool["name"] } });
+    let choice = match choice["type"].as_str() {
+        Some("function") => function(&choice),
+        Some("allowed_tools") => {
+            let tools: Vec<Value> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
+            json!({ "type": "allowed_tools", "allowed_tools": { "mode": choice["mode"], "tools": tools } })
+        }
+        _ => choice,
+    };
+    Deserialize::deserialize(choice).map_err(|source| ApiError::Type { param: "tool_choice".to_owned(), source })
+}
+
+/// Converts the instructions and the input to messages.
+fn messages(instructions: Option<&str>, input: Option<Input>) -> Result<Vec<Message>, ApiError> {
+    let mut messages: Vec<Message> = instructions.map(|text| Message::new(Role::System, text)).into_iter().collect();
+    match input.ok_or_else(|| ApiError::invalid("input", Problem::Missing))? {
+        Input::Text(text) => messages.push(Message::new(Role::User, text)),
+        Input::Items(Bounded(items)) if items.is_empty() => return Err(ApiError::invalid("input", Problem::Empty)),
+        Input::Items(Bounded(items)) => {
+            at_most("input", items.len(), MESSAGES_MAX, "items")?;
+            for (index, item) in items.into_iter().enumerate() {
+                item.add_to(&mut messages, &format!("input[{index}]"))?;
+            }
+            let without_content = |message: &&mut Message| message.content.is_none() && message.tool_calls.is_empty();
+            messages.iter_mut().filter(without_content).for_each(|message| message.content = Some(String::new()));
+        }
+    }
+    Ok(messages)
+}
+
+impl Item {
+    /// Adds the item to the messages. Consecutive items of the assistant are one message: its reasoning, its text and its calls.
+    fn add_to(self, messages: &mut Vec<Message>, at: &str) -> Result<(), ApiError> {
+        let param = |field: &str| format!("{at}.{field}");
+        let missing = |field: &str| ApiError::invalid(param(field), Problem::Missing);
+        match self.kind.as_deref() {
+            None | Some("message") => {
+                let role = match self.role.as_deref() {
+                    None => return Err(missing("role")),
+                    Some("system" | "developer") => Role::System,
+                    Some("user") => Role::User,
+                    Some("assistant") => Role::Assistant,
+                    Some(_) => {
+                        let allowed = "'system', 'developer', 'user', 'assistant'";
+                        return Err(ApiError::invalid(param("role"), Problem::Choice { allowed }));
+                    }
+                };
+                let kinds: &[&str] = match role {
+                    Role::Assistant => &["output_text", "input_text", "text", "refusal"],
+                    _ => &["input_text", "output_text", "text"],
+                };
+                let text = self.content.text(&param("content"), kinds)?.ok_or_else(|| missing("content"))?;
+                if role == Role::Assistant {
+                    let message = assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty());
+                    message.content = Some(text);
+                } else {
+                    messages.push(Message::new(role, text));
+                }
+            }
+            Some("reasoning") => {
+                let text = match self.content.text(&param("content"), &["reasoning_text"])? {
+                    Some(text) => Some(text),
+                    None => self.summary.text(&param("summary"), &["summary_text"])?,
+                };
+                let text = text.unwrap_or_default();
+                if text.is_empty() && self.encrypted_content.is_some() {
+                    let rule = "cannot be read by this server; leave the item out, or send the reasoning in 'content'";
+                    return Err(ApiError::invalid(param("encrypted_content"), Problem::Rule { rule }));
+                }
+                if !text.is_empty() {
+                    assistant(messages, |message| message.content.is_none() && message.tool_calls.is_empty())
+                        .add_reasoning(&text);
+                }
+            }
+            Some("function_call") => {
+                let name = self.name.ok_or_else(|| missing("name"))?;
+                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                let arguments = ToolCall::arguments(&self.arguments.ok_or_else(|| missing("arguments"))?);
+                assistant(messages, |_| true).tool_calls.push(ToolCall { id: Some(id), name, arguments });
+            }
+            Some("function_call_output") => {
+                let id = self.call_id.ok_or_else(|| missing("call_id"))?;
+                let text = self.output.text(&param("output"), &["input_text", "output_text", "text"])?;
+                let text = text.ok_or_else(|| missing("output"))?;
+                messages.push(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, text) });
+            }
+            Some("item_reference") => {
+                let rule = "refers to a stored item, but this server stores none; send the item itself";
+                return Err(ApiError::invalid(at, Problem::Rule { rule }));
+            }
+            Some(_) => {
+                let allowed = "'message', 'reasoning', 'function_call', 'function_call_output'";
+                return Err(ApiError::invalid(param("type"), Problem::Choice { allowed }));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the last message if it is the assistant's and can be continued, else a new message of the assistant.
+fn assistant(messages: &mut Vec<Message>, continued: impl FnOnce(&Message) -> bool) -> &mut Message {
+    if !messages.last().is_some_and(|last| last.role == Role::Assistant && continued(last)) {
+        messages.push(Message { content: None, ..Message::new(Role::Assistant, "") });
+    }
+    messages.last_mut().expect("the list has a message")
+}

@@ -1,0 +1,83 @@
+//! The requests of `/tokenize` and `/detokenize`.
+
+use super::{
+    ChatRequest,
+    fields::Id,
+    parameters::continued_or_begun,
+    schema::{NAMES_MODEL, SERVED},
+};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, de::IgnoredAny};
+use serde_json::json;
+use std::borrow::Cow;
+
+/// The fields of a chat that decide its prompt.
+const OF_PROMPT: [&str; 10] = [
+    "messages",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "enable_thinking",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+];
+
+/// A request for the tokens of a text. If it has `messages`, it is read as a `ChatRequest` as well.
+#[derive(Deserialize)]
+pub(crate) struct TokenizeRequest {
+    pub(crate) model: Option<String>,
+    pub(crate) prompt: Option<String>,
+    pub(crate) messages: Option<IgnoredAny>,
+    pub(crate) add_special_tokens: Option<bool>,
+    pub(crate) return_token_strs: Option<bool>,
+}
+
+impl JsonSchema for TokenizeRequest {
+    fn schema_name() -> Cow<'static, str> {
+        "TokenizeRequest".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let model = json!({ "type": ["string", "null"], SERVED: "model" });
+        let switch = json!({ "type": ["boolean", "null"] });
+        let text = json_schema!({
+            "type": "object",
+            "properties": {
+                "model": model, "prompt": { "type": "string" }, "messages": { "type": "null" }, "add_special_tokens": switch,
+                "return_token_strs": switch,
+            },
+            "required": ["prompt"],
+            SERVED: NAMES_MODEL,
+        });
+        // A chat, of which the other fields are accepted, too.
+        let mut chat = ChatRequest::json_schema(generator);
+        let mut properties = chat.remove("properties").unwrap_or_default();
+        if let Some(properties) = properties.as_object_mut() {
+            properties.retain(|name, _| OF_PROMPT.contains(&name.as_str()));
+            let own = [
+                ("model", model),
+                ("prompt", json!({ "type": "null" })),
+                ("add_special_tokens", json!({ "enum": [false, null] })),
+                ("return_token_strs", switch),
+            ];
+            properties.extend(own.map(|(name, schema)| (name.to_owned(), schema)));
+        }
+        let chat = json_schema!({
+            "type": "object", "properties": properties, "required": ["messages"], "anyOf": continued_or_begun(), SERVED: NAMES_MODEL,
+            "description": "A conversation with the fields of a chat. Those that concern the prompt are listed.",
+        });
+        json_schema!({ "anyOf": [text, chat] })
+    }
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[schemars(extend("x-served" = "names model"))]
+pub(crate) struct DetokenizeRequest {
+    #[schemars(extend("x-served" = "model"))]
+    pub(crate) model: Option<String>,
+    #[schemars(required)]
+    pub(crate) tokens: Option<Vec<Id>>,
+}
