@@ -1,0 +1,19 @@
+//! Measures servers under the load of recorded traces.
+
+mod dispatch;
+mod http;
+mod plan;
+mod prompt;
+mod replay;
+pub mod report;
+mod request;
+mod runner;
+mod stream;
+mod target;
+pub mod trace;
+
+pub use http::{HttpError, UrlError};
+pub use hyper::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
+pub use prompt::{AtomsError, LocalTokenizerError};
+pub use replay::{LoadError, Pace, Progress, PromptKind, Settings, replay};
+pub use target::{TargetError, TokenizeError};

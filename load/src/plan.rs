@@ -1,0 +1,128 @@
+//! Turns the rows of a trace into requests, ahead of their time, so that nothing is left to do when a request is due.
+
+use crate::{
+    prompt::{LocalTokenizer, Prompts},
+    report::Expected,
+    request::{Bodies, Request},
+    trace::{Conversation, Load, Row},
+};
+use fastrand::Rng;
+use serde_json::Value;
+use std::time::Duration;
+
+/// The length of a token of an answer whose tokens cannot be counted, in bytes.
+const TOKEN_BYTES: usize = 4;
+
+/// A row that is ready to be sent.
+#[derive(Debug)]
+pub(crate) struct Planned {
+    /// The time at which it is due, from the beginning of the run; `None`: when there is capacity.
+    pub(crate) at: Option<Duration>,
+    pub(crate) work: Work,
+}
+
+#[derive(Debug)]
+pub(crate) enum Work {
+    Request { request: Request, expected: Expected },
+    Conversation { steps: Vec<PlannedStep>, tools: Option<Value> },
+}
+
+/// A request of a conversation without the messages before it, which depend on the answers.
+#[derive(Debug)]
+pub(crate) struct PlannedStep {
+    pub(crate) messages: Vec<Value>,
+    pub(crate) answer_tokens: Option<u64>,
+}
+
+/// The times of requests.
+#[derive(Debug)]
+pub(crate) enum Times {
+    /// Those of the trace, which runs this many times as fast.
+    Trace { speed: f64 },
+    /// Independent arrivals, this many a second on average.
+    Random { per_second: f64, rng: Rng, last: Duration },
+    /// None: the next request is sent when one has ended.
+    Closed,
+}
+
+/// Plans the rows of a trace.
+#[derive(Debug)]
+pub(crate) struct Planner {
+    pub(crate) bodies: Bodies,
+    pub(crate) times: Times,
+    /// `None` for traces with text.
+    pub(crate) prompts: Option<Prompts>,
+    /// Whether the prompts of a trace without text are sent as chats.
+    pub(crate) as_chat: bool,
+    pub(crate) tokenizer: Option<LocalTokenizer>,
+}
+
+impl Times {
+    fn next(&mut self, recorded: Option<Duration>) -> Option<Duration> {
+        match self {
+            Self::Closed => None,
+            Self::Trace { speed } => recorded.map(|at| at.div_f64(*speed)),
+            Self::Random { per_second, rng, last } => {
+                let at = *last;
+                // The time between independent arrivals is distributed exponentially.
+                *last += Duration::from_secs_f64(-(1.0 - rng.f64()).ln() / *per_second);
+                Some(at)
+            }
+        }
+    }
+}
+
+impl Planner {
+    pub(crate) fn plan(&mut self, row: Row) -> Planned {
+        let at = self.times.next(row.at);
+        let work = match row.load {
+            Load::Blocks(blocks) => {
+                let prompts = self.prompts.as_ref().expect("a trace of blocks has prompts");
+                let prompt = prompts.prompt(row.index, &blocks);
+                let request = self.bodies.completion(&prompt, blocks.output_length, self.as_chat);
+                // The template of a chat adds tokens.
+                let prompt_tokens = (!self.as_chat).then_some(blocks.input_length);
+                let expected = Expected { prompt_tokens, output_tokens: request.max_tokens };
+                Work::Request { request, expected }
+            }
+            Load::Chat(chat) => Work::Request { request: self.bodies.chat(chat), expected: Expected::default() },
+            Load::Conversation(Conversation { steps, tools }) => {
+                let steps = steps.into_iter().map(|step| PlannedStep {
+                    answer_tokens: step.answer.as_deref().map(|answer| self.tokens(answer)),
+                    messages: step.messages,
+                });
+                Work::Conversation { steps: steps.collect(), tools }
+            }
+        };
+        Planned { at, work }
+    }
+
+    /// Returns the length of a recorded answer.
+    fn tokens(&self, answer: &str) -> u64 {
+        let counted = self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.tokens(answer).ok());
+        counted.unwrap_or(answer.len().div_ceil(TOKEN_BYTES) as u64).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_follow_the_trace_and_its_speed() {
+        let mut times = Times::Trace { speed: 4.0 };
+        assert_eq!(times.next(Some(Duration::from_secs(2))), Some(Duration::from_millis(500)));
+        assert_eq!(Times::Closed.next(Some(Duration::from_secs(2))), None);
+    }
+
+    #[test]
+    fn random_times_have_the_mean_rate_and_the_spread_of_independent_arrivals() {
+        let mut times = Times::Random { per_second: 50.0, rng: Rng::with_seed(1), last: Duration::ZERO };
+        let at: Vec<f64> = (0..20_000).filter_map(|_| times.next(None)).map(|at| at.as_secs_f64()).collect();
+        let gaps: Vec<f64> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        let deviation = (gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64).sqrt();
+        assert!((mean * 50.0 - 1.0).abs() < 0.03 && (deviation / mean - 1.0).abs() < 0.05, "mean {mean}, deviation {deviation}");
+        assert_eq!(at[0], 0.0);
+    }
+}

@@ -1,0 +1,162 @@
+//! The strings of which texts are made, found with the tokenizer that will count them.
+
+use fastrand::Rng;
+use std::error::Error;
+
+/// Frequent words of English. Most tokenizers have nearly all of them, with a space before them, as tokens.
+const WORDS: &str = include_str!("words.txt");
+/// For tokenizers without words, such as those whose tokens are bytes.
+const LETTERS: &str = "abcdefghijklmnopqrstuvwxyz";
+/// With fewer atoms, blocks with different ids could begin alike.
+const ATOMS_MIN: usize = 16;
+/// The numbers of tokens of the texts with which atoms are checked.
+const CHECKED: [u64; 4] = [1, 100, 700, 3_000];
+
+/// A tokenizer that can be asked how many tokens a text has.
+pub trait Count {
+    /// Why the tokenizer has no answer.
+    type Error: Error + Send + Sync + 'static;
+
+    /// Returns the number of tokens of a prompt with this text, including those that the server adds.
+    fn count(&self, text: &str) -> impl Future<Output = Result<u64, Self::Error>> + Send;
+}
+
+/// Why no atoms were found.
+#[derive(Debug, thiserror::Error)]
+pub enum AtomsError<E: Error + 'static> {
+    /// The tokenizer has no answer.
+    #[error(transparent)]
+    Count(#[from] E),
+    /// The tokenizer joins even single letters in ways that depend on their neighbours.
+    #[error(
+        "no texts of exact length can be made for this tokenizer, because it joins words and letters that follow each other; send token ids with \
+         --prompt ids"
+    )]
+    None,
+}
+
+/// Strings of one token each.
+#[derive(Clone, Debug)]
+pub(super) struct Atoms {
+    atoms: Vec<String>,
+    /// The number of tokens that the server adds before a text.
+    pub(super) lead: u64,
+}
+
+impl Atoms {
+    /// Finds the atoms of a tokenizer, and checks them with texts made of them.
+    pub(super) async fn find<C: Count>(tokenizer: &C, seed: u64) -> Result<Self, AtomsError<C::Error>> {
+        let words = WORDS.split_whitespace().map(|word| format!(" {word}")).collect();
+        let letters = LETTERS.chars().map(String::from).collect();
+        for candidates in [words, letters] {
+            if let Some(atoms) = Self::among(tokenizer, candidates, seed).await? {
+                return Ok(atoms);
+            }
+        }
+        Err(AtomsError::None)
+    }
+
+    /// Returns those candidates that are one token each; `None` if they are too few, or are not additive.
+    async fn among<C: Count>(tokenizer: &C, candidates: Vec<String>, seed: u64) -> Result<Option<Self>, C::Error> {
+        let text = candidates.concat();
+        let (once, twice) = (tokenizer.count(&text).await?, tokenizer.count(&text.repeat(2)).await?);
+        let Some(lead) = (2 * once).checked_sub(twice) else { return Ok(None) };
+        // Most of the candidates have several tokens.
+        if once.saturating_sub(lead) > candidates.len() as u64 * 3 / 2 {
+            return Ok(None);
+        }
+        let mut atoms = Vec::new();
+        let mut halves = vec![candidates];
+        while let Some(mut candidates) = halves.pop() {
+            if tokenizer.count(&candidates.concat()).await? == candidates.len() as u64 + lead {
+                atoms.append(&mut candidates);
+            } else if candidates.len() > 1 {
+                halves.push(candidates.split_off(candidates.len() / 2));
+                halves.push(candidates);
+            }
+        }
+        let atoms = Self { atoms, lead };
+        if atoms.atoms.len() < ATOMS_MIN {
+            return Ok(None);
+        }
+        for tokens in CHECKED {
+            let mut text = String::new();
+            atoms.write(&mut text, &mut Rng::with_seed(seed ^ tokens), tokens);
+            if tokenizer.count(&text).await? != tokens + lead {
+                return Ok(None);
+            }
+        }
+        Ok(Some(atoms))
+    }
+
+    /// Appends a text of this many tokens.
+    pub(super) fn write(&self, text: &mut String, rng: &mut Rng, tokens: u64) {
+        for _ in 0..tokens {
+            text.push_str(&self.atoms[rng.usize(..self.atoms.len())]);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    /// A tokenizer for tests.
+    #[derive(Clone, Debug)]
+    pub(in crate::prompt) struct Fake {
+        kind: Kind,
+        pub(in crate::prompt) lead: u64,
+    }
+
+    #[derive(Clone, Debug)]
+    enum Kind {
+        /// A word is one token if it has at most four letters, else two.
+        Words,
+        Bytes,
+        /// Each run of the same number of bytes is one token, so that the number of tokens depends on where a text begins.
+        Runs,
+    }
+
+    impl Fake {
+        pub(in crate::prompt) fn words(lead: u64) -> Self {
+            Self { kind: Kind::Words, lead }
+        }
+
+        pub(in crate::prompt) fn bytes(lead: u64) -> Self {
+            Self { kind: Kind::Bytes, lead }
+        }
+
+        pub(in crate::prompt) fn tokens(&self, text: &str) -> u64 {
+            let tokens = match self.kind {
+                Kind::Words => text.split_whitespace().map(|word| if word.len() > 4 { 2 } else { 1 }).sum(),
+                Kind::Bytes => text.len(),
+                Kind::Runs => text.len().div_ceil(7),
+            };
+            tokens as u64 + self.lead
+        }
+    }
+
+    impl Count for Fake {
+        type Error = Infallible;
+
+        async fn count(&self, text: &str) -> Result<u64, Infallible> {
+            Ok(self.tokens(text))
+        }
+    }
+
+    #[tokio::test]
+    async fn atoms_are_words_if_the_tokenizer_has_them_and_letters_otherwise() {
+        let atoms = Atoms::find(&Fake::words(1), 0).await.expect("there are short words");
+        assert!(atoms.atoms.iter().all(|atom| atom.starts_with(' ') && atom.len() <= 5), "{atoms:?}");
+        assert!(atoms.atoms.len() > 100 && atoms.lead == 1, "{atoms:?}");
+        let atoms = Atoms::find(&Fake::bytes(0), 0).await.expect("every letter is a token");
+        assert!(atoms.atoms.iter().all(|atom| atom.len() == 1) && atoms.lead == 0, "{atoms:?}");
+    }
+
+    #[tokio::test]
+    async fn tokenizer_that_joins_neighbours_has_no_atoms() {
+        let error = Atoms::find(&Fake { kind: Kind::Runs, lead: 0 }, 0).await.expect_err("letters are joined");
+        assert!(error.to_string().contains("--prompt ids"), "{error}");
+    }
+}

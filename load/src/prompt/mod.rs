@@ -1,0 +1,159 @@
+//! Prompts for traces that have lengths and ids of blocks instead of text.
+//!
+//! A block's text follows from its id, so prompts share text where they share ids. Each text is made of *atoms*: strings that the server's
+//! tokenizer encodes as one token each, whatever is before and after them. So a text can be cut to a number of tokens exactly.
+
+mod atoms;
+mod local;
+
+pub use atoms::{AtomsError, Count};
+pub use local::{LocalTokenizer, LocalTokenizerError};
+
+use crate::trace::Blocks;
+use atoms::Atoms;
+use fastrand::Rng;
+
+/// Makes prompts.
+#[derive(Clone, Debug)]
+pub(crate) struct Prompts {
+    vocabulary: Vocabulary,
+    seed: u64,
+    block_tokens: u64,
+}
+
+#[derive(Clone, Debug)]
+enum Vocabulary {
+    Text(Atoms),
+    /// Token ids below this number.
+    Ids(u32),
+}
+
+/// A prompt, as `/v1/completions` takes it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(untagged)]
+pub(crate) enum Prompt {
+    Text(String),
+    Ids(Vec<u32>),
+}
+
+impl Prompts {
+    /// Makes prompts of text, for the tokenizer that `count` asks.
+    ///
+    /// # Errors
+    /// The tokenizer does not answer, or no atoms were found for it.
+    pub(crate) async fn text<C: Count>(count: &C, seed: u64, block_tokens: u64) -> Result<Self, AtomsError<C::Error>> {
+        Ok(Self { vocabulary: Vocabulary::Text(Atoms::find(count, seed).await?), seed, block_tokens })
+    }
+
+    /// Makes prompts of token ids below `vocabulary`.
+    pub(crate) fn ids(vocabulary: u32, seed: u64, block_tokens: u64) -> Self {
+        Self { vocabulary: Vocabulary::Ids(vocabulary), seed, block_tokens }
+    }
+
+    /// Returns the prompt of a row, which has exactly `input_length` tokens as the server counts them. What the row has no id for is text
+    /// of its own.
+    pub(crate) fn prompt(&self, row: u64, blocks: &Blocks) -> Prompt {
+        // The tokens that a server adds before a text count as the prompt's, so they are missing at its end.
+        let lead = match &self.vocabulary {
+            Vocabulary::Text(atoms) => atoms.lead,
+            Vocabulary::Ids(_) => 0,
+        };
+        let mut missing = blocks.input_length.saturating_sub(lead);
+        let seeds = blocks.hash_ids.iter().map(|id| (1, *id)).chain([(2, row)]);
+        let parts = seeds.map(|(kind, id)| {
+            let tokens = missing.min(self.block_tokens);
+            missing -= tokens;
+            (Rng::with_seed(mixed(self.seed, kind, id)), tokens)
+        });
+        match &self.vocabulary {
+            Vocabulary::Text(atoms) => {
+                let mut text = String::new();
+                parts.for_each(|(mut rng, tokens)| atoms.write(&mut text, &mut rng, tokens));
+                Prompt::Text(text)
+            }
+            // The lowest ids are often special tokens and single bytes.
+            Vocabulary::Ids(vocabulary) => {
+                let ids = parts.flat_map(|(mut rng, tokens)| (0..tokens).map(move |_| rng.u32(vocabulary / 100..*vocabulary)));
+                Prompt::Ids(ids.collect())
+            }
+        }
+    }
+}
+
+/// Returns a seed for a block: splitmix64's finaliser spreads ids that follow each other.
+fn mixed(seed: u64, kind: u64, id: u64) -> u64 {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ id.wrapping_add(kind << 62);
+    state = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    state = (state ^ (state >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state ^ (state >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prompt::atoms::tests::Fake;
+
+    fn blocks(input_length: u64, hash_ids: &[u64]) -> Blocks {
+        Blocks { input_length, output_length: 1, hash_ids: hash_ids.to_vec() }
+    }
+
+    fn text(prompt: Prompt) -> String {
+        match prompt {
+            Prompt::Text(text) => text,
+            Prompt::Ids(ids) => panic!("a text: {ids:?}"),
+        }
+    }
+
+    async fn prompts(fake: &Fake) -> Prompts {
+        Prompts::text(fake, 3, 32).await.expect("the tokenizer has atoms")
+    }
+
+    #[tokio::test]
+    async fn prompt_has_the_length_of_its_row_with_any_tokenizer() {
+        for fake in [Fake::words(0), Fake::words(1), Fake::bytes(0), Fake::bytes(2)] {
+            let prompts = prompts(&fake).await;
+            for (length, ids) in [(1, &[5][..]), (31, &[5]), (32, &[5]), (33, &[5, 6]), (64, &[5, 6]), (70, &[5, 6]), (32, &[])] {
+                let text = text(prompts.prompt(9, &blocks(length, ids)));
+                // A prompt cannot be shorter than what the server adds.
+                assert_eq!(fake.tokens(&text), length.max(fake.lead), "{fake:?} {length} {ids:?}: {text:?}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn prompts_share_text_exactly_where_they_share_ids() {
+        let prompts = prompts(&Fake::words(1)).await;
+        let of = |row, ids: &[u64]| text(prompts.prompt(row, &blocks(32 * ids.len() as u64, ids)));
+        let (one, other) = (of(0, &[1, 2, 3]), of(1, &[1, 2, 4]));
+        assert_ne!(one, other);
+        let shared = one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
+        // Both share 63 words after the leading token, and may share the beginning of the next one.
+        let words = one[..shared].split_whitespace().count();
+        assert!((63..70).contains(&words), "{words} words are shared");
+        assert_eq!(of(0, &[1, 2]), of(8, &[1, 2]));
+        assert_ne!(of(0, &[2, 1]), of(0, &[1, 2]));
+    }
+
+    #[tokio::test]
+    async fn incomplete_block_is_the_beginning_of_the_complete_one() {
+        let prompts = prompts(&Fake::words(0)).await;
+        let of = |length| text(prompts.prompt(0, &blocks(length, &[7])));
+        assert!(of(32).starts_with(&of(10)));
+    }
+
+    #[test]
+    fn prompts_of_ids_follow_blocks_and_seeds() {
+        let of = |seed, row, length, ids: &[u64]| match Prompts::ids(1_000, seed, 16).prompt(row, &blocks(length, ids)) {
+            Prompt::Ids(ids) => ids,
+            Prompt::Text(text) => panic!("ids: {text}"),
+        };
+        let (one, other) = (of(1, 0, 40, &[1, 2, 3]), of(1, 5, 40, &[1, 2, 4]));
+        assert_eq!((one.len(), &one[..32]), (40, &other[..32]));
+        assert_ne!(one[32..], other[32..]);
+        assert!(one.iter().all(|id| (10..1_000).contains(id)));
+        assert_ne!(of(2, 0, 16, &[1]), of(1, 0, 16, &[1]));
+        // The tokens after the last id are the row's own.
+        assert_ne!(of(1, 0, 30, &[1]), of(1, 1, 30, &[1]));
+        assert_eq!(of(1, 0, 30, &[1])[..16], of(1, 1, 30, &[1])[..16]);
+    }
+}

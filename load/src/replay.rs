@@ -1,0 +1,290 @@
+//! The replay of a trace against a server, from the settings to the report.
+
+use crate::{
+    dispatch::{self, Source},
+    http::{Http, UrlError},
+    plan::{Planner, Times},
+    prompt::{AtomsError, LocalTokenizer, LocalTokenizerError, Prompts},
+    report::{Fact, Outcome, Recorder, Report, Slo},
+    request::Bodies,
+    runner::Runner,
+    target::{Target, TargetError, TokenizeError},
+    trace::{Format, Trace, TraceError, TraceSettings},
+};
+use fastrand::Rng;
+use hyper::{HeaderMap, header::HeaderName};
+use serde_json::{Map, Value};
+use std::{
+    ops::ControlFlow,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{sync::mpsc, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+/// The number of requests that are made ahead of their time. Each may have a megabyte of text.
+const PREPARED: usize = 32;
+/// The number of outcomes that wait to be counted. Requests wait while there are more.
+const OUTCOMES: usize = 1_024;
+
+/// How a trace is replayed.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The server's address, with or without `/v1`.
+    pub url: String,
+    /// The model that is requested; `None`: the first one that the server lists.
+    pub model: Option<String>,
+    /// Headers of every request, such as an API key.
+    pub headers: HeaderMap,
+    /// When requests are sent.
+    pub pace: Pace,
+    /// The time after which no request is sent; those in flight are completed.
+    pub duration: Option<Duration>,
+    /// The maximum number of requests in flight in an open loop. With more, requests are sent late, which the report shows.
+    pub in_flight_max: usize,
+    /// Time limit for a whole answer.
+    pub timeout: Duration,
+    /// How the prompts of traces without text are made.
+    pub prompts: PromptKind,
+    /// A `tokenizer.json`, or a folder with one; `None`: the server counts tokens.
+    pub tokenizer: Option<PathBuf>,
+    /// The tokens of each block of a trace without text.
+    pub block_tokens: u64,
+    /// The maximum length of an answer, in tokens.
+    pub max_tokens: Option<u64>,
+    /// Whether answers are as long as they may be.
+    pub ignore_eos: bool,
+    /// Fields that are added to every request's body.
+    pub extra_body: Map<String, Value>,
+    /// Prompts and random times follow from it.
+    pub seed: u64,
+    /// The response's header that names the worker; `None` if there is none.
+    pub worker_header: Option<HeaderName>,
+    /// The service levels for the goodput.
+    pub slo: Slo,
+}
+
+impl Settings {
+    /// Returns the settings with which `tandem bench replay` replays a trace with times.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            model: None,
+            headers: HeaderMap::new(),
+            pace: Pace::Trace { speed: 1.0 },
+            duration: None,
+            in_flight_max: 10_000,
+            timeout: Duration::from_secs(600),
+            prompts: PromptKind::Text,
+            tokenizer: None,
+            block_tokens: TraceSettings::default().block_tokens,
+            max_tokens: None,
+            ignore_eos: false,
+            extra_body: Map::new(),
+            seed: 0,
+            worker_header: None,
+            slo: Slo::default(),
+        }
+    }
+}
+
+/// When requests are sent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Pace {
+    /// At their times in the trace, which runs `speed` times as fast.
+    Trace {
+        /// The factor.
+        speed: f64,
+    },
+    /// At random times.
+    Rate {
+        /// The mean number of rows a second.
+        per_second: f64,
+    },
+    /// A request, or a conversation, when another has ended.
+    Closed {
+        /// The number in flight.
+        concurrency: usize,
+    },
+}
+
+/// How the prompts of traces without text are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PromptKind {
+    /// As text of a completion.
+    Text,
+    /// As text of a chat's only message. The chat template adds tokens.
+    Chat,
+    /// As token ids of a completion.
+    Ids {
+        /// The ids are below this.
+        vocabulary: u32,
+    },
+}
+
+/// The progress of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// The requests of the trace.
+    pub requests: u64,
+    /// The requests that have ended.
+    pub ended: u64,
+    /// Those that failed.
+    pub failed: u64,
+}
+
+/// Why a trace cannot be replayed.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The trace cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// The trace has no times.
+    #[error("the trace has no times (`timestamp`); set --concurrency or --rate")]
+    Untimed,
+    /// The address is wrong.
+    #[error(transparent)]
+    Url(#[from] UrlError),
+    /// The server cannot be measured.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The local tokenizer cannot be used.
+    #[error(transparent)]
+    Tokenizer(#[from] LocalTokenizerError),
+    /// The server does not count tokens, or counts them in a way for which no prompts can be made.
+    #[error(transparent)]
+    ServerPrompts(#[from] AtomsError<TokenizeError>),
+    /// No prompts can be made for the local tokenizer.
+    #[error(transparent)]
+    LocalPrompts(#[from] AtomsError<LocalTokenizerError>),
+    /// The run was stopped before its first request.
+    #[error("stopped before the first request was sent")]
+    Stopped,
+}
+
+/// Replays a trace. Failures of requests are counted and do not end the run. When `stop` is cancelled, the report has what there is;
+/// requests in flight are aborted. `progress` is called after each request.
+///
+/// # Errors
+/// The server cannot be measured, or the trace cannot be read.
+pub async fn replay(
+    trace: &Trace,
+    settings: Settings,
+    stop: CancellationToken,
+    mut progress: impl FnMut(Progress),
+) -> Result<Report, LoadError> {
+    if matches!(settings.pace, Pace::Trace { .. }) && !trace.timed {
+        return Err(LoadError::Untimed);
+    }
+    let (target, planner) = tokio::select! {
+        prepared = prepare(trace, &settings) => prepared?,
+        () = stop.cancelled() => return Err(LoadError::Stopped),
+    };
+    let (bodies, model) = (planner.bodies.clone(), target.model.clone());
+    let (planned, mut rest) = mpsc::channel(PREPARED);
+    let reading = tokio::task::spawn_blocking({
+        let (trace, mut planner) = (trace.clone(), planner);
+        move || {
+            trace.read(&mut |row| match planned.blocking_send(planner.plan(row)) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(()),
+            })
+        }
+    });
+    let first = rest.recv().await;
+    let (outcomes, mut ended) = mpsc::channel::<Outcome>(OUTCOMES);
+    let runner = Arc::new(Runner {
+        http: target.http,
+        bodies,
+        worker_header: settings.worker_header.clone(),
+        timeout: settings.timeout,
+        start: Instant::now(),
+        stop,
+        outcomes,
+        skipped: AtomicU64::new(0),
+    });
+    let source = Source { first, rest };
+    let sending = async {
+        let shared = Arc::clone(&runner);
+        match settings.pace {
+            Pace::Closed { concurrency } => dispatch::closed_loop(shared, source, concurrency, settings.duration).await,
+            _ => dispatch::open_loop(shared, source, settings.in_flight_max, settings.duration).await,
+        }
+        // The last sender of outcomes is dropped, so that collecting ends.
+        let runner = Arc::into_inner(runner).expect("all tasks have ended");
+        runner.skipped.load(Ordering::Relaxed)
+    };
+    let mut recorder = Recorder::new(settings.slo);
+    let mut state = Progress { requests: trace.requests, ..Progress::default() };
+    let collecting = async {
+        while let Some(outcome) = ended.recv().await {
+            recorder.add(&outcome);
+            state.ended += 1;
+            state.failed += u64::from(outcome.result.is_err());
+            progress(state);
+        }
+    };
+    let (skipped, ()) = tokio::join!(sending, collecting);
+    reading.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+    let name = trace.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(recorder.report(format!("replay of {name}"), facts(trace, &settings, &model, skipped)))
+}
+
+async fn prepare(trace: &Trace, settings: &Settings) -> Result<(Target, Planner), LoadError> {
+    let http = Http::new(&settings.url, settings.headers.clone())?;
+    let tokenizer = settings.tokenizer.as_deref().map(LocalTokenizer::open).transpose()?;
+    let target = Target::find(http, settings.model.clone()).await?;
+    let (seed, block_tokens) = (settings.seed, settings.block_tokens);
+    let prompts = match (trace.format(), settings.prompts, &tokenizer) {
+        (Format::Mooncake, PromptKind::Ids { vocabulary }, _) => Some(Prompts::ids(vocabulary, seed, block_tokens)),
+        (Format::Mooncake, _, Some(tokenizer)) => Some(Prompts::text(tokenizer, seed, block_tokens).await?),
+        (Format::Mooncake, _, None) => Some(Prompts::text(&target, seed, block_tokens).await?),
+        (Format::Chat | Format::Conversations, _, _) => None,
+    };
+    let bodies = Bodies {
+        model: target.model.clone(),
+        max_tokens: settings.max_tokens,
+        ignore_eos: settings.ignore_eos,
+        extra: settings.extra_body.clone(),
+    };
+    let times = match settings.pace {
+        Pace::Trace { speed } => Times::Trace { speed },
+        Pace::Rate { per_second } => Times::Random { per_second, rng: Rng::with_seed(seed), last: Duration::ZERO },
+        Pace::Closed { .. } => Times::Closed,
+    };
+    Ok((target, Planner { bodies, times, prompts, as_chat: settings.prompts == PromptKind::Chat, tokenizer }))
+}
+
+fn facts(trace: &Trace, settings: &Settings, model: &str, skipped: u64) -> Vec<Fact> {
+    let pace = match settings.pace {
+        Pace::Trace { speed } => format!("open loop at the times of the trace × {speed}"),
+        Pace::Rate { per_second } => format!("open loop at {per_second} a second, random"),
+        Pace::Closed { concurrency } => format!("closed loop, {concurrency} in flight"),
+    };
+    let mut facts = vec![
+        Fact::new("trace", trace.path().display()),
+        Fact::new("format", trace.format()),
+        Fact::new("server", &settings.url),
+        Fact::new("model", model),
+        Fact::new("pace", pace),
+    ];
+    if trace.format() == Format::Mooncake {
+        let prompts = match settings.prompts {
+            PromptKind::Text => "text of completions",
+            PromptKind::Chat => "text of chats",
+            PromptKind::Ids { .. } => "token ids of completions",
+        };
+        facts.push(Fact::new("prompts", format!("{prompts}, seed {}", settings.seed)));
+    }
+    if let Some(tokens) = settings.max_tokens {
+        facts.push(Fact::new("answers", format!("at most {tokens} tokens")));
+    }
+    if skipped > 0 {
+        facts.push(Fact::new("not sent", format!("{skipped} requests of conversations in which an earlier one failed")));
+    }
+    facts
+}

@@ -1,0 +1,196 @@
+//! Charts: figures in, coordinates of an SVG of a fixed size out. The template of the page draws them.
+
+use super::format::decimal;
+use serde::Serialize;
+
+/// The size of a chart in the units of its coordinates.
+const WIDTH: f64 = 640.0;
+const HEIGHT: f64 = 240.0;
+const LEFT: f64 = 76.0;
+const RIGHT: f64 = 14.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = 26.0;
+/// The number of horizontal lines above the bottom.
+const TICKS: u32 = 4;
+/// The number of colours that the page has.
+const COLOURS: usize = 8;
+
+/// A chart with positions that can be drawn.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Chart {
+    title: String,
+    width: f64,
+    height: f64,
+    left: f64,
+    right: f64,
+    rows: Vec<Tick>,
+    columns: Vec<Tick>,
+    lines: Vec<Line>,
+}
+
+/// A mark of an axis.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Tick {
+    at: f64,
+    text: String,
+    anchor: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Line {
+    name: String,
+    colour: usize,
+    dashed: bool,
+    path: String,
+    dots: Vec<(f64, f64)>,
+}
+
+/// A line of a chart.
+#[derive(Clone, Debug)]
+pub(super) struct Series {
+    pub(super) name: String,
+    /// The index of the report that the line belongs to, which selects its colour.
+    pub(super) report: usize,
+    pub(super) dashed: bool,
+    /// Pairs of x and y in ascending order of x; y is `None` where the line has a break.
+    pub(super) points: Vec<(f64, Option<f64>)>,
+}
+
+/// The horizontal axis: its marks, each at a position with a text. The first and the last one are its ends.
+pub(super) struct Axis(pub(super) Vec<(f64, String)>);
+
+impl Axis {
+    /// Returns an axis of seconds from 0.
+    pub(super) fn seconds(to: f64) -> Self {
+        let text = |seconds: f64| format!("{} s", decimal(seconds).trim_end_matches(".00").trim_end_matches(".0"));
+        Self(vec![(0.0, "0 s".to_owned()), (to / 2.0, text(to / 2.0)), (to, text(to))])
+    }
+
+    /// Returns an axis of percentiles, at the positions of [`percentile_at`].
+    pub(super) fn percentiles() -> Self {
+        let marks = [(0.0, "0"), (50.0, "p50"), (90.0, "p90"), (99.0, "p99"), (99.9, "p99.9"), (100.0, "max")];
+        Self(marks.map(|(percent, text)| (percentile_at(percent), text.to_owned())).to_vec())
+    }
+}
+
+/// Returns the position of a percentile: each further nine takes as much space as the one before.
+pub(super) fn percentile_at(percent: f64) -> f64 {
+    -(1.0 - percent / 100.0).max(10_f64.powf(-3.4)).log10()
+}
+
+/// Draws lines over an axis; `None` if no line has a point. `max` is the top of the vertical axis, which otherwise follows from the points.
+pub(super) fn chart(title: &str, axis: &Axis, max: Option<f64>, format: fn(f64) -> String, series: &[Series]) -> Option<Chart> {
+    let values = series.iter().flat_map(|line| line.points.iter().filter_map(|(_, y)| *y));
+    let greatest = values.fold(None, |greatest: Option<f64>, y| Some(greatest.map_or(y, |other| other.max(y))))?;
+    let top = max.unwrap_or_else(|| nice_max(greatest));
+    let (from, to) = (axis.0.first()?.0, axis.0.last()?.0);
+    let at_x = |x: f64| LEFT + (WIDTH - LEFT - RIGHT) * if to > from { ((x - from) / (to - from)).clamp(0.0, 1.0) } else { 0.0 };
+    let at_y = |y: f64| TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - (y / top).clamp(0.0, 1.0));
+    let rows = (0..=TICKS).map(|tick| {
+        let y = top * f64::from(tick) / f64::from(TICKS);
+        Tick { at: round(at_y(y)), text: format(y), anchor: "end" }
+    });
+    let last = axis.0.len() - 1;
+    let columns = axis.0.iter().enumerate().map(|(index, (x, text))| {
+        let anchor = if index == 0 {
+            "start"
+        } else if index == last {
+            "end"
+        } else {
+            "middle"
+        };
+        Tick { at: round(at_x(*x)), text: text.clone(), anchor }
+    });
+    let lines = series.iter().map(|line| {
+        let placed: Vec<Option<(f64, f64)>> =
+            line.points.iter().map(|(x, y)| y.map(|y| (round(at_x(*x)), round(at_y(y))))).collect();
+        let (path, dots) = path(&placed);
+        Line { name: line.name.clone(), colour: line.report % COLOURS, dashed: line.dashed, path, dots }
+    });
+    Some(Chart {
+        title: title.to_owned(),
+        width: WIDTH,
+        height: HEIGHT,
+        left: LEFT,
+        right: WIDTH - RIGHT,
+        rows: rows.collect(),
+        columns: columns.collect(),
+        lines: lines.collect(),
+    })
+}
+
+/// Returns the path through the points, with breaks, and the points that have no neighbour.
+fn path(points: &[Option<(f64, f64)>]) -> (String, Vec<(f64, f64)>) {
+    let (mut path, mut dots) = (String::new(), Vec::new());
+    for run in points.split(Option::is_none) {
+        let run: Vec<(f64, f64)> = run.iter().copied().flatten().collect();
+        if let [dot] = run[..] {
+            dots.push(dot);
+            continue;
+        }
+        for (index, (x, y)) in run.iter().enumerate() {
+            path += &format!("{}{x} {y}", if index == 0 { 'M' } else { 'L' });
+        }
+    }
+    (path, dots)
+}
+
+/// Returns the smallest of 1, 2, 5, 10, 20, … times a power of ten that is at least `value`.
+fn nice_max(value: f64) -> f64 {
+    if value <= 0.0 || !value.is_finite() {
+        return 1.0;
+    }
+    let power = 10_f64.powf(value.log10().floor());
+    [1.0, 2.0, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| *step >= value * 0.999_999).unwrap_or(10.0 * power)
+}
+
+/// A tenth of a unit is less than a pixel.
+fn round(position: f64) -> f64 {
+    (position * 10.0).round() / 10.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series(points: Vec<(f64, Option<f64>)>) -> Series {
+        Series { name: "a".to_owned(), report: 9, dashed: false, points }
+    }
+
+    #[test]
+    fn line_spans_the_chart_and_breaks_where_a_value_is_missing() {
+        let points = vec![(0.0, Some(0.0)), (5.0, Some(50.0)), (6.0, None), (10.0, Some(100.0))];
+        let chart = chart("t", &Axis::seconds(10.0), None, decimal, &[series(points)]).expect("there are points");
+        let [line] = &chart.lines[..] else { panic!("one line: {chart:?}") };
+        let middle = LEFT + (WIDTH - LEFT - RIGHT) / 2.0;
+        let bottom = HEIGHT - BOTTOM;
+        assert_eq!(line.path, format!("M{LEFT} {bottom}L{middle} {}", (TOP + bottom) / 2.0));
+        assert_eq!((&line.dots[..], line.colour), (&[(WIDTH - RIGHT, TOP)][..], 1));
+        assert_eq!(chart.columns.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0 s", "5 s", "10 s"]);
+        assert_eq!(chart.rows.iter().map(|tick| &*tick.text).collect::<Vec<_>>(), ["0.00", "25.0", "50.0", "75.0", "100"]);
+    }
+
+    #[test]
+    fn chart_without_points_is_not_drawn() {
+        assert_eq!(chart("t", &Axis::seconds(1.0), None, decimal, &[series(vec![(0.0, None)])]), None);
+        assert_eq!(chart("t", &Axis::seconds(1.0), None, decimal, &[]), None);
+    }
+
+    #[test]
+    fn top_of_the_axis_is_a_round_number() {
+        for (value, top) in
+            [(0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.1, 2.0), (4.0, 5.0), (5.1, 10.0), (1234.0, 2000.0), (f64::NAN, 1.0)]
+        {
+            assert_eq!(nice_max(value), top, "{value}");
+        }
+    }
+
+    #[test]
+    fn nines_are_evenly_spaced() {
+        let at: Vec<f64> = [0.0, 90.0, 99.0, 99.9].map(percentile_at).to_vec();
+        for (found, expected) in at.iter().zip([0.0, 1.0, 2.0, 3.0]) {
+            assert!((found - expected).abs() < 1e-9, "{at:?}");
+        }
+        assert!(percentile_at(100.0).is_finite() && percentile_at(100.0) > 3.0);
+    }
+}

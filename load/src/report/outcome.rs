@@ -1,0 +1,150 @@
+//! The outcome of one request.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+/// One request that was sent, and its end. All times are counted from the beginning of the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// When the request should have been sent. In an open loop this is its time in the trace; in a closed loop, the time at which it was
+    /// sent.
+    pub due: Duration,
+    /// When the request was sent.
+    pub sent: Duration,
+    /// When the answer was complete, or the request failed.
+    pub ended: Duration,
+    /// The numbers of tokens that prompt and answer should have.
+    pub expected: Expected,
+    /// The complete answer, or why there is none.
+    pub result: Result<Answer, Failure>,
+}
+
+/// The numbers of tokens that a request should have, as its trace says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Expected {
+    /// The tokens of the prompt; `None` if any number is right.
+    pub prompt_tokens: Option<u64>,
+    /// The tokens of the answer; `None` if any number is right.
+    pub output_tokens: Option<u64>,
+}
+
+/// A complete answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Answer {
+    /// When the first token arrived; `None` if the answer has no token.
+    pub first_token: Option<Duration>,
+    /// The times between the tokens that followed, in order.
+    pub gaps: Vec<Gap>,
+    /// The prompt's tokens, as the server counted them; `None` if it did not report them.
+    pub prompt_tokens: Option<u64>,
+    /// The generated tokens.
+    pub output_tokens: u64,
+    /// The prompt's cached tokens.
+    pub cached: Cached,
+    /// The worker that computed the prompt; `None` if the answer does not name it.
+    pub prefill_worker: Option<Arc<str>>,
+    /// The worker that generated the answer; `None` if the answer does not name it.
+    pub decode_worker: Option<Arc<str>>,
+}
+
+/// One or more equal times between two tokens that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gap {
+    /// The time between one token and the next.
+    pub length: Duration,
+    /// The number of consecutive gaps of this length.
+    pub count: u32,
+}
+
+/// The number of a prompt's cached tokens, and how it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cached {
+    /// The server marks the number as counted by the worker that computed the prompt.
+    Counted(u64),
+    /// The server marks the number as an estimate.
+    Estimated(u64),
+    /// The server reports a number without such a mark.
+    Unmarked(u64),
+    /// The server reports no number.
+    #[default]
+    Unknown,
+}
+
+/// Why a request has no complete answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// The class by which failures are counted.
+    pub class: FailureClass,
+    /// One sentence about this failure.
+    pub message: String,
+}
+
+/// The classes of failures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FailureClass {
+    /// The server answered with this HTTP status.
+    Status(u16),
+    /// The server could not be reached, or the connection was lost before the answer began.
+    Connection,
+    /// The answer was not complete in time.
+    Timeout,
+    /// The server reported an error within the stream.
+    ErrorEvent,
+    /// The stream ended without its last event.
+    CutStream,
+    /// The stream is not what the OpenAI API specifies.
+    MalformedStream,
+    /// The run was stopped before the answer was complete.
+    Stopped,
+}
+
+impl fmt::Display for FailureClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Status(status) => write!(f, "HTTP status {status}"),
+            Self::Connection => f.write_str("connection"),
+            Self::Timeout => f.write_str("timeout"),
+            Self::ErrorEvent => f.write_str("error in the stream"),
+            Self::CutStream => f.write_str("cut stream"),
+            Self::MalformedStream => f.write_str("malformed stream"),
+            Self::Stopped => f.write_str("stopped"),
+        }
+    }
+}
+
+impl Cached {
+    /// Returns the number; `None` if it is not known.
+    pub fn tokens(self) -> Option<u64> {
+        match self {
+            Self::Counted(tokens) | Self::Estimated(tokens) | Self::Unmarked(tokens) => Some(tokens),
+            Self::Unknown => None,
+        }
+    }
+}
+
+impl Outcome {
+    /// Returns the time from when the request should have been sent to its first token.
+    pub fn ttft(&self) -> Option<Duration> {
+        let first = self.result.as_ref().ok()?.first_token?;
+        Some(first.saturating_sub(self.due))
+    }
+
+    /// Returns the time from when the request should have been sent to the end of its answer; `None` if it failed.
+    pub fn e2e(&self) -> Option<Duration> {
+        self.result.is_ok().then(|| self.ended.saturating_sub(self.due))
+    }
+
+    /// Returns by how much later than it should have been the request was sent.
+    pub fn lateness(&self) -> Duration {
+        self.sent.saturating_sub(self.due)
+    }
+}
+
+impl Answer {
+    /// Returns the mean time between two tokens; `None` if there are fewer than two. Unlike `gaps`, it does not depend on how many tokens
+    /// a server sends at once.
+    pub fn mean_itl(&self) -> Option<Duration> {
+        let gaps = u32::try_from(self.output_tokens.saturating_sub(1)).unwrap_or(u32::MAX);
+        let sum = self.gaps.iter().map(|gap| gap.length.saturating_mul(gap.count)).fold(Duration::ZERO, Duration::saturating_add);
+        sum.checked_div(gaps)
+    }
+}

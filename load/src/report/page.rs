@@ -1,0 +1,244 @@
+//! Reports as one HTML page that needs no other file: figures, and plots as SVG. It looks like the page at `/dashboard`.
+
+use super::{
+    ErrorCount, Fact, Report, Summary, WorkerShare,
+    chart::{Axis, Chart, Series, chart, percentile_at},
+    format::{decimal, percent, whole},
+    text::{requests, sentences},
+    timeline::Bin,
+};
+use minijinja::{AutoEscape, Environment, value::Serde};
+use serde::Serialize;
+
+const TEMPLATE: &str = include_str!("page.html");
+const STYLE: &str = include_str!("page.css");
+/// A table with more workers than this would be too long to read; JSON has all of them.
+const WORKERS_MAX: usize = 256;
+/// The maximum number of points of a line over time. With more, bursts of requests would hide the course.
+const SPANS: usize = 60;
+
+#[derive(Serialize)]
+struct Page<'a> {
+    title: &'a str,
+    style: &'static str,
+    reports: Vec<Part<'a>>,
+    times: Vec<Vec<String>>,
+    sections: Vec<Section>,
+    workers: Vec<Vec<String>>,
+}
+
+/// One report's part of the page.
+#[derive(Serialize)]
+struct Part<'a> {
+    name: &'a str,
+    colour: usize,
+    facts: &'a [Fact],
+    errors: &'a [ErrorCount],
+    requests: String,
+    sentences: Vec<String>,
+    tiles: Vec<Tile>,
+}
+
+/// A number that the page shows in large type.
+#[derive(Serialize)]
+struct Tile {
+    name: &'static str,
+    value: String,
+    about: String,
+}
+
+#[derive(Serialize)]
+struct Section {
+    title: &'static str,
+    charts: Vec<Chart>,
+    note: &'static str,
+}
+
+/// Returns a page about one run, or a comparison of several.
+pub fn html(title: &str, reports: &[Report]) -> String {
+    let sections = [
+        Section { title: "Percentiles", charts: percentiles(reports), note: "" },
+        Section {
+            title: "Course of the run",
+            charts: course(reports),
+            note: "Each point covers one of at most 60 equal spans of the run. Times to first token and hit rates are at the time at which their requests were due.",
+        },
+        Section { title: "Balance", charts: balance(reports), note: "Workers are in descending order of their load." },
+    ];
+    let workers = match reports {
+        [report] if report.workers.len() <= WORKERS_MAX => report.workers.iter().map(worker_row).collect(),
+        _ => Vec::new(),
+    };
+    let page = Page {
+        title,
+        style: STYLE,
+        reports: reports.iter().enumerate().map(|(index, report)| part(index, report)).collect(),
+        times: reports.iter().flat_map(|report| times(report, reports.len() > 1)).collect(),
+        sections: sections.into_iter().filter(|section| !section.charts.is_empty()).collect(),
+        workers,
+    };
+    let mut templates = Environment::new();
+    templates.set_auto_escape_callback(|_| AutoEscape::Html);
+    templates.render_str(TEMPLATE, Serde(page)).expect("the template is a constant that fits its data") + "\n"
+}
+
+fn part(index: usize, report: &Report) -> Part<'_> {
+    Part {
+        name: &report.name,
+        colour: index % 8,
+        facts: &report.facts,
+        errors: &report.errors,
+        requests: requests(report),
+        sentences: sentences(report),
+        tiles: tiles(report),
+    }
+}
+
+fn tiles(report: &Report) -> Vec<Tile> {
+    let mut tiles = vec![Tile {
+        name: "Answers per second",
+        value: decimal(report.requests.answered_per_second),
+        about: format!("{} of {} requests", whole(report.requests.answered), whole(report.requests.sent)),
+    }];
+    let times = [("TTFT, median", &report.ttft), ("ITL, median", &report.itl), ("E2E, median", &report.e2e)];
+    tiles.extend(times.into_iter().filter_map(|(name, summary)| {
+        let summary = summary.as_ref()?;
+        Some(Tile {
+            name,
+            value: format!("{} ms", decimal(summary.p50_ms)),
+            about: format!("p99 {} ms", decimal(summary.p99_ms)),
+        })
+    }));
+    tiles.extend(report.tokens.hit_rate().map(|rate| Tile {
+        name: "Hit rate",
+        value: percent(rate),
+        about: format!("{} of {} prompt tokens", whole(report.tokens.cached()), whole(report.tokens.prompt_with_cached)),
+    }));
+    tiles.push(Tile {
+        name: "Tokens per second",
+        value: decimal(report.tokens.output_per_second),
+        about: format!("and {} of prompts", decimal(report.tokens.prompt_per_second)),
+    });
+    tiles.extend(report.goodput.as_ref().map(|goodput| Tile {
+        name: "Goodput",
+        value: percent(goodput.share),
+        about: format!("{} requests per second", decimal(goodput.per_second)),
+    }));
+    tiles
+}
+
+/// Returns the rows of a report in the table of times. With several reports, each row names its report.
+fn times(report: &Report, named: bool) -> Vec<Vec<String>> {
+    let rows = [("TTFT", &report.ttft), ("ITL", &report.itl), ("E2E", &report.e2e), ("Late start", &report.late.lateness)];
+    let row = |(name, summary): (&str, &Option<Summary>)| {
+        let summary = summary.as_ref()?;
+        let name = if named { format!("{name}, {}", report.name) } else { name.to_owned() };
+        let times = [summary.mean_ms, summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms];
+        Some([name, whole(summary.count)].into_iter().chain(times.map(decimal)).collect())
+    };
+    rows.into_iter().filter_map(row).collect()
+}
+
+fn worker_row(worker: &WorkerShare) -> Vec<String> {
+    let counts = [
+        worker.prompts,
+        worker.prompt_tokens,
+        worker.cached_tokens,
+        worker.computed_tokens(),
+        worker.answers,
+        worker.output_tokens,
+    ];
+    [worker.name.clone()].into_iter().chain(counts.map(whole)).collect()
+}
+
+fn percentiles(reports: &[Report]) -> Vec<Chart> {
+    let of = |title, summary: fn(&Report) -> &Option<Summary>| {
+        let series: Vec<Series> = each(reports, |report| {
+            let curve = summary(report).iter().flat_map(|summary| &summary.curve);
+            vec![(false, curve.map(|(percent, ms)| (percentile_at(*percent), Some(*ms))).collect())]
+        });
+        chart(title, &Axis::percentiles(), None, decimal, &series)
+    };
+    let charts = [
+        of("Time to first token, ms", |report| &report.ttft),
+        of("Time between two tokens, ms", |report| &report.itl),
+        of("Time to the end of the answer, ms", |report| &report.e2e),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+fn course(reports: &[Report]) -> Vec<Chart> {
+    let coarse = |report: &Report| Report { timeline: report.timeline.coarser(SPANS), ..report.clone() };
+    let reports: &[Report] = &reports.iter().map(coarse).collect::<Vec<_>>();
+    let ends = reports.iter().map(|report| report.timeline.bin.as_secs_f64() * report.timeline.bins.len() as f64);
+    let axis = Axis::seconds(ends.fold(0.0, f64::max));
+    let line = |report: &Report, value: &dyn Fn(&Bin, f64) -> Option<f64>| -> Vec<(f64, Option<f64>)> {
+        let seconds = report.timeline.bin.as_secs_f64();
+        let bins = report.timeline.bins.iter().enumerate();
+        bins.map(|(index, bin)| ((index as f64 + 0.5) * seconds, value(bin, seconds))).collect()
+    };
+    let ratio = |part: f64, whole: u64| (whole > 0).then(|| part / whole as f64);
+    let rates = each(reports, |report| {
+        vec![
+            (true, line(report, &|bin, seconds| Some(bin.due as f64 / seconds))),
+            (false, line(report, &|bin, seconds| Some(bin.answered as f64 / seconds))),
+        ]
+    });
+    let in_flight = each(reports, |report| {
+        let mut open = 0.0;
+        let points = line(report, &|_, _| Some(0.0));
+        let points = points.into_iter().zip(&report.timeline.bins).map(|((at, _), bin)| {
+            open += bin.due as f64 - bin.answered as f64 - bin.failed as f64;
+            (at, Some(open))
+        });
+        vec![(false, points.collect())]
+    });
+    let ttft = each(reports, |report| {
+        let mean = line(report, &|bin, _| ratio(bin.ttft_sum_ms, bin.first_tokens));
+        let longest = line(report, &|bin, _| (bin.first_tokens > 0).then_some(bin.ttft_max_ms));
+        if reports.len() == 1 { vec![(false, mean), (true, longest)] } else { vec![(false, mean)] }
+    });
+    let output = each(reports, |report| vec![(false, line(report, &|bin, seconds| Some(bin.output_tokens as f64 / seconds)))]);
+    let hits = each(reports, |report| vec![(false, line(report, &|bin, _| ratio(bin.cached_tokens as f64, bin.prompt_tokens)))]);
+    let ttft_title = match reports {
+        [_] => "Time to first token, ms: mean, and dashed the longest",
+        _ => "Time to first token, ms: mean",
+    };
+    let charts = [
+        chart("Answers per second, and dashed the requests that were due", &axis, None, decimal, &rates),
+        chart("Requests in flight", &axis, None, decimal, &in_flight),
+        chart(ttft_title, &axis, None, decimal, &ttft),
+        chart("Generated tokens per second", &axis, None, decimal, &output),
+        chart("Hit rate: cached divided by all prompt tokens", &axis, Some(1.0), percent, &hits),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+fn balance(reports: &[Report]) -> Vec<Chart> {
+    let of = |title, takes: fn(&WorkerShare) -> bool, load: fn(&WorkerShare) -> u64| {
+        let mut most = 0;
+        let series = each(reports, |report| {
+            let mut loads: Vec<u64> = report.workers.iter().filter(|worker| takes(worker)).map(load).collect();
+            loads.sort_unstable_by(|one, other| other.cmp(one));
+            most = most.max(loads.len());
+            vec![(false, loads.iter().enumerate().map(|(index, load)| (index as f64 + 1.0, Some(*load as f64))).collect())]
+        });
+        let axis = Axis(vec![(1.0, "busiest".to_owned()), (most as f64, format!("{} workers", whole(most as u64)))]);
+        chart(title, &axis, None, decimal, &series)
+    };
+    let charts = [
+        of("Computed prompt tokens by worker", |worker| worker.prefills, WorkerShare::computed_tokens),
+        of("Generated tokens by worker", |worker| worker.decodes, |worker| worker.output_tokens),
+    ];
+    charts.into_iter().flatten().collect()
+}
+
+/// Returns the lines of all reports. `lines` returns those of one report: whether each is dashed, and its points.
+fn each(reports: &[Report], mut lines: impl FnMut(&Report) -> Vec<(bool, Vec<(f64, Option<f64>)>)>) -> Vec<Series> {
+    let numbered = reports.iter().enumerate();
+    let all = numbered.flat_map(|(index, report)| {
+        let of_report = lines(report).into_iter();
+        of_report.map(move |(dashed, points)| Series { name: report.name.clone(), report: index, dashed, points })
+    });
+    all.collect()
+}

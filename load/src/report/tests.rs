@@ -1,0 +1,207 @@
+//! Tests of whole reports: outcomes in, figures, text, JSON and page out.
+
+use super::*;
+use serde_json::Value;
+use std::{sync::Arc, time::Duration};
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// Returns an answered request: due at `due`, sent `late` later, first token after another 100 ms, then three tokens 10 ms apart.
+fn answered(due: u64, late: u64, cached: Cached, worker: &str) -> Outcome {
+    let first = due + late + 100;
+    let answer = Answer {
+        first_token: Some(ms(first)),
+        gaps: vec![Gap { length: ms(10), count: 3 }],
+        prompt_tokens: Some(1_000),
+        output_tokens: 4,
+        cached,
+        prefill_worker: Some(Arc::from(worker)),
+        decode_worker: Some(Arc::from("decode-0")),
+    };
+    let expected = Expected { prompt_tokens: Some(1_000), output_tokens: Some(4) };
+    Outcome { due: ms(due), sent: ms(due + late), ended: ms(first + 30), expected, result: Ok(answer) }
+}
+
+fn failed(due: u64, class: FailureClass, message: &str) -> Outcome {
+    let failure = Failure { class, message: message.to_owned() };
+    Outcome { due: ms(due), sent: ms(due), ended: ms(due + 5), expected: Expected::default(), result: Err(failure) }
+}
+
+fn recorder(slo: Slo) -> Recorder {
+    let mut recorder = Recorder::new(slo);
+    recorder.add_worker("prefill-2", Roles { prefills: true, decodes: false });
+    recorder.add(&answered(0, 0, Cached::Counted(800), "prefill-0"));
+    recorder.add(&answered(1_000, 400, Cached::Estimated(300), "prefill-1"));
+    recorder.add(&answered(1_000, 0, Cached::Unknown, "prefill-1"));
+    recorder.add(&failed(1_200, FailureClass::Status(503), "busy <now> & later"));
+    recorder.add(&failed(1_300, FailureClass::Status(503), "another"));
+    recorder.add(&failed(1_400, FailureClass::CutStream, "cut"));
+    recorder.add(&failed(1_865, FailureClass::Stopped, "stopped"));
+    recorder
+}
+
+fn report() -> Report {
+    let slo = Slo { ttft: Some(ms(200)), itl: Some(ms(10)), e2e: None };
+    recorder(slo).report("run <1>", vec![Fact::new("speed", 2.5)])
+}
+
+#[test]
+fn report_has_the_figures_of_its_outcomes() {
+    let report = report();
+    assert_eq!(report.seconds, 1.87);
+    let Requests { sent, answered, failed, stopped, .. } = report.requests;
+    assert_eq!((sent, answered, failed, stopped), (7, 3, 3, 1));
+    let errors: Vec<_> = report.errors.iter().map(|error| (&*error.class, error.count, &*error.example)).collect();
+    assert_eq!(errors, [("HTTP status 503", 2, "busy <now> & later"), ("cut stream", 1, "cut")]);
+    let tokens = &report.tokens;
+    assert_eq!((tokens.prompt, tokens.output, tokens.cached(), tokens.hit_rate()), (3_000, 12, 1_100, Some(0.55)));
+    assert_eq!((tokens.cached_counted, tokens.cached_estimated, tokens.answers_without_cached), (800, 300, 1));
+    assert_eq!((tokens.other_prompt_length, tokens.other_answer_length), (0, 0));
+}
+
+#[test]
+fn late_start_counts_as_time_to_first_token() {
+    let report = report();
+    let ttft = report.ttft.expect("tokens arrived");
+    assert_eq!((ttft.count, ttft.max_ms, ttft.mean_ms), (3, 500.0, 700.0 / 3.0));
+    assert_eq!(report.e2e.expect("answers ended").max_ms, 530.0);
+    assert_eq!((report.late.requests, report.late.lateness.expect("requests were sent").max_ms), (1, 400.0));
+}
+
+#[test]
+fn goodput_counts_answers_that_meet_all_service_levels() {
+    let goodput = |slo| {
+        let goodput = recorder(slo).report("", Vec::new()).goodput?;
+        Some((goodput.requests, goodput.share))
+    };
+    assert_eq!(goodput(Slo::default()), None);
+    for (slo, expected) in [
+        // The late answer has a TTFT of 500 ms. Three requests failed and one was stopped, which does not count.
+        (Slo { ttft: Some(ms(100)), ..Slo::default() }, 2),
+        (Slo { ttft: Some(ms(99)), ..Slo::default() }, 0),
+        (Slo { ttft: Some(ms(500)), itl: Some(ms(10)), e2e: Some(ms(530)) }, 3),
+        (Slo { itl: Some(ms(9)), ..Slo::default() }, 0),
+        (Slo { e2e: Some(ms(529)), ..Slo::default() }, 2),
+    ] {
+        assert_eq!(goodput(slo), Some((expected, expected as f64 / 6.0)), "{slo:?}");
+    }
+}
+
+#[test]
+fn balance_includes_workers_without_requests() {
+    let report = report();
+    // Computed: 200, then 700 and 1,000 of the prompt whose cached tokens are not known, and 0.
+    assert_eq!(
+        report.balance,
+        Some(Balance { computed_max_to_mean: Some(1_700.0 * 3.0 / 1_900.0), output_max_to_mean: Some(1.0) })
+    );
+    let names: Vec<&str> = report.workers.iter().map(|worker| &*worker.name).collect();
+    assert_eq!(names, ["decode-0", "prefill-0", "prefill-1", "prefill-2"]);
+}
+
+#[test]
+fn other_lengths_than_expected_are_counted() {
+    let mut recorder = Recorder::default();
+    let mut outcome = answered(0, 0, Cached::Unmarked(5), "w");
+    outcome.expected = Expected { prompt_tokens: Some(999), output_tokens: Some(5) };
+    recorder.add(&outcome);
+    let tokens = recorder.report("", Vec::new()).tokens;
+    assert_eq!((tokens.other_prompt_length, tokens.other_answer_length, tokens.cached_unmarked), (1, 1, 5));
+}
+
+#[test]
+fn text_names_times_tokens_errors_and_goodput() {
+    let text = text(&report());
+    for expected in [
+        "run <1>",
+        "speed  2.5",
+        "7 requests in 1.87 s: 3 answered (1.60/s), 3 failed, 1 stopped in flight",
+        "2 failures: HTTP status 503; the first one: busy <now> & later",
+        "55.0% of prompts (800 counted by workers, 300 estimated); unknown for 1 answer",
+        "goodput: 1.07/s: 2 requests, 33.3% of those that ended, had TTFT ≤ 200 ms, mean ITL ≤ 10.0 ms",
+        "balance of 4 workers: busiest / mean 2.68 by computed prompt tokens, 1.00 by generated tokens",
+        "1 request sent more than 10 ms late",
+    ] {
+        assert!(text.contains(expected), "{expected:?} is not in\n{text}");
+    }
+    let row = |name: &str| {
+        text.lines().find(|line| line.starts_with(name)).unwrap_or_default().split_whitespace().skip(2).collect::<Vec<_>>()
+    };
+    assert_eq!(row("TTFT"), ["233", "100", "500", "500", "500"]);
+    assert_eq!(row("ITL"), ["10.0"; 5]);
+}
+
+#[test]
+fn comparison_has_a_row_for_each_report() {
+    let reports = [report(), Recorder::default().report("empty", Vec::new())];
+    let table = comparison(&reports);
+    let lines: Vec<&str> = table.lines().collect();
+    assert_eq!(lines.len(), 3, "{table}");
+    assert!(lines[1].starts_with("run <1>") && lines[1].contains("55.0%") && lines[1].contains("33.3%"), "{table}");
+    assert!(lines[2].starts_with("empty"), "{table}");
+}
+
+#[test]
+fn json_has_all_figures() {
+    let parsed: Value = serde_json::from_str(&json(&[report()])).expect("it is JSON");
+    let report = &parsed["reports"][0];
+    for (pointer, expected) in [
+        ("/requests/sent", Value::from(7)),
+        ("/ttft/max_ms", Value::from(500.0)),
+        ("/tokens/cached_counted", Value::from(800)),
+        ("/goodput/requests", Value::from(2)),
+        ("/workers/1/name", Value::from("prefill-0")),
+        ("/facts/0/value", Value::from("2.5")),
+        ("/timeline/bin_seconds", Value::from(0.25)),
+        ("/timeline/bins/4/due", Value::from(3)),
+        ("/errors/0/class", Value::from("HTTP status 503")),
+    ] {
+        assert_eq!(report.pointer(pointer), Some(&expected), "{pointer}");
+    }
+}
+
+/// Parses the page, which is XML as well, and returns the texts of all its elements.
+fn texts(page: &str) -> Vec<String> {
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(page, options).expect("the page is well-formed");
+    let foreign = document
+        .descendants()
+        .filter(|node| node.has_tag_name("script") || node.attribute("src").is_some() || node.attribute("href").is_some());
+    assert_eq!(foreign.count(), 0, "the page needs nothing else");
+    document.descendants().filter(|node| node.is_text()).filter_map(|node| node.text()).map(str::to_owned).collect()
+}
+
+#[test]
+fn page_is_well_formed_and_has_the_figures() {
+    let page = html("Replay of <a & b>", &[report()]);
+    let texts = texts(&page);
+    for expected in [
+        "Replay of <a & b>",
+        "run <1>",
+        "2 × HTTP status 503; the first one: busy <now> & later",
+        "55.0%",
+        "233",
+        "p99 500 ms",
+        "Time to first token, ms",
+        "Hit rate: cached divided by all prompt tokens",
+        "Computed prompt tokens by worker",
+        "prefill-2",
+        "1,100 of 2,000 prompt tokens",
+    ] {
+        assert!(texts.iter().any(|text| text == expected), "{expected:?} is not in {texts:?}");
+    }
+    assert!(page.matches("<svg").count() == 10, "{} plots", page.matches("<svg").count());
+}
+
+#[test]
+fn page_of_several_reports_has_a_line_for_each_and_one_without_outcomes_is_empty() {
+    let empty = Recorder::default().report("empty", Vec::new());
+    let page = html("both", &[report(), empty.clone()]);
+    assert!(texts(&page).iter().any(|text| text == "TTFT, run <1>"));
+    assert!(page.contains("class=\"line c1"), "the second report has a line");
+    let page = html("empty", &[empty]);
+    texts(&page);
+    assert!(!page.contains("<svg"), "there is nothing to plot");
+}

@@ -1,0 +1,96 @@
+//! Sends requests and reads their answers.
+
+use crate::{
+    http::{Http, HttpError},
+    plan::{PlannedStep, Work},
+    report::{Expected, Failure, FailureClass, Outcome},
+    request::{Bodies, Request},
+    stream::{self, Wanted},
+};
+use hyper::header::HeaderName;
+use serde_json::{Value, json};
+use std::{
+    error::Error,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+use tokio::{sync::mpsc, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+/// What all requests of a run share.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    pub(crate) http: Http,
+    pub(crate) bodies: Bodies,
+    pub(crate) worker_header: Option<HeaderName>,
+    /// Time limit for a whole answer.
+    pub(crate) timeout: Duration,
+    pub(crate) start: Instant,
+    /// Ends the run; requests in flight are aborted.
+    pub(crate) stop: CancellationToken,
+    pub(crate) outcomes: mpsc::Sender<Outcome>,
+    /// The requests of conversations that were not sent, because an earlier one failed.
+    pub(crate) skipped: AtomicU64,
+}
+
+impl Runner {
+    /// Sends a request, or a whole conversation, and reports the outcomes. `due` is the time at which it should be sent, from the beginning
+    /// of the run; `None`: now.
+    pub(crate) async fn run(&self, work: Work, due: Option<Duration>) {
+        match work {
+            Work::Request { request, expected } => drop(self.send(request, due, expected, false).await),
+            Work::Conversation { steps, tools } => self.converse(steps, tools.as_ref(), due).await,
+        }
+    }
+
+    /// Sends each request with the answers that were received before. It is due when the former answer is complete.
+    async fn converse(&self, steps: Vec<PlannedStep>, tools: Option<&Value>, mut due: Option<Duration>) {
+        let (mut messages, mut rest) = (Vec::new(), steps.len() as u64);
+        for step in steps {
+            messages.extend(step.messages);
+            let request = self.bodies.next(&messages, tools, step.answer_tokens);
+            rest -= 1;
+            let Some(text) = self.send(request, due.take(), Expected::default(), true).await else {
+                self.skipped.fetch_add(rest, Ordering::Relaxed);
+                return;
+            };
+            messages.push(json!({ "role": "assistant", "content": text }));
+        }
+    }
+
+    /// Sends one request. Returns the text of a complete answer, which is empty unless `text` is set.
+    async fn send(&self, request: Request, due: Option<Duration>, expected: Expected, text: bool) -> Option<String> {
+        let wanted = Wanted { worker_header: self.worker_header.clone(), text };
+        let sent = self.start.elapsed();
+        let answering = async {
+            let response = self.http.post(request.path, request.body).await.map_err(|error| failed(&error))?;
+            stream::read(response, self.start, &wanted).await
+        };
+        let received = tokio::select! {
+            received = tokio::time::timeout(self.timeout, answering) => received.unwrap_or_else(|_| {
+                let message = format!("the answer was not complete within {} s", self.timeout.as_secs_f64());
+                Err(Failure { class: FailureClass::Timeout, message })
+            }),
+            () = self.stop.cancelled() => Err(Failure { class: FailureClass::Stopped, message: "the run was stopped".to_owned() }),
+        };
+        let ended = self.start.elapsed();
+        let (result, text) = match received {
+            Ok(received) => (Ok(received.answer), Some(received.text)),
+            Err(failure) => (Err(failure), None),
+        };
+        let outcome = Outcome { due: due.unwrap_or(sent), sent, ended, expected, result };
+        // Only a run that has ended receives no outcomes.
+        let _ = self.outcomes.send(outcome).await;
+        text
+    }
+}
+
+/// Returns the failure of a request that received no response, with all reasons.
+fn failed(error: &HttpError) -> Failure {
+    let (mut message, mut reason) = (error.to_string(), error.source());
+    while let Some(error) = reason {
+        message += &format!(": {error}");
+        reason = error.source();
+    }
+    Failure { class: FailureClass::Connection, message }
+}

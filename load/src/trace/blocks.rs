@@ -1,0 +1,39 @@
+//! Rows of Mooncake's traces.
+
+use super::Problem;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The lengths of a request, and the ids of the blocks of its prompt. Prompts share text where they share ids.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Blocks {
+    /// The tokens of the prompt.
+    pub input_length: u64,
+    /// The tokens of the answer.
+    pub output_length: u64,
+    /// The ids of the prompt's blocks. The last one may be incomplete.
+    pub hash_ids: Vec<u64>,
+}
+
+impl Blocks {
+    pub(super) fn parse(value: Value, block_tokens: u64) -> Result<Self, Problem> {
+        for field in ["input_length", "output_length", "hash_ids"] {
+            if value.get(field).is_none() {
+                return Err(Problem::Missing(field));
+            }
+        }
+        let row: Self = serde_json::from_value(value).map_err(|error| Problem::Json(error.to_string()))?;
+        if row.input_length == 0 {
+            return Err(Problem::Zero("input_length"));
+        }
+        if row.output_length == 0 {
+            return Err(Problem::Zero("output_length"));
+        }
+        // A trace names only complete blocks, or the incomplete one at the end as well.
+        let (ids, complete) = (row.hash_ids.len() as u64, row.input_length / block_tokens);
+        if ids < complete || ids > row.input_length.div_ceil(block_tokens) {
+            return Err(Problem::Blocks { ids, block_tokens, input_length: row.input_length });
+        }
+        Ok(row)
+    }
+}

@@ -1,0 +1,289 @@
+//! Traces: files of requests. A trace is checked as a whole before its first request is sent, and is then read again, row by row, so that
+//! its size does not matter.
+
+mod blocks;
+mod chat;
+mod conversation;
+mod rows;
+#[cfg(test)]
+mod tests;
+
+pub use blocks::Blocks;
+pub use chat::Chat;
+pub use conversation::{Conversation, Step};
+
+use serde_json::Value;
+use std::{
+    fmt,
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// The formats of traces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Mooncake's: lengths, and ids of blocks of the prompt; equal ids mean equal text.
+    Mooncake,
+    /// Bodies of OpenAI chat requests.
+    Chat,
+    /// Conversations of several steps, as vLLM's and SGLang's benchmarks read them. Each step is sent after the answer to the former one.
+    Conversations,
+}
+
+/// A file of requests that has been checked.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    path: PathBuf,
+    settings: TraceSettings,
+    format: Format,
+    /// The number of requests. A conversation has one for each of its steps.
+    pub requests: u64,
+    /// Whether every row has a time.
+    pub timed: bool,
+    /// The time of the last row.
+    pub length: Duration,
+}
+
+/// How a file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TraceSettings {
+    /// The format; `None`: it is recognised by the first row.
+    pub format: Option<Format>,
+    /// The number of rows that are read; `None`: all.
+    pub limit: Option<u64>,
+    /// The tokens of each block of a Mooncake trace.
+    pub block_tokens: u64,
+}
+
+impl Default for TraceSettings {
+    fn default() -> Self {
+        Self { format: None, limit: None, block_tokens: 512 }
+    }
+}
+
+/// A row of a trace.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// The row's number, counted from 0.
+    pub index: u64,
+    /// The time of the row, counted from that of the first row; `None` if the row has no time.
+    pub at: Option<Duration>,
+    /// What is sent.
+    pub load: Load,
+}
+
+/// What a row sends.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Load {
+    /// A request with a prompt that is made of the row's blocks.
+    Blocks(Blocks),
+    /// A chat request.
+    Chat(Chat),
+    /// Chat requests, one after the other.
+    Conversation(Conversation),
+}
+
+/// Why a trace cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TraceError {
+    /// The file cannot be read.
+    #[error("{} cannot be read", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// The file has no rows.
+    #[error("{} has no rows", .0.display())]
+    Empty(PathBuf),
+    /// The file is one JSON object.
+    #[error(
+        "{} describes conversations that vLLM's benchmark generates; run that benchmark with --output-file, and replay the file that it writes",
+        .0.display()
+    )]
+    Generator(PathBuf),
+    /// The format of the file is not known.
+    #[error(
+        "the format of {} is not recognised by its first row; its rows need `hash_ids` (Mooncake), `messages` (chat) or `conversations`, or name it with --format",
+        .0.display()
+    )]
+    UnknownFormat(PathBuf),
+    /// A row is wrong.
+    #[error("{}, line {line}: {problem}", path.display())]
+    Row {
+        /// The file.
+        path: PathBuf,
+        /// The line in which the row is, or ends; counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        problem: Problem,
+    },
+}
+
+/// What is wrong with a row.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// The row is not valid JSON, or a field has the wrong type.
+    #[error("{0}")]
+    Json(String),
+    /// A required field is missing.
+    #[error("the row has no field `{0}`")]
+    Missing(&'static str),
+    /// A number is too small.
+    #[error("`{0}` must be at least 1")]
+    Zero(&'static str),
+    /// The numbers of blocks and tokens contradict each other.
+    #[error(
+        "{ids} `hash_ids` of {block_tokens} tokens are not a prompt of {input_length} tokens; --block-tokens sets the tokens of a block"
+    )]
+    Blocks {
+        /// The number of ids.
+        ids: u64,
+        /// The tokens of a block.
+        block_tokens: u64,
+        /// The tokens of the prompt.
+        input_length: u64,
+    },
+    /// The time is not a number of milliseconds.
+    #[error("`timestamp` must be a number of milliseconds that is not negative")]
+    Time,
+    /// The row is earlier than the row before.
+    #[error("the row's `timestamp` is before that of the row before it; sort the rows by time")]
+    Order,
+    /// Only some rows have times.
+    #[error("some rows have a `timestamp` and some have none")]
+    Mixed,
+    /// There is nothing to be answered.
+    #[error("there is no message to answer")]
+    Nothing,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Mooncake => "mooncake",
+            Self::Chat => "chat",
+            Self::Conversations => "conversations",
+        })
+    }
+}
+
+impl Trace {
+    /// Opens a file and checks the rows that will be read.
+    ///
+    /// # Errors
+    /// The file cannot be read, its format is not recognised, or a row is wrong.
+    pub fn open(path: &Path, settings: TraceSettings) -> Result<Self, TraceError> {
+        let format = match settings.format {
+            Some(format) => format,
+            None => recognised(path)?,
+        };
+        let mut trace = Self { path: path.to_owned(), settings, format, requests: 0, timed: false, length: Duration::ZERO };
+        let (mut requests, mut timed, mut length, mut rows) = (0, false, Duration::ZERO, 0_u64);
+        trace.read(&mut |row| {
+            rows += 1;
+            timed = row.at.is_some();
+            length = row.at.unwrap_or_default();
+            requests += row.load.requests();
+            ControlFlow::Continue(())
+        })?;
+        if rows == 0 {
+            return Err(TraceError::Empty(path.to_owned()));
+        }
+        (trace.requests, trace.timed, trace.length) = (requests, timed, length);
+        Ok(trace)
+    }
+
+    /// Returns the file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the format.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Reads the rows, until `each` breaks.
+    ///
+    /// # Errors
+    /// The file cannot be read, or a row is wrong.
+    pub fn read(&self, each: &mut dyn FnMut(Row) -> ControlFlow<()>) -> Result<(), TraceError> {
+        let (mut index, mut first, mut last) = (0, None::<Duration>, None::<Duration>);
+        if self.settings.limit == Some(0) {
+            return Ok(());
+        }
+        rows::read(&self.path, &mut |value| {
+            let (at, load) = self.parse(value)?;
+            if index > 0 && at.is_some() != last.is_some() {
+                return Err(Problem::Mixed);
+            }
+            if at < last {
+                return Err(Problem::Order);
+            }
+            last = at;
+            let at = at.map(|at| at.saturating_sub(*first.get_or_insert(at)));
+            let row = Row { index, at, load };
+            index += 1;
+            if each(row).is_break() || self.settings.limit.is_some_and(|limit| index >= limit) {
+                return Ok(ControlFlow::Break(()));
+            }
+            Ok(ControlFlow::Continue(()))
+        })
+    }
+
+    fn parse(&self, value: Value) -> Result<(Option<Duration>, Load), Problem> {
+        let at = time(&value)?;
+        let load = match self.format {
+            Format::Mooncake => Load::Blocks(Blocks::parse(value, self.settings.block_tokens)?),
+            Format::Chat => Load::Chat(Chat::parse(value)?),
+            Format::Conversations => Load::Conversation(Conversation::parse(value)?),
+        };
+        Ok((at, load))
+    }
+}
+
+impl Load {
+    fn requests(&self) -> u64 {
+        match self {
+            Self::Blocks(_) | Self::Chat(_) => 1,
+            Self::Conversation(conversation) => conversation.steps.len() as u64,
+        }
+    }
+}
+
+/// Returns the time of a row, which is in milliseconds.
+fn time(value: &Value) -> Result<Option<Duration>, Problem> {
+    match value.get("timestamp") {
+        None | Some(Value::Null) => Ok(None),
+        Some(ms) => {
+            let seconds = ms.as_f64().ok_or(Problem::Time)? / 1e3;
+            Duration::try_from_secs_f64(seconds).map(Some).map_err(|_| Problem::Time)
+        }
+    }
+}
+
+/// Recognises the format by the first row.
+fn recognised(path: &Path) -> Result<Format, TraceError> {
+    let mut first = Value::Null;
+    let array = rows::is_array(path)?;
+    rows::read(path, &mut |value| {
+        first = value;
+        Ok(ControlFlow::Break(()))
+    })?;
+    let has = |key: &str| first.get(key).is_some();
+    match first {
+        Value::Null => Err(TraceError::Empty(path.to_owned())),
+        _ if first.get("filetype").and_then(Value::as_str) == Some("generate_conversations") => {
+            Err(TraceError::Generator(path.to_owned()))
+        }
+        _ if has("hash_ids") => Ok(Format::Mooncake),
+        _ if has("conversations") => Ok(Format::Conversations),
+        // Files of conversations are one JSON array; requests are one object a line.
+        _ if has("messages") && array => Ok(Format::Conversations),
+        _ if has("messages") || first.pointer("/body/messages").is_some() => Ok(Format::Chat),
+        _ => Err(TraceError::UnknownFormat(path.to_owned())),
+    }
+}

@@ -1,0 +1,126 @@
+//! The rows of a file: JSON values, one a line or in one array.
+
+use super::{Problem, TraceError};
+use serde::{
+    Deserializer,
+    de::{DeserializeSeed, SeqAccess, Visitor},
+};
+use serde_json::Value;
+use std::{
+    fmt,
+    fs::File,
+    io::{BufRead, BufReader},
+    ops::ControlFlow,
+    path::Path,
+};
+
+/// Takes a row, or returns what is wrong with it.
+type Each<'a> = dyn FnMut(Value) -> Result<ControlFlow<()>, Problem> + 'a;
+
+/// Reads the rows of a file until `each` breaks. Empty lines are skipped.
+pub(super) fn read(path: &Path, each: &mut Each<'_>) -> Result<(), TraceError> {
+    let mut file = open(path)?;
+    if starts_array(&mut file).map_err(|source| unreadable(path, source))? {
+        return read_array(path, file, each);
+    }
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        if file.read_until(b'\n', &mut line).map_err(|source| unreadable(path, source))? == 0 {
+            break;
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let row = serde_json::from_slice(&line).map_err(|error| on_line(&error));
+        match row.and_then(&mut *each) {
+            Ok(ControlFlow::Continue(())) => {}
+            Ok(ControlFlow::Break(())) => break,
+            Err(problem) => return Err(TraceError::Row { path: path.to_owned(), line: number, problem }),
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether the file is one JSON array.
+pub(super) fn is_array(path: &Path) -> Result<bool, TraceError> {
+    starts_array(&mut open(path)?).map_err(|source| unreadable(path, source))
+}
+
+fn open(path: &Path) -> Result<BufReader<File>, TraceError> {
+    Ok(BufReader::with_capacity(1 << 16, File::open(path).map_err(|source| unreadable(path, source))?))
+}
+
+fn unreadable(path: &Path, source: std::io::Error) -> TraceError {
+    TraceError::Read { path: path.to_owned(), source }
+}
+
+/// Returns whether the first character that is no white space is `[`. Consumes no line.
+fn starts_array(file: &mut BufReader<File>) -> std::io::Result<bool> {
+    Ok(file.fill_buf()?.trim_ascii_start().first() == Some(&b'['))
+}
+
+/// Returns the error of a row that is a line by itself, without serde's own number of the line, which would always be 1.
+fn on_line(error: &serde_json::Error) -> Problem {
+    let text = error.to_string();
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    Problem::Json(match text.strip_suffix(&place) {
+        Some(problem) => format!("{problem} at column {}", error.column()),
+        None => text,
+    })
+}
+
+fn read_array(path: &Path, file: BufReader<File>, each: &mut Each<'_>) -> Result<(), TraceError> {
+    let mut array = Array { each, end: None };
+    let mut json = serde_json::Deserializer::from_reader(file);
+    let read = json.deserialize_seq(&mut array).and_then(|()| json.end());
+    let Err(error) = read else { return Ok(()) };
+    let problem = match array.end {
+        Some(End::Broken) => return Ok(()),
+        Some(End::Wrong(problem)) => problem,
+        None if error.is_io() => return Err(unreadable(path, error.into())),
+        None => on_line(&error),
+    };
+    Err(TraceError::Row { path: path.to_owned(), line: error.line(), problem })
+}
+
+/// Passes the values of an array on, one at a time, instead of collecting them.
+struct Array<'a, 'b> {
+    each: &'a mut Each<'b>,
+    end: Option<End>,
+}
+
+/// Why the array was not read to its end.
+enum End {
+    Broken,
+    Wrong(Problem),
+}
+
+impl<'de> Visitor<'de> for &mut Array<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of rows")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut rows: A) -> Result<(), A::Error> {
+        while let Some(()) = rows.next_element_seed(&mut *self)? {}
+        Ok(())
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Array<'_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        let row = <Value as serde::Deserialize>::deserialize(deserializer)?;
+        let end = match (self.each)(row) {
+            Ok(ControlFlow::Continue(())) => return Ok(()),
+            Ok(ControlFlow::Break(())) => End::Broken,
+            Err(problem) => End::Wrong(problem),
+        };
+        self.end = Some(end);
+        // The only way to leave an array is an error. Its text is not used.
+        Err(serde::de::Error::custom("the reader stops here"))
+    }
+}
