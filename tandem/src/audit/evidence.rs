@@ -1,4 +1,4 @@
-//! The evidence of an audit, which is read from files.
+//! Reads the evidence of an audit from files.
 
 use super::Samples;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -8,7 +8,7 @@ use std::{
 };
 use tandem_worker::LedgerLine;
 
-/// All evidence of an audit.
+/// The evidence of an audit.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     /// The requests of clients, each with the usage that its client received.
@@ -17,9 +17,9 @@ pub struct Evidence {
     pub ledger: Vec<LedgerLine>,
     /// The metrics of all processes.
     pub metrics: Samples,
-    /// Workers that were killed: their last counters and ledger lines are lost.
+    /// The workers that were killed, so that their last counters and ledger lines are lost.
     pub lost_workers: BTreeSet<String>,
-    /// Whether a frontend was killed: its counters are missing in the sums.
+    /// True if a frontend was killed, so that its counters are missing in the sums.
     pub lost_frontend: bool,
 }
 
@@ -27,7 +27,7 @@ pub struct Evidence {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClientLine {
-    /// The response's `x-request-id`; absent if the connection was closed before the response started.
+    /// The response's `x-request-id`; absent if the connection was closed before the response began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
     /// The usage of a complete answer; absent if the answer is incomplete.
@@ -42,11 +42,11 @@ pub struct ReportedUsage {
     /// The number of prompts in the request.
     #[serde(default = "one")]
     pub prompts: usize,
-    /// `usage.prompt_tokens`
+    /// The answer's `usage.prompt_tokens`.
     pub prompt_tokens: u64,
-    /// `usage.prompt_tokens_details.cached_tokens`
+    /// The answer's `usage.prompt_tokens_details.cached_tokens`.
     pub cached_tokens: u64,
-    /// `tandem.cached_tokens_source`. An answer to several prompts names the least certain source of all prompts.
+    /// The answer's `tandem.cached_tokens_source`. An answer to several prompts names the least certain source of all prompts.
     #[serde(default)]
     pub source: Source,
 }
@@ -59,16 +59,16 @@ fn one() -> usize {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
-    /// Counted by a worker.
+    /// A worker has counted the tokens.
     #[default]
     Worker,
-    /// Predicted by the router.
+    /// The router has predicted the count.
     RouterEstimate,
     /// The source of the count is unknown.
     Unknown,
 }
 
-/// The reason that evidence cannot be read.
+/// The reason why evidence cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum EvidenceError {
@@ -81,14 +81,14 @@ pub enum EvidenceError {
 /// Reads all files. Client files and ledgers have one JSON object per line; metrics files have the text of `/metrics`.
 ///
 /// # Errors
-/// A file cannot be read, or a line of it is invalid.
+/// Fails if a file cannot be read, or if a line of it is invalid.
 pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Result<Evidence, EvidenceError> {
     let mut samples = Samples::default();
     for path in metrics {
         samples.add(&text(path)?);
     }
-    // A process that is killed while it writes leaves an incomplete last line. The line is skipped: it is lost, like the lines that the
-    // process would have written afterwards.
+    // A process that is killed while it writes leaves an incomplete last line. Such a line is skipped: it is lost, like the lines that the process
+    // would have written afterwards.
     let half = serde_json::Error::is_eof;
     let (client, ledger) = (lines(client, |_| false)?, lines(ledger, half)?);
     Ok(Evidence { client, ledger, metrics: samples, ..Default::default() })

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// The last samples of all processes. A process that was restarted has one file of samples for each run.
+/// The last samples of the metrics of all processes. A process that was restarted has one file of samples for each run.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(Vec<(String, String, f64)>);
 
@@ -27,8 +27,8 @@ impl Samples {
         self.0.iter().filter(wanted).fold(0.0, |sum, (_, _, value)| sum + value)
     }
 
-    /// Returns the values of the metric family `name`, by the value of its label `label`. If a worker had several runs, their values are
-    /// added. So a sum of capacities is compared with a sum of blocks.
+    /// Returns the values of the metric family `name`, by the value of its label `label`. The values of all runs of a worker are added, both of its
+    /// capacity and of its blocks.
     pub(super) fn values(&self, name: &str, label: &str) -> BTreeMap<String, f64> {
         let mut values = BTreeMap::new();
         for (_, labels, value) in self.0.iter().filter(|(of, _, _)| of == name) {

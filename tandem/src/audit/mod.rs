@@ -1,9 +1,9 @@
-//! `tandem audit check`: reconciles the usage that clients received, the workers' ledgers and the metrics.
+//! The command `tandem audit check`: compares the usage that clients received with the workers' ledgers and the metrics.
 //!
-//! An attempt has *won* if the ledger has the outcome `won` for it: its decode worker recorded that it sent the prompt's first token to the
-//! frontend. The last attempt that won is the prompt's *winning attempt*, whose token counts apply to the prompt.
+//! An attempt has *won* if the ledger has the outcome `won` for it: its decode worker recorded that it sent the prompt's first token to the frontend.
+//! The last attempt that won is the prompt's *winning attempt*, whose token counts apply to the prompt.
 //!
-//! This module is pure: evidence is its input, findings are its output. `docs/adr/007-ledger.md` has the rules.
+//! This module does no I/O: evidence is its input, and findings are its output. `docs/adr/007-ledger.md` has the rules.
 
 mod evidence;
 mod metrics;
@@ -106,24 +106,22 @@ impl Range {
     }
 }
 
-/// What the ledgers record about one attempt.
 #[derive(Default)]
 struct Attempt {
-    /// Worker, prompt tokens and cached tokens of each `scheduled` line. More than one line is a finding.
+    /// The worker, prompt tokens and cached tokens of each `scheduled` line. More than one such line is a finding.
     counted: Vec<(String, u32, u32)>,
-    /// Whether the outcome `won` is recorded.
     won: bool,
-    /// Whether an outcome is recorded. When no request runs, an outcome is missing only if the decode worker was killed.
+    /// True if the ledger has an outcome. When no request runs, an outcome is missing only if the decode worker was killed.
     ended: bool,
 }
 
 /// The winning attempt of a prompt, whose token counts apply to the prompt.
 #[derive(Default)]
 struct Winner<'a> {
-    /// The counts of the winning attempt. If it is uncertain which attempt won, because a worker was killed: the counts of all attempts
-    /// that may have won.
+    /// The token counts of the winning attempt. If a killed worker makes it uncertain which attempt won, the list has the counts of all attempts that
+    /// may have won.
     counts: Vec<Count<'a>>,
-    /// Whether one of these counts is lost, because the worker that had recorded it was killed.
+    /// True if one of the counts is lost because the worker that had recorded it was killed.
     unknown: bool,
 }
 
@@ -144,7 +142,7 @@ impl Winner<'_> {
     }
 }
 
-/// The amount of evidence that was checked.
+/// The amount of evidence that an audit has checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// The number of complete answers that clients received.
@@ -205,7 +203,6 @@ fn request_of(prompt: &str) -> &str {
     prompt.rsplit_once('-').map_or(prompt, |(request, _)| request)
 }
 
-/// Groups the ledgers' lines by prompt and attempt.
 fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeMap<&'a str, BTreeMap<u32, Attempt>> {
     let mut prompts: BTreeMap<&str, BTreeMap<u32, Attempt>> = BTreeMap::new();
     for line in ledger {
@@ -218,7 +215,7 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
                             && tiers == u64::from(*cached)
                             && cached < prompt
                     }
-                    // The worker's engine does not report cached tokens, so the answer's usage has an estimate.
+                    // The worker's engine does not report cached tokens, so the usage of the answer has an estimate.
                     (None, None) => tiers == 0,
                     _ => false,
                 };
@@ -245,9 +242,9 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
     prompts
 }
 
-/// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have
-/// won: the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have
-/// won, too, so their counts are included.
+/// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have won, if
+/// the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have won, too, so
+/// their counts are included.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();
@@ -266,7 +263,7 @@ fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, fi
 /// The winning attempts of each request's prompts, by the request's id.
 type Requests<'a> = BTreeMap<&'a str, Vec<Winner<'a>>>;
 
-/// The name of a metric, and text that the labels of the summed series contain.
+/// The name of a metric, and a text that the labels of the summed series contain.
 type Series = (&'static str, &'static str);
 
 const PROMPTS: Series = ("tandem_frontend_request_cached_tokens_count", "");
@@ -284,7 +281,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Raises the upper bounds by a request's answers, which no client received but which the frontend may have finished.
+    /// Raises the upper bounds by the answers to one request. No client received these answers, but the frontend may have finished them.
     fn add_possible(&mut self, winners: &[Winner<'_>]) {
         for winner in winners {
             self.prompts.max += 1.0;
@@ -341,7 +338,7 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
             }
         };
         compare("prompt", usage.prompt_tokens, winners.iter().map(Winner::prompt).sum());
-        // The answer states that its number is an estimate, so the number may differ from the workers' count.
+        // The answer states that its number is an estimate, so the number may differ from the workers' counts.
         if usage.source == Source::Worker {
             compare("cached", usage.cached_tokens, winners.iter().map(Winner::cached).sum());
         }
@@ -362,7 +359,6 @@ fn check_clients(evidence: &Evidence, requests: &Requests<'_>, findings: &mut Ve
     (sums, unverified)
 }
 
-/// The sums over the lines of one worker's ledger.
 #[derive(Clone, Copy, Default)]
 struct Tally {
     prompts: f64,

@@ -1,9 +1,8 @@
-//! `tandem audit report`: the sums of the ledgers, for invoices.
+//! The command `tandem audit report`: sums up the ledgers, for invoices.
 //!
-//! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not
-//! billed. A prompt is in no sum if its count or outcome is missing because a worker was killed before it had written that line. The report
-//! has the number of such prompts. A prompt whose cached tokens the engine did not report is summed as computed, and counted in
-//! `unreported_prompts`.
+//! Only a prompt's winning attempt is summed, which is the last attempt that sent the prompt's first token, so other attempts are not billed. A
+//! prompt is not summed if its count or outcome is missing because a worker was killed before it had written that line. The report has the number of
+//! such prompts. A prompt whose cached tokens the engine did not report is summed as computed, and counted in `unreported_prompts`.
 
 use super::{Finding, attempts, winner};
 use crate::text_table::text_table;
@@ -11,7 +10,6 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tandem_worker::LedgerLine;
 
-/// The key by which sums are grouped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 struct Key {
     /// The day in UTC on which the prompt started; `-` if the ledger line has no time.
@@ -28,7 +26,6 @@ struct Sum {
     prompt_tokens: u64,
     cached_tokens: u64,
     computed_tokens: u64,
-    /// Prompts whose cached tokens are not known.
     unreported_prompts: u64,
 }
 
@@ -36,11 +33,11 @@ struct Sum {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     sums: BTreeMap<Key, Sum>,
-    /// Prompts that are in no sum, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
+    /// The number of prompts that are not summed, because the ledger lacks the outcome of an attempt or the counts of the winning attempt.
     unsettled: usize,
 }
 
-/// Lines of the ledgers contradict each other, so nothing can be summed.
+/// The error of ledgers whose lines contradict each other, so that they cannot be summed.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "no sums are printed, because {count} lines of the ledgers contradict others (such as: {first}); \
@@ -54,7 +51,7 @@ pub struct Contradiction {
 /// Sums up the winning attempts of all prompts.
 ///
 /// # Errors
-/// Lines of the ledger contradict each other.
+/// Fails if lines of the ledger contradict each other.
 pub fn report(ledger: &[LedgerLine]) -> Result<Report, Contradiction> {
     let mut findings = Vec::new();
     let prompts = attempts(ledger, &mut findings);
@@ -145,10 +142,10 @@ impl Report {
         text_table(records.flatten().map(|record| record.iter().map(str::to_owned).collect()), 3)
     }
 
-    /// Returns a note that says how many prompts are in no sum, and why; `None` if there are no such prompts.
+    /// Returns a note with the number of prompts that are not summed, and the reason; `None` if there are no such prompts.
     pub fn note(&self) -> Option<String> {
         let note =
-            "prompts are in no sum, because a worker was killed before it wrote their token counts or outcome to its ledger";
+            "prompts are not summed, because a worker was killed before it wrote their token counts or outcome to its ledger";
         (self.unsettled > 0).then(|| format!("{} {note}", self.unsettled))
     }
 }
@@ -158,7 +155,7 @@ mod tests {
     use super::*;
     use tandem_worker::Outcome;
 
-    /// 2026-02-28 23:59:59 UTC, in seconds since 1970.
+    /// The time 2026-02-28 23:59:59 UTC, in seconds since 1970.
     const FEBRUARY: u64 = 1_772_323_199;
 
     fn scheduled(prompt: &str, attempt: u32, [tokens, cached]: [u32; 2], account: &str, at: Option<u64>) -> LedgerLine {
@@ -180,8 +177,8 @@ mod tests {
         LedgerLine::Ended { request_id: prompt.to_owned(), attempt, worker: "d0".to_owned(), outcome }
     }
 
-    /// Returns a ledger with six requests: one with two prompts, one retried, one cancelled, one on the next day, one whose worker was
-    /// killed, and one without a time.
+    /// Returns a ledger with six requests: one with two prompts, one retried, one cancelled, one on the next day, one whose worker was killed, and
+    /// one without a time.
     fn ledger() -> Vec<LedgerLine> {
         use Outcome::{Cancelled, Failed, Superseded, Won};
         vec![
@@ -236,7 +233,7 @@ mod tests {
             "{table}"
         );
         let note = |report: &Report| report.note().unwrap_or_default();
-        assert!(note(&report).starts_with("1 prompts are in no sum"), "{}", note(&report));
+        assert!(note(&report).starts_with("1 prompts are not summed"), "{}", note(&report));
         let mut killed = ledger();
         killed.push(ended("g-0", 1, Outcome::Won));
         let killed = super::report(&killed).expect("a missing count is not a contradiction");
@@ -246,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_without_a_reported_count_are_counted_as_such() {
+    fn prompts_without_reported_cached_tokens_are_counted_separately() {
         let mut ledger = vec![
             scheduled("a-0", 1, [100, 48], "acme", Some(FEBRUARY)),
             ended("a-0", 1, Outcome::Won),
@@ -273,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn day_of_a_time_follows_the_calendar() {
+    fn day_of_a_timestamp_is_its_utc_date() {
         for (seconds, expected) in [
             (0, "1970-01-01"),
             (86_399, "1970-01-01"),

@@ -1,4 +1,4 @@
-//! Tests with evidence that reconciles, and with every contradiction that must be found.
+//! Tests with evidence that is consistent, and with every contradiction that must be found.
 
 use super::*;
 
@@ -57,7 +57,7 @@ tandem_worker_ledger_lost_total{worker="p0"} 0
     samples
 }
 
-/// Consistent evidence: a plain answer, an answer after a failed attempt, an answer with an estimate, an answer with a cached prefix, and a
+/// Returns consistent evidence: a plain answer, an answer after a failed attempt, an answer with an estimate, an answer with a cached prefix, and a
 /// client that disconnected.
 fn agreeing() -> Evidence {
     use Outcome::{Cancelled, Failed, Superseded, Won};
@@ -205,7 +205,7 @@ fn only_uncertain_sums_may_differ() {
     let twice = |evidence: &mut Evidence| {
         evidence.ledger.push(ended("b-0", 1, Outcome::Won));
     };
-    assert_eq!(findings(twice), [], "of two attempts that won, the later one is valid");
+    assert_eq!(findings(twice), [], "if two attempts have won, the later one is valid");
 }
 
 #[test]
@@ -214,8 +214,8 @@ fn only_counts_of_killed_workers_are_unverified() {
         let (LedgerLine::Scheduled { request_id, .. } | LedgerLine::Ended { request_id, .. }) = line;
         request_id == "b-0"
     };
-    // Each case has three fields: the ledger lines that remain of an answer with 100 prompt tokens, 64 of them cached; the finding if
-    // workers were killed; and the number of answers that cannot be verified.
+    // Each case has three fields: the remaining ledger lines of an answer with 100 prompt tokens, 64 of them cached; the finding if workers were
+    // killed; and the number of answers that cannot be verified.
     let cases = [
         // The first decode worker was killed before it recorded `won`; another decode worker resumed the answer.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 2, Outcome::Superseded)], None, 0),
@@ -233,7 +233,7 @@ fn only_counts_of_killed_workers_are_unverified() {
         ),
         // An attempt with an outcome other than `won` has not won.
         (vec![scheduled("b-0", 1, "p0", 100, 64), ended("b-0", 1, Outcome::Failed)], None, 1),
-        // The line with the count was lost with the killed worker.
+        // The line with the token count was lost with the killed worker.
         (vec![ended("b-0", 1, Outcome::Won)], None, 1),
         (vec![], None, 1),
     ];

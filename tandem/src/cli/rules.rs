@@ -14,6 +14,7 @@ const ALTERNATIVES: &[&[&str]] = &[
     &["nats-user", "nats-token", "nats-creds", "nats-nkey"],
     &["nats-password", "nats-password-file"],
     &["hf-token", "hf-token-file"],
+    &["account-header", "api-keys-file"],
 ];
 
 /// Pairs of groups: each setting of the first group needs at least one setting of the second.
@@ -29,6 +30,8 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["nats-password", "nats-password-file"], &["nats-user"]),
     (&["nats-cert"], &["nats-key"]),
     (&["nats-key"], &["nats-cert"]),
+    (&["tls-cert"], &["tls-key"]),
+    (&["tls-key"], &["tls-cert"]),
     (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
 ];
 
@@ -55,17 +58,38 @@ pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
         }
     }
     check_engine(role, given, is_set)?;
+    check_kv_capacity(given)?;
+    let mut origins = given.try_get_many::<String>("cors_origin").ok().flatten().into_iter().flatten();
+    if origins.any(|origin| origin == "*") && !is_set(&&"api-keys-file") {
+        return Err(
+            "--cors-origin * needs --api-keys-file: without keys, every web page that a user of this server opens could use it; \
+                    list the origins of your own pages, such as https://chat.example"
+                .to_owned(),
+        );
+    }
     let header = given.try_get_one::<String>("account_header").ok().flatten();
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
     match header {
-        None if isolation == Some(&CacheIsolation::Account) => {
-            Err("--cache-isolation account needs --account-header <NAME>".to_owned())
+        None if isolation == Some(&CacheIsolation::Account) && !is_set(&&"api-keys-file") => {
+            Err("--cache-isolation account needs --api-keys-file <FILE> or --account-header <NAME>".to_owned())
         }
         // The proxies must be listed also for a loopback listener: a local proxy that adds no forwarding header cannot be distinguished
         // from other local programs, and would pass on accounts that clients invent.
         Some(header) if !is_set(&&"trusted-proxies") => Err(format!(
             "--account-header {header} is accepted from trusted proxies only, and none is listed; list the addresses of the proxy that sets \
              it in --trusted-proxies (127.0.0.1 for one on this machine)"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Checks that the KV memory holds at least one block. The engine would round it up, and refuse nearly every prompt.
+fn check_kv_capacity(given: &ArgMatches) -> Result<(), String> {
+    let number = |id: &str| given.try_get_one::<u32>(id).ok().flatten().copied();
+    match number("kv_capacity_tokens").zip(number("block_size")) {
+        Some((tokens, block_size)) if tokens < block_size => Err(format!(
+            "--kv-capacity-tokens {tokens} is less than one block of {block_size} tokens (--block-size); a worker needs memory for the tokens of \
+             every running prompt and answer: set thousands, or leave it out"
         )),
         _ => Ok(()),
     }
@@ -82,8 +106,9 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
     if let Some(flag) = SETTINGS_OF_OWN_ENGINES.iter().find(&is_set) {
         return Err(format!("--{flag} has no effect with --engine {name}; leave it out, and configure the {server} server"));
     }
-    if engine == EngineKind::LlamaCpp {
-        check_llama_cpp(role, given, is_set)?;
+    match engine {
+        EngineKind::LlamaCpp => check_llama_cpp(role, given, is_set)?,
+        _ => check_vllm(role, given, urls, is_set)?,
     }
     match (role, urls) {
         ("frontend", _) if !given.try_contains_id("model").unwrap_or(false) => Err(format!(
@@ -93,6 +118,34 @@ fn check_engine(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bool)
         (_, 0) => Err(format!("--engine {name} needs --engine-url with the URL of a {server} server")),
         _ => Err("a worker has one engine: start a worker for each URL in --engine-url, or use `tandem up`".to_owned()),
     }
+}
+
+/// Checks the settings of vLLM servers. `urls` is the number of servers in `--engine-url`.
+fn check_vllm(role: &str, given: &ArgMatches, urls: usize, is_set: impl Fn(&&&str) -> bool) -> Result<(), String> {
+    let events = given.try_get_one::<String>("engine_events").ok().flatten();
+    let has_endpoint = events.is_some_and(|events| !matches!(&**events, "discover" | "none"));
+    if has_endpoint && (urls > 1 || is_set(&&"prefill-engine-url")) {
+        return Err(
+            "--engine-events with an endpoint is for one server; with several, use `discover`, or a worker process for each"
+                .to_owned(),
+        );
+    }
+    if !has_endpoint && is_set(&&"engine-events-replay") {
+        return Err("--engine-events-replay needs --engine-events with an endpoint".to_owned());
+    }
+    if given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&true) {
+        return Err(
+            "--no-prefix-caching has no effect with --engine vllm; start the vLLM server with --no-enable-prefix-caching"
+                .to_owned(),
+        );
+    }
+    let connector = given.try_get_one::<KvConnector>("engine_kv_connector").ok().flatten();
+    if role == "prefill-worker" && connector != Some(&KvConnector::Nixl) {
+        return Err("a prefill worker's vLLM server must send its KV to others: set --engine-kv-connector nixl, and start the server with \
+                    NixlConnector in --kv-transfer-config"
+            .to_owned());
+    }
+    Ok(())
 }
 
 /// Checks that no setting needs what llama.cpp's server lacks: KV events, ranks, an exchange of KV, and caches of their own for accounts.
@@ -111,7 +164,8 @@ fn check_llama_cpp(role: &str, given: &ArgMatches, is_set: impl Fn(&&&str) -> bo
     }
     let caches = given.try_get_one::<bool>("no_prefix_caching").ok().flatten() == Some(&false);
     let isolation = given.try_get_one::<CacheIsolation>("cache_isolation").ok().flatten();
-    if role == "up" && caches && is_set(&&"account-header") && isolation != Some(&CacheIsolation::Shared) {
+    let has_accounts = is_set(&&"account-header") || is_set(&&"api-keys-file");
+    if role == "up" && caches && has_accounts && isolation != Some(&CacheIsolation::Shared) {
         return Err("llama.cpp's server cannot keep the caches of accounts apart: set --no-prefix-caching, or --cache-isolation shared if \
                     accounts may find out each other's prompts"
             .to_owned());

@@ -200,7 +200,20 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["up", "--engine", "vllm"], "--engine vllm needs --engine-url"),
         (&["up", "--engine-url", "http://e:1"], "--engine-url needs --engine vllm"),
         (&["up", "--prefill-engine-url", "http://e:1"], "--prefill-engine-url needs --engine-url"),
-        (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
+        (&["decode-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
+        (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1"], "set --engine-kv-connector nixl"),
+        (
+            &["up", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1", "--engine-events", "tcp://e:5"],
+            "--engine-events with an endpoint is for one server",
+        ),
+        (
+            &["decode-worker", "--engine", "vllm", "--engine-url", "http://e:1", "--engine-events-replay", "tcp://e:6"],
+            "--engine-events-replay needs --engine-events with an endpoint",
+        ),
+        (
+            &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--no-prefix-caching"],
+            "--no-prefix-caching has no effect with --engine vllm",
+        ),
         (
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
             "--kv-capacity-tokens has no effect with --engine vllm",
@@ -219,11 +232,30 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine=llama-cpp", "--engine-url=http://e:1", "--account-header=x-a", "--trusted-proxies=10.0.0.1"],
             "llama.cpp's server cannot keep the caches of accounts apart",
         ),
+        (&["up", "--kv-capacity-tokens", "5"], "--kv-capacity-tokens 5 is less than one block of 16 tokens"),
+        (&["up", "--listen", "localhost"], "write a port, localhost:PORT, or IP:PORT"),
         (&["up", "--engine-events", "e:1"], "write discover, none, tcp://host:port or ipc://path"),
     ] {
         let error = command(args).expect_err("the arguments are invalid");
         assert!(error.contains(expected), "{args:?}: {error}");
         assert!(!error.contains("does not apply") || error.trim_end().lines().count() == 1, "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn ports_and_localhost_are_addresses_of_this_machine() {
+    for (listen, expected) in
+        [("8001", "127.0.0.1:8001"), ("localhost:8001", "127.0.0.1:8001"), ("0.0.0.0:1", "0.0.0.0:1"), ("[::1]:2", "[::1]:2")]
+    {
+        assert_eq!(up(&["--listen", listen], "").expect("the address is valid").common.listen.to_string(), expected);
+    }
+    let router = router(&["--admin-listen", "9001", "--workers", "7101,localhost:7102", "--listen", "7001"]).expect("valid").role;
+    assert_eq!((router.process.admin_listen.to_string(), router.common.listen.port()), ("127.0.0.1:9001".to_owned(), 7001));
+    let workers = ["127.0.0.1:7101", "localhost:7102"].map(str::to_owned);
+    assert_eq!(router.workers(), MemberSource::List(workers.to_vec()));
+    match command(&["ready", "8001"]) {
+        Ok(Command::Ready { address }) => assert_eq!(address, "127.0.0.1:8001"),
+        other => panic!("{other:?}"),
     }
 }
 

@@ -6,9 +6,10 @@ use crate::{
 };
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
+use tandem_frontend::{ApiKeyFileError, TlsFilesError};
 use tandem_node::{events::NatsError, trace::TraceError};
 
-/// The reason for which a cluster or a process does not start or has ended. Each message says what to do.
+/// The reason why a cluster or a process does not start or has ended. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum StartError {
@@ -24,6 +25,12 @@ pub enum StartError {
     Trace(#[from] TraceError),
     #[error("the ledger {} cannot be opened; choose another file with --ledger", .path.display())]
     Ledger { path: PathBuf, source: io::Error },
+    #[error("--tls-cert and --tls-key cannot be used")]
+    Tls(#[from] TlsFilesError),
+    #[error("--api-keys-file cannot be used")]
+    ApiKeys(#[from] ApiKeyFileError),
+    #[error("the audit log {} cannot be opened; choose another file with --audit-log", .path.display())]
+    AuditLog { path: PathBuf, source: io::Error },
     #[error("the address of a listening socket cannot be read")]
     LocalAddress(#[source] io::Error),
     #[error("--tp needs --engine cuda; leave --tp out, or set --threads to use more of the CPU")]
@@ -42,10 +49,14 @@ pub enum StartError {
     EngineCa { path: PathBuf, source: io::Error },
     #[error("the engine at {url} cannot be used")]
     ExternalEngine { url: String, source: Box<dyn Error + Send + Sync> },
+    #[error("{0} is the name of a LoRA and of another model or another model's LoRA; give each a name of its own")]
+    AmbiguousModel(String),
     #[error("no engine serves the model {0} of --extra-model; write the id that its server has in /v1/models")]
     NoEngineOfModel(String),
+    #[error("--tool-call-parser or --reasoning-parser names the model {0}, which is not served; write the id of a served model")]
+    ParserOfUnknownModel(String),
     #[error(
-        "the engine at {url} does not say where its model comes from; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
+        "the engine at {url} does not report where its model comes from; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
     )]
     UnknownModel { url: String },
     #[error(transparent)]

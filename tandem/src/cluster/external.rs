@@ -1,4 +1,4 @@
-//! Workers whose engine is a server in another process. The worker's process outlives the server: each connection to a server is a new
+//! Workers whose engine is a server in another process. The worker's process keeps running when the server ends: each connection to a server is a new
 //! instance of the worker, at the same address.
 
 use super::{
@@ -10,8 +10,10 @@ use crate::{
     settings::{EngineKind, EngineLimits},
 };
 use std::{
+    convert::Infallible,
     fs, io, net,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 use tandem_adapter::{ConnectError, Connected, ServerDescription, ServerSettings};
@@ -23,39 +25,46 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    channel::{Channel, Listener},
+    channel::{self, Channel, Listener},
+    v1::{
+        DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
+        control_server::{Control, ControlServer},
+    },
 };
-use tandem_worker::WorkerError;
+use tandem_worker::{Backend, Replies, WorkerError};
 use tokio::{net::TcpListener, time::sleep};
+use tonic::{Request, Response, Status, service::Routes};
 
-/// The first and the longest pause between attempts to connect again to a server that could not be used.
+/// The shortest and the longest pause between attempts to connect to a server that could not be used.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-/// Why a worker with an external engine has ended.
+/// The reason why a worker with an external engine has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ExternalError {
     #[error("the engine cannot be used")]
     Connect(#[from] ConnectError),
+    #[error("--served-model-name {0} is the name of a LoRA of the engine; choose another name")]
+    NameOfLora(String),
     #[error("the socket cannot be used")]
     Socket(#[from] io::Error),
+    #[error("the worker's gRPC server failed")]
+    Serve(#[from] tonic::transport::Error),
     #[error(transparent)]
     Worker(#[from] DecodeWorkerError),
 }
 
-/// A worker with an external engine.
 pub(super) struct ExternalWorker {
     pub(super) plan: WorkerPlan,
     pub(super) engine: ServerSettings,
-    /// The socket on which the instances of the worker listen, one instance after the other.
+    /// The socket on which the instances of the worker listen, one after another.
     pub(super) socket: net::TcpListener,
     pub(super) key: ClusterKey,
     pub(super) registration: Option<Registration>,
 }
 
-/// The settings with which the instances of a worker register.
 pub(super) struct Registration {
     pub(super) etcd: EtcdSettings,
-    /// `host:port` at which other processes reach the worker.
+    /// The address, `host:port`, at which other processes reach the worker.
     pub(super) address: String,
     /// The shutdown that ends the registrations of all instances when it drains.
     pub(super) shutdown: Shutdown,
@@ -80,7 +89,6 @@ impl Parts {
 }
 
 impl EngineConfig {
-    /// Returns the settings with which a worker uses the server at `url`.
     pub(super) fn server(&self, url: &str, key: &ClusterKey) -> Result<ServerSettings, StartError> {
         let external = &self.worker.external;
         let read = |path: &PathBuf| fs::read(path).map_err(|source| StartError::EngineCa { path: path.clone(), source });
@@ -98,13 +106,13 @@ impl EngineConfig {
     }
 }
 
-/// Waits until the server answers. Returns the settings of a worker for each of the server's data-parallel ranks, each with the number of
-/// tokens that fit into the rank's KV memory, and the server's description.
+/// Waits until the server answers. Returns the server's description, and the settings of a worker for each of the server's data-parallel ranks, with
+/// the number of tokens that fit into the rank's KV memory.
 pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettings, u64)>, ServerDescription), StartError> {
     let described = engine.inspect().await;
     let server =
         described.map_err(|source| StartError::ExternalEngine { url: engine.url().to_owned(), source: source.into() })?;
-    // Requests to a server with a single rank name no rank, unless the settings do.
+    // Requests to a server with a single rank do not name the rank, unless the settings name it.
     let only = server.ranks.len() == 1;
     let of_rank = |&(rank, tokens): &(u32, u64)| {
         let engine = if only { engine.clone() } else { engine.clone().with_rank(rank) };
@@ -113,8 +121,7 @@ pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettin
     Ok((server.ranks.iter().map(of_rank).collect(), server))
 }
 
-/// Returns where the tokenizer of the server's model can be loaded: from the directory or the repository from which the server loaded the
-/// model.
+/// Returns the directory or repository from which the server loaded its model. The tokenizer can be loaded from there.
 pub(super) fn source(server: &ServerDescription) -> Option<Source> {
     let root = server.root.as_deref().unwrap_or(&server.model);
     if Path::new(root).exists() {
@@ -126,28 +133,18 @@ pub(super) fn source(server: &ServerDescription) -> Option<Source> {
 impl ExternalWorker {
     /// Runs an instance of the worker for each connection to its server, until the process drains.
     pub(super) async fn run(self, metrics: Metrics, shutdown: Shutdown) -> Result<(), ExternalError> {
-        let (url, mut backoff) = (self.engine.url(), Backoff::new(PAUSES.0, PAUSES.1));
-        let mut has_connected = false;
+        let (mut backoff, mut has_connected) = (Backoff::new(PAUSES.0, PAUSES.1), false);
         loop {
             let connected = tokio::select! {
                 biased;
                 () = shutdown.draining() => return Ok(()),
-                connected = self.engine.clone().connect() => connected,
+                connected = self.connect(&mut backoff, has_connected) => connected?,
+                refusing = self.refuse_calls() => match refusing? {},
             };
-            let connected = match connected {
-                Ok(connected) => connected,
-                // An error at the first connection ends the worker, so that the operator sees it: the settings are wrong, or the server is
-                // of another kind.
-                Err(error) if !has_connected => return Err(error.into()),
-                Err(error) => {
-                    let error = error_chain(&error);
-                    if backoff.is_new_error(&error) {
-                        tracing::warn!(engine = %url, %error, "the restarted engine cannot be used; trying again");
-                    }
-                    sleep(backoff.next_delay()).await;
-                    continue;
-                }
-            };
+            let name = &self.plan.settings.model;
+            if connected.adapter.loras().contains(name) {
+                return Err(ExternalError::NameOfLora(name.clone()));
+            }
             has_connected = true;
             backoff.reset();
             match self.run_instance(connected, &metrics, &shutdown).await {
@@ -155,6 +152,31 @@ impl ExternalWorker {
                 ended => return Ok(ended?),
             }
         }
+    }
+
+    /// Waits until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator sees that the
+    /// settings are wrong or that the server is of another kind. Errors of later connections are retried.
+    async fn connect(&self, backoff: &mut Backoff, has_connected: bool) -> Result<Connected, ExternalError> {
+        loop {
+            let error = match self.engine.clone().connect().await {
+                Ok(connected) => return Ok(connected),
+                Err(error) if !has_connected => return Err(error.into()),
+                Err(error) => error_chain(&error),
+            };
+            if backoff.is_new_error(&error) {
+                tracing::warn!(engine = self.engine.url(), %error, "the restarted engine cannot be used; trying again");
+            }
+            sleep(backoff.next_delay()).await;
+        }
+    }
+
+    /// Refuses calls to the worker while its server does not answer, so that routers need not wait for a timeout.
+    async fn refuse_calls(&self) -> Result<Infallible, ExternalError> {
+        let reason = format!("the worker waits until its engine at {} answers", self.engine.url());
+        let listener = Listener::tcp(TcpListener::from_std(self.socket.try_clone()?)?, self.key.clone());
+        let routes = Routes::new(ControlServer::new(Waiting(reason)));
+        listener.serve(channel::server(), routes, Arc::new(|| {}), std::future::pending()).await?;
+        Err(io::Error::other("the socket is closed").into())
     }
 
     async fn run_instance(&self, connected: Connected, metrics: &Metrics, shutdown: &Shutdown) -> Result<(), DecodeWorkerError> {
@@ -174,7 +196,7 @@ impl ExternalWorker {
         };
         let ended = tokio::select! {
             biased;
-            () = following => unreachable!("it is pending for ever"),
+            () = following => unreachable!("the future that reads the events never ends"),
             ended = running => ended,
         };
         if let Some(registered) = registered {
@@ -185,8 +207,36 @@ impl ExternalWorker {
     }
 }
 
+/// The `Control` service of a worker whose server does not answer. It refuses all calls with the text as the reason.
+struct Waiting(String);
+
+impl Waiting {
+    fn refuse<T>(&self) -> Result<Response<T>, Status> {
+        Err(Status::unavailable(&self.0))
+    }
+}
+
+#[tonic::async_trait]
+impl Control for Waiting {
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<WorkerInfo>, Status> {
+        self.refuse()
+    }
+
+    type WatchStream = Replies<WatchReply>;
+
+    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        self.refuse()
+    }
+
+    type SnapshotStream = Replies<SnapshotChunk>;
+
+    async fn snapshot(&self, _: Request<SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
+        self.refuse()
+    }
+}
+
 impl Registration {
-    /// Registers the instance to which the channel `own` leads, until the process or the returned shutdown drains.
+    /// Registers the instance that is reached through the channel `own`, until the process or the returned shutdown drains.
     fn register(&self, own: Channel, metrics: &Metrics) -> Shutdown {
         let (registered, etcd, address, metrics) =
             (self.shutdown.child(), self.etcd.clone(), self.address.clone(), metrics.clone());

@@ -1,8 +1,9 @@
-//! Runs a whole cluster in one process: the router, workers and frontend that can also run as separate processes. They are connected by
+//! Runs a whole cluster in one process: the router, the workers and the frontend, which can also run as separate processes. They are connected by
 //! gRPC on loopback sockets.
 
 mod error;
 mod external;
+mod fleet;
 mod parts;
 mod process;
 mod weights;
@@ -12,15 +13,13 @@ pub use process::Process;
 
 use crate::{
     http,
-    model::Source,
-    settings::{CLUSTER, EngineKind, KeyArgs, KvConnector, PrefillPlace, UpSettings},
+    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
 };
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
-use tandem_adapter::ServerDescription;
 use tandem_engine::EngineHandle;
 use tandem_frontend::ServedModel;
-use tandem_node::{Shutdown, discovery::MemberSource};
+use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     ClusterKey,
     channel::Channel,
@@ -30,19 +29,17 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::EngineConfig;
+use weights::{EngineConfig, with_parsers};
 
-/// Limit on the time from the loaded model to a ready frontend. Connecting takes milliseconds, so a longer time means that something is
-/// broken.
+/// Time limit between loading the model and the frontend's readiness. Connecting takes milliseconds, so a longer time shows that something is broken.
 const READY_WAIT: Duration = Duration::from_secs(30);
-/// The pause between checks of the frontend's readiness.
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// A serving process: a whole cluster, or one of its roles.
+/// A process that serves requests: a whole cluster, or one of its roles.
 pub trait Served {
-    /// Returns a text for the operator that lists what runs and at which addresses.
+    /// Returns a text for the operator that lists the running parts and their addresses.
     fn introduction(&self) -> String;
-    /// Resolves when a part has failed, so that the process cannot serve any more. Cancel-safe.
+    /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
     /// Refuses new work, lets running work finish for `grace`, then stops everything.
     fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
@@ -50,16 +47,20 @@ pub trait Served {
 
 /// A running cluster. Dropping it stops everything immediately; [`Served::drain`] lets running requests finish first.
 pub struct Cluster {
-    /// The id that clients send as `model`; of several models the first.
+    /// The id that clients send as `model`. If there are several models, it is the id of the first one.
     pub model_id: String,
     /// The address of the OpenAI API.
     pub frontend: SocketAddr,
-    /// The workers: first prefill workers, then decode workers.
+    /// The workers: first all prefill workers, then all decode workers.
     pub workers: Vec<Worker>,
     /// The address of the router's gRPC listener.
     pub router: SocketAddr,
     engine: EngineKind,
-    /// The frontend has a shutdown of its own: requests that it has accepted still need router and workers while it drains.
+    /// Whether clients need an API key.
+    needs_key: bool,
+    /// Whether the frontend serves https.
+    is_encrypted: bool,
+    /// The shutdown of the frontend. It is separate, because accepted requests still need the router and the workers while the frontend drains.
     front: Shutdown,
     back: Shutdown,
     parts: Parts,
@@ -69,18 +70,25 @@ pub struct Cluster {
 pub struct Worker {
     /// The worker's name, and the label of its metrics.
     pub id: String,
-    /// Prefill or decode.
+    /// The role of the worker, prefill or decode.
     pub role: Role,
     /// The address of the worker's gRPC listener.
     pub address: SocketAddr,
-    /// The host:port at which other workers reach this worker; `None`: they reach it at `address`.
+    /// The address, `host:port`, at which other workers reach this worker; `None` if they reach it at `address`.
     pub advertise: Option<String>,
-    /// The id of the model that it serves.
+    /// The id of the model that the worker serves.
     pub model: String,
-    /// The engine in this process; `None`: the worker's engine is another process.
+    /// The names of the model's LoRAs, which the worker serves as further models.
+    pub loras: Vec<String>,
+    /// The engine in this process; `None` if the worker's engine is another process.
     pub engine: Option<EngineHandle>,
-    /// The tokens that fit into the engine's KV memory.
     kv_tokens: u64,
+}
+
+impl Worker {
+    fn models(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.model).chain(&self.loras)
+    }
 }
 
 /// Returns the tokens that fit into the engine's KV memory.
@@ -90,10 +98,10 @@ fn kv_tokens(engine: &EngineHandle) -> u64 {
 }
 
 impl Cluster {
-    /// Binds all sockets, loads the model (downloading it first if necessary), starts every part, and waits until requests can be served.
+    /// Binds all sockets, loads the model (and downloads it first if necessary), starts every part, and waits until requests can be served.
     ///
     /// # Errors
-    /// The settings do not work together, a socket cannot be bound, the model cannot be loaded, or a part fails.
+    /// Fails if the settings do not work together, if a socket cannot be bound, if the model cannot be loaded, or if a part fails.
     pub async fn start(settings: UpSettings) -> Result<Self, StartError> {
         let config = EngineConfig::new(&settings.common, &settings.model, &settings.worker);
         config.check_device()?;
@@ -113,24 +121,29 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Returns a connection to the router. Must be called within a runtime.
+    /// Returns a connection to the router. Must be called within a tokio runtime.
     pub fn to_router(&self) -> Channel {
         self.parts.channel(self.router)
     }
 
-    /// Stops immediately: running requests are cancelled.
+    /// Stops the cluster immediately: running requests are cancelled.
     pub async fn stop(self) {
         self.drain(Duration::ZERO).await;
     }
 
     async fn run(settings: UpSettings, mut config: EngineConfig, frontend: TcpListener) -> Result<Self, StartError> {
         let (front, back) = (Shutdown::default(), Shutdown::default());
-        // All users of this machine can connect to the cluster's sockets. The key keeps them from calling its services.
-        let key = if settings.common.key == KeyArgs::default() { ClusterKey::random() } else { settings.common.key.read()? };
+        // All users of this machine can connect to the cluster's sockets. The key prevents them from calling its services.
+        let key = match (&settings.common.key, settings.model.engine.server()) {
+            (key, Some(_)) => key.read_or_keep()?,
+            (key, None) if *key == KeyArgs::default() => ClusterKey::random(),
+            (key, None) => key.read()?,
+        };
         let mut parts = Parts::new("tandem", CLUSTER, key, &settings.common)?;
         parts.open_ledger(&settings.worker)?;
+        parts.open_access_files(&settings.frontend.tenants)?;
         let (workers, served) = match settings.model.engine {
-            EngineKind::Vllm | EngineKind::LlamaCpp => external_workers(&parts, &settings, &mut config, &back).await?,
+            EngineKind::Vllm | EngineKind::LlamaCpp => fleet::workers(&parts, &settings, &mut config, &back).await?,
             EngineKind::Cpu | EngineKind::Cuda | EngineKind::Sim => {
                 let (workers, served) = own_workers(&parts, &settings, &config, &back).await?;
                 (workers, vec![served])
@@ -138,13 +151,14 @@ impl Cluster {
         };
         // The frontend refuses a prompt that does not fit on every worker of its model, so the smallest worker limits the context.
         let fitted = |served: ServedModel| {
-            let of_model = workers.iter().filter(|worker| worker.model == served.id);
+            let of_model = workers.iter().filter(|worker| worker.models().any(|model| *model == served.id));
             let capacity_tokens = of_model.map(|worker| worker.kv_tokens).min().unwrap_or_default();
             served.with_context_length(capacity_tokens.try_into().unwrap_or(u32::MAX))
         };
         let mut served: Vec<ServedModel> = served.into_iter().map(fitted).collect();
         let extra = served.split_off(1);
-        let served = served.pop().expect("there is a model");
+        let served = served.pop().expect("a cluster has a model");
+        let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let router_listener = loopback().await?;
         let router = local_address(&router_listener)?;
         let (model_id, address) = (served.id.clone(), local_address(&frontend)?);
@@ -152,18 +166,32 @@ impl Cluster {
         let listed = workers.iter().map(|worker| worker.address.to_string()).collect();
         let peers = MemberSource::List(Vec::new());
         parts.router(router_listener, (listed, peers), only_model, &settings.router, &back);
+        let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
+        let needs_key = settings.frontend.tenants.api_keys_file.is_some();
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
         parts.frontend((frontend, None), routers, settings.frontend, (served, extra, sequences_max), &front);
-        Ok(Self { model_id, frontend: address, workers, engine: settings.model.engine, router, front, back, parts })
+        Ok(Self {
+            model_id,
+            frontend: address,
+            needs_key,
+            is_encrypted,
+            workers,
+            engine: settings.model.engine,
+            router,
+            front,
+            back,
+            parts,
+        })
     }
 
     async fn wait_until_ready(&mut self) -> Result<(), StartError> {
         let channel = self.to_router();
         let (router, frontend, workers) = (RouterClient::new(channel), self.frontend, self.workers.len());
+        let metrics = self.is_encrypted.then(|| self.parts.metrics.clone());
         let ready = async {
-            // A frontend is ready as soon as one decode worker has joined. Here all workers are awaited, so that the first request can use
-            // each of them.
-            while !(joined(router.clone()).await == workers && is_ready(frontend).await) {
+            // A frontend is ready as soon as one decode worker has joined. This start waits for all workers, so that the first request can use each
+            // of them.
+            while !(joined(router.clone()).await == workers && is_ready(frontend, metrics.as_ref()).await) {
                 tokio::time::sleep(READY_POLL).await;
             }
         };
@@ -176,8 +204,8 @@ impl Cluster {
 
 impl Served for Cluster {
     fn introduction(&self) -> String {
-        let (url, model) = (format!("http://{}", reachable(self.frontend)), &self.model_id);
-        let models: BTreeSet<&str> = self.workers.iter().map(|worker| &*worker.model).collect();
+        let (url, model) = (api_url(self.frontend, self.is_encrypted), &self.model_id);
+        let models: BTreeSet<&str> = self.workers.iter().flat_map(|worker| worker.models()).map(String::as_str).collect();
         let models = models.into_iter().collect::<Vec<_>>().join(", ");
         let verb = if models == *model { "is" } else { "are" };
         let engine = match self.engine {
@@ -194,8 +222,9 @@ impl Served for Cluster {
         let body = format!(
             r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
         );
+        let key = if self.needs_key { " -H \"authorization: Bearer $TANDEM_API_KEY\"" } else { "" };
         format!(
-            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'\n"
         )
     }
 
@@ -218,7 +247,6 @@ impl Drop for Cluster {
     }
 }
 
-/// Starts the workers with engines in this process, and loads their model.
 async fn own_workers(
     parts: &Parts,
     settings: &UpSettings,
@@ -232,73 +260,13 @@ async fn own_workers(
     for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
         let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
         let address = local_address(&listener)?;
-        let engine = EngineHandle::start(loaded.engine(config, engines)?, config.machine(&parts.key));
+        let engine = loaded.start(config, engines, &parts.key)?;
         let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
         parts.worker(plan, listener, engine.clone(), shutdown);
         let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));
-        workers.push(Worker { id, role, address, advertise: None, model, kv_tokens, engine: Some(engine) });
+        workers.push(Worker { id, role, address, advertise: None, model, loras: Vec::new(), kv_tokens, engine: Some(engine) });
     }
     Ok((workers, loaded.served))
-}
-
-/// Waits until all listed servers answer, starts a worker for each of them, and loads the tokenizers of their models. The model of the first
-/// server comes first.
-async fn external_workers(
-    parts: &Parts,
-    settings: &UpSettings,
-    config: &mut EngineConfig,
-    shutdown: &Shutdown,
-) -> Result<(Vec<Worker>, Vec<ServedModel>), StartError> {
-    let urls = [(Role::Decode, &settings.worker.external.engine_url), (Role::Prefill, &settings.prefill_engine_url)];
-    if !settings.prefill_engine_url.is_empty() {
-        config.worker.external.engine_kv_connector = KvConnector::Nixl;
-    }
-    let all = urls.into_iter().flat_map(|(role, urls)| urls.iter().map(move |url| (role, url)));
-    let inspections = all.map(|(role, url)| (role, config.server(url, &parts.key)));
-    let inspections =
-        inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
-    let servers = futures::future::try_join_all(inspections).await?;
-    let model_of = |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
-    let mut models: Vec<ServedModel> = Vec::new();
-    for (_, (engines, server)) in &servers {
-        let id = model_of(server);
-        let served = match models.iter().position(|served| served.id == id) {
-            Some(at) => models.remove(at),
-            None => {
-                let source = tokenizer_of(settings, &id, models.is_empty()).or_else(|| external::source(server));
-                let source = source.ok_or_else(|| StartError::UnknownModel { url: engines[0].0.url().to_owned() })?;
-                weights::load_tokenizer(settings.model.store.clone(), source, Some(id)).await?
-            }
-        };
-        models.push(served.with_context_length(server.context_length));
-    }
-    if let Some(extra) = settings.frontend.extra_models.iter().find(|extra| models.iter().all(|model| model.id != extra.id)) {
-        return Err(StartError::NoEngineOfModel(extra.id.clone()));
-    }
-    let first = servers.first().map(|(_, (_, server))| model_of(server));
-    models.sort_by_key(|served| Some(&served.id) != first.as_ref());
-    let mut workers: Vec<Worker> = Vec::new();
-    for (role, (engines, server)) in servers {
-        let model = model_of(&server);
-        let revision = models.iter().find(|served| served.id == model).map_or("", |served| &served.revision);
-        for (engine, kv_tokens) in engines {
-            let listener = loopback().await?;
-            let index = workers.iter().filter(|worker| worker.role == role).count();
-            let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
-            let plan = parts.plan((&id, role), None, config, (&model, revision));
-            parts.external_worker(plan, listener, engine, None, shutdown)?;
-            workers.push(Worker { id, role, address, advertise: None, model: model.clone(), engine: None, kv_tokens });
-        }
-    }
-    // Prefill workers are listed first.
-    workers.sort_by_key(|worker| worker.role != Role::Prefill);
-    Ok((workers, models))
-}
-
-/// Returns where the settings say that the tokenizer of a model of external engines is.
-fn tokenizer_of(settings: &UpSettings, model: &str, is_first: bool) -> Option<Source> {
-    let extra = settings.frontend.extra_models.iter().find(|extra| extra.id == model).map(|extra| extra.source.clone());
-    extra.or_else(|| settings.model.model.clone().filter(|_| is_first))
 }
 
 async fn loopback() -> Result<TcpListener, StartError> {
@@ -325,15 +293,23 @@ fn local_address(listener: &TcpListener) -> Result<SocketAddr, StartError> {
     listener.local_addr().map_err(StartError::LocalAddress)
 }
 
-/// Returns the number of workers that have joined the router, or 0 if it does not answer.
 async fn joined(mut router: RouterClient<Channel>) -> usize {
     router.workers(WorkersRequest {}).await.map_or(0, |reply| reply.get_ref().workers.len())
 }
 
-/// Returns whether `/ready` of the frontend replies with 200, which a load balancer would check.
-async fn is_ready(frontend: SocketAddr) -> bool {
+/// Returns whether the frontend is ready, as a load balancer would check it at `/ready`. If the frontend serves https only, its metrics say so: its
+/// certificate need not be one for this address.
+async fn is_ready(frontend: SocketAddr, encrypted: Option<&Metrics>) -> bool {
+    if let Some(metrics) = encrypted {
+        return metrics.render().lines().any(|line| line == "tandem_frontend_ready 1");
+    }
     let ready = tokio::task::spawn_blocking(move || http::get(&reachable(frontend).to_string(), "/ready"));
     ready.await.is_ok_and(|reply| reply.is_ok_and(|reply| reply.status == 200))
+}
+
+/// Returns the URL at which this machine reaches the API.
+fn api_url(listens: SocketAddr, is_encrypted: bool) -> String {
+    format!("{}://{}", if is_encrypted { "https" } else { "http" }, reachable(listens))
 }
 
 /// Returns the address at which this machine reaches a listener: loopback if it listens on all addresses.

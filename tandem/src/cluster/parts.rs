@@ -1,15 +1,16 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, WorkerArgs};
+use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
 use std::{future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
-use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_frontend::{ApiKeys, FrontendSettings, ServedModel, TlsFiles};
 use tandem_node::{
     Metrics, Shutdown,
     discovery::MemberSource,
     events::Broker,
+    line_file::LineFile,
     new_instance_id,
     trace::{TraceSettings, Tracer},
 };
@@ -24,9 +25,9 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
 
-/// The longest wait of a prefill worker for a ticket. The decode worker may first have to wait for blocks that other requests release.
+/// Time limit of a prefill worker's wait for a ticket. The decode worker may first have to wait for blocks that other requests release.
 const TICKET_WAIT: Duration = Duration::from_secs(10);
-/// The longest wait for a first token. Clients and their proxies give up within this time.
+/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
 /// The pause between attempts to read the worker's own description, which is available once its engine runs.
@@ -35,14 +36,14 @@ const DESCRIBE_PAUSE: Duration = Duration::from_millis(50);
 /// Time limit for sending the buffered traces. A collector that does not respond must not delay the end of a process.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
-/// Starts the parts of this process and reports when one ends. `up` starts all parts of a cluster, and a process of a role starts one.
+/// Starts the parts of this process, and reports when one of them ends. `up` starts all parts of a cluster, and a process of a role starts one.
 pub(super) struct Parts {
     cluster: String,
-    /// The cluster key.
     pub(super) key: ClusterKey,
     block_size: u32,
-    /// The ledger to which all workers of this process write.
     ledger: Ledger,
+    /// The files that clients' requests concern, until the frontend takes them.
+    access: AccessFiles,
     tracer: Tracer,
     /// The connection to NATS, over which workers publish KV events and the router receives them; `None` in `up`.
     pub(super) broker: Option<Broker>,
@@ -53,7 +54,15 @@ pub(super) struct Parts {
     _upkeep: JoinSet<()>,
 }
 
-/// The task of a part owns this value, which on drop reports that the part has ended: its task returned, panicked or was dropped.
+/// The opened files that clients' requests concern.
+#[derive(Default)]
+struct AccessFiles {
+    tls: Option<TlsFiles>,
+    keys: Option<ApiKeys>,
+    audit_log: Option<LineFile>,
+}
+
+/// Reports on drop that a part has ended. The part's task owns this value, so it is dropped when the task returns, panics or is dropped.
 struct Report {
     part: String,
     error: Option<Box<dyn std::error::Error + Send + Sync>>,
@@ -61,7 +70,7 @@ struct Report {
 }
 
 impl Parts {
-    /// Prepares to start parts of the cluster with this name and key. Traces name the process `service`.
+    /// Prepares to start parts of the cluster with this name and key. `service` names the process in traces.
     pub(super) fn new(service: &'static str, cluster: &str, key: ClusterKey, settings: &CommonArgs) -> Result<Self, StartError> {
         let metrics = Metrics::default();
         // The first part that ends stops the process, so later reports are not needed.
@@ -83,6 +92,7 @@ impl Parts {
             key,
             block_size: settings.block_size,
             ledger: Ledger::default(),
+            access: AccessFiles::default(),
             tracer,
             broker: None,
             metrics,
@@ -100,34 +110,43 @@ impl Parts {
         Ok(())
     }
 
-    /// Sends the buffered traces after all parts have ended.
+    /// Opens the TLS certificate, the file with the API keys and the audit log for the frontend that is started after this call.
+    pub(super) fn open_access_files(&mut self, settings: &TenantArgs) -> Result<(), StartError> {
+        let tls = settings.tls_cert.clone().zip(settings.tls_key.clone());
+        self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
+        self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
+        if let Some(path) = &settings.audit_log {
+            let opened = LineFile::open(path, "audit log");
+            self.access.audit_log = Some(opened.map_err(|source| StartError::AuditLog { path: path.clone(), source })?);
+        }
+        Ok(())
+    }
+
     pub(super) async fn flush(&self) {
         self.tracer.flush(FLUSH_WAIT).await;
     }
 
-    /// Resolves when the first part ends, and returns the error that names it. Cancel-safe.
+    /// Resolves when the first part ends, and returns the error that names it. This method is cancel-safe.
     pub(super) async fn ended(&mut self) -> StartError {
         self.ends.recv().await.expect("`self` keeps a sender")
     }
 
-    /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a runtime.
+    /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a tokio runtime.
     pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
         channel_to(listens, &self.key)
     }
 
-    /// Wraps the socket so that calls to it are authenticated with the cluster key.
     fn listener(&self, socket: TcpListener) -> Listener {
         Listener::tcp(socket, self.key.clone())
     }
 
-    /// Starts a worker with an engine in this process.
     pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
         let (id, metrics, stop, listener) = (plan.id(), self.metrics.clone(), shutdown.child(), self.listener(listener));
         self.spawn(&id, shutdown, plan.run(listener, engine, metrics, stop));
     }
 
-    /// Returns all that a worker needs besides its engine and its socket. `advertise` is the host:port at which other workers reach it, if it
-    /// differs from the socket's address.
+    /// Returns the resources and settings of a worker, except its engine and its socket. `advertise` is the host:port at which other workers reach
+    /// it, if it differs from the socket's address.
     pub(super) fn plan(
         &self,
         (id, role): (&str, Role),
@@ -150,7 +169,7 @@ impl Parts {
             (KvTransfer::Auto, _) => TransferMode::Auto,
             (KvTransfer::Tcp, _) => TransferMode::Tcp,
         };
-        // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
+        // This limit equals the frontend's, because all requests that a frontend admits may be placed on one worker.
         let remote_waiting_max = config.model.max_concurrent_requests as usize;
         WorkerPlan { role, settings, advertise, remote_waiting_max, transfer_mode }
     }
@@ -183,7 +202,7 @@ impl Parts {
     }
 
     pub(super) fn frontend(
-        &self,
+        &mut self,
         (listener, admin): (TcpListener, Option<TcpListener>),
         routers: MemberSource,
         args: FrontendArgs,
@@ -191,7 +210,12 @@ impl Parts {
         shutdown: &Shutdown,
     ) {
         let FrontendArgs { limits, tenants, .. } = args;
+        let access = std::mem::take(&mut self.access);
         let mut settings = FrontendSettings {
+            tls: access.tls,
+            api_keys: access.keys,
+            audit_log: access.audit_log,
+            cors_origins: tenants.cors_origin.clone(),
             block_size: self.block_size,
             concurrent_sequences: sequences_max as usize,
             sequences_per_client: limits.sequences_per_client(sequences_max),
@@ -206,6 +230,7 @@ impl Parts {
             resumes: args.resumes,
             dashboard_requests: args.dashboard_requests as usize,
             audit_result: args.audit_result,
+            trust_request_chat_template: args.trust_request_chat_template,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
             account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),
@@ -230,12 +255,12 @@ impl Parts {
     }
 }
 
-/// All that a worker needs besides its engine and its socket.
+/// The resources and settings of a worker, except its engine and its socket.
 #[derive(Clone)]
 pub(super) struct WorkerPlan {
     role: Role,
     pub(super) settings: WorkerSettings,
-    /// `host:port` at which other workers reach this one, if it differs from the socket's address.
+    /// The address, `host:port`, at which other workers reach this one, if it differs from the socket's address.
     advertise: Option<String>,
     remote_waiting_max: usize,
     transfer_mode: TransferMode,
@@ -246,7 +271,6 @@ impl WorkerPlan {
         self.settings.worker_id.clone()
     }
 
-    /// Runs the worker until it drains or its engine ends.
     pub(super) async fn run(
         self,
         listener: Listener,
@@ -280,7 +304,7 @@ pub(super) async fn description(own: Channel) -> WorkerInfo {
     }
 }
 
-/// Returns a connection to the process that listens on `listens`, authenticated with the cluster key. Must be called within a runtime.
+/// Returns a connection to the process that listens on `listens`, authenticated with the cluster key. Must be called within a tokio runtime.
 pub(super) fn channel_to(listens: SocketAddr, key: &ClusterKey) -> Channel {
     let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
     Network::tcp(key.clone()).connect_lazy(&endpoint)
@@ -302,7 +326,7 @@ impl Drop for Report {
             Some(source) => StartError::Part { part, source },
             None => StartError::PartEnded(part),
         };
-        // The send fails if the end of another part is already reported, or if the cluster was dropped, which ends all parts.
+        // Sending fails if the end of another part is already reported, or if the cluster was dropped, which ends all parts.
         let _ = self.reports.try_send(end);
     }
 }

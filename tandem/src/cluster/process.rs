@@ -1,16 +1,15 @@
-//! Runs one role in a process of its own: the same part as in `up`, started by the same functions, and an admin endpoint.
+//! Runs one role in a process of its own. The functions that start it are those of `up`; in addition, the process has an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError,
+    EngineConfig, Parts, Served, StartError, api_url,
     external::Registration,
     kv_tokens, listen, local_address,
     parts::description,
     reachable,
-    weights::{load_extra, load_served},
+    weights::{load_extra, load_served, with_parsers},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
-use tandem_engine::EngineHandle;
 use tandem_node::{
     Shutdown, admin,
     discovery::{self, EtcdSettings, MemberRecord, MemberSource},
@@ -28,19 +27,19 @@ use tokio::{net::TcpListener, time::timeout};
 /// A process that does not answer its own readiness probe within this time is not ready.
 const PROBE_WAIT: Duration = Duration::from_secs(1);
 
-/// Limit on the time to deregister from etcd, so that an unreachable etcd does not delay a shutdown.
+/// Time limit for deregistering from etcd, so that an unreachable etcd does not delay a shutdown.
 const LEAVE_WAIT: Duration = Duration::from_secs(1);
 
-/// A running role. Dropping it stops it at once.
+/// A running role. Dropping it stops the role at once.
 pub struct Process {
     name: String,
-    /// The addresses and sizes that the process prints in its introduction, each with its name.
+    /// The addresses and sizes that the process prints when it has started, each with its name.
     places: Vec<(&'static str, String)>,
     parts: Parts,
-    /// Deregisters the process. It runs before the shutdown of `service`, so that no new client connects to a service that drains.
+    /// The shutdown of the registration in etcd. It precedes the shutdown of `service`, so that no new client connects to a service that drains.
     registration: Shutdown,
     service: Shutdown,
-    /// The admin endpoint has a shutdown of its own: a process that drains is still monitored.
+    /// The shutdown of the admin endpoint. It comes last, because a process that drains is still monitored.
     admin: Shutdown,
 }
 
@@ -48,9 +47,10 @@ impl Process {
     /// Starts a frontend. Its routers may start later.
     ///
     /// # Errors
-    /// A socket cannot be bound, the model cannot be loaded, or a file of the settings cannot be used.
+    /// Fails if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
         let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
+        process.parts.open_access_files(&settings.frontend.tenants)?;
         let listener = listen(settings.common.listen, "--listen").await?;
         let admin = match settings.admin_listen {
             Some(address) => Some(listen(address, "--admin-listen").await?),
@@ -58,10 +58,11 @@ impl Process {
         };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
+        let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let ids: Vec<&str> = std::iter::once(&served).chain(&extra).map(|served| served.id.as_str()).collect();
         process.name = format!("frontend for {}", ids.join(", "));
         let address = local_address(&listener)?;
-        let (routers, url) = (settings.routers(), format!("http://{}", reachable(address)));
+        let (routers, url) = (settings.routers(), api_url(address, settings.frontend.tenants.tls_cert.is_some()));
         let listed = match &routers {
             MemberSource::List(list) => list.join(", "),
             _ => format!("registered in etcd at {}", settings.discovery.etcd.join(", ")),
@@ -79,7 +80,7 @@ impl Process {
     /// Starts a router. Its workers may start later.
     ///
     /// # Errors
-    /// A socket cannot be bound, or a file of the settings cannot be used.
+    /// Fails if a socket cannot be bound, or if a file of the settings cannot be used.
     pub async fn router(settings: RouterProcess) -> Result<Self, StartError> {
         let (common, discovery) = (&settings.common, &settings.process.discovery);
         let mut process = Self::new("tandem-router", &discovery.cluster, common)?;
@@ -95,7 +96,7 @@ impl Process {
     /// Starts a prefill worker. Routers connect to it.
     ///
     /// # Errors
-    /// The device cannot be used, a socket cannot be bound, the model cannot be loaded, or a file of the settings cannot be used.
+    /// Fails if the device cannot be used, if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn prefill_worker(settings: WorkerProcess) -> Result<Self, StartError> {
         Self::worker(Role::Prefill, "tandem-prefill-worker", settings).await
     }
@@ -103,7 +104,7 @@ impl Process {
     /// Starts a decode worker. Routers connect to it.
     ///
     /// # Errors
-    /// As [`Process::prefill_worker`].
+    /// Fails for the same reasons as [`Process::prefill_worker`].
     pub async fn decode_worker(settings: WorkerProcess) -> Result<Self, StartError> {
         Self::worker(Role::Decode, "tandem-decode-worker", settings).await
     }
@@ -120,7 +121,7 @@ impl Process {
         let registered = registration.as_ref().map(|(_, address)| address.clone());
         let advertise = registered.or_else(|| discovery.advertise.clone());
         if let Some(server) = settings.model.engine.server() {
-            let url = settings.worker.external.engine_url.first().expect("the command line demands one");
+            let url = settings.worker.external.engine_url.first().expect("the command line requires --engine-url");
             process.name = format!("{} worker {id}", role.name());
             process.places.push(("engine", format!("{server} at {url}")));
             let registration = registration.map(|(etcd, address)| Registration {
@@ -139,7 +140,7 @@ impl Process {
             return Ok(process);
         }
         let loaded = config.clone().load().await?;
-        let engine = EngineHandle::start(loaded.engine(&config, 1)?, config.machine(&process.parts.key));
+        let engine = loaded.start(&config, 1, &process.parts.key)?;
         process.name = format!("{} worker {id} of {}", role.name(), loaded.served.id);
         process.places.push(("KV", format!("{} tokens", kv_tokens(&engine))));
         let plan = process.parts.plan((&id, role), advertise, &config, (&loaded.served.id, &loaded.served.revision));
@@ -151,7 +152,6 @@ impl Process {
         Ok(process)
     }
 
-    /// Registers a frontend or router that listens on `listens`, if etcd is set.
     fn register_as(
         &self,
         role: discovery::Role,
@@ -170,7 +170,6 @@ impl Process {
         Ok(())
     }
 
-    /// Registers the process in etcd until it drains.
     fn register(&self, etcd: EtcdSettings, record: impl Future<Output = MemberRecord> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.parts.metrics.clone(), self.registration.clone());
@@ -261,13 +260,13 @@ impl Drop for Process {
     }
 }
 
-/// The readiness probe of a router: succeeds if the router could place a request now.
+/// The readiness check of a router: it succeeds if the router could place a request now.
 async fn can_place(channel: Channel) -> Result<(), String> {
     let view = RouterClient::new(channel).workers(WorkersRequest {}).await.map_err(|status| status.message().to_owned())?;
     view.into_inner().unavailable_reason.map_or(Ok(()), Err)
 }
 
-/// The readiness probe of a worker: succeeds if the worker answers. Whether requests are placed on the worker is the router's decision.
+/// The readiness check of a worker: it succeeds if the worker answers. The router decides whether requests are placed on the worker.
 async fn answers(channel: Channel) -> Result<(), String> {
     ControlClient::new(channel).describe(DescribeRequest {}).await.map(drop).map_err(|status| status.message().to_owned())
 }

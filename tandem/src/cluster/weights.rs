@@ -1,14 +1,18 @@
-//! Loads the model: for workers, with one copy of the weights that all workers of a process share, and for frontends, which need no
-//! weights.
+//! Loads models. All workers of a process share one copy of the weights; frontends need no weights.
 
 use super::StartError;
 use crate::{
     model::{Source, Store, StoreArgs, StoredModel},
-    settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, WorkerArgs},
+    settings::{CommonArgs, EngineKind, ExtraModel, ModelArgs, ParserArgs, WorkerArgs},
 };
-use std::{error::Error, path::Path, sync::Arc, time::Duration};
+use std::{
+    error::Error,
+    path::Path,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 use tandem_engine::{
-    Engine, EngineSettings,
+    Engine, EngineHandle, EngineSettings,
     cpu::{CpuEngine, CpuModel, CpuSettings, Isa},
     cuda::{CudaLimits, CudaModel, CudaSettings},
     sim::{SimEngine, SimSettings, Vocabulary},
@@ -17,11 +21,13 @@ use tandem_frontend::ServedModel;
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile};
 use tandem_proto::ClusterKey;
 
-/// The number of events of a sequence that are buffered for a client before backpressure pauses the sequence. The events cover more than a
-/// second of tokens, so a short delay of the reader does not pause the sequence. With logprobs they take a few hundred KiB.
+/// This many events of a sequence are buffered for a client before backpressure pauses the sequence. They cover more than a second of tokens, so a
+/// short delay of the reader does not pause the sequence. With logprobs they take a few hundred KiB.
 const MAX_BUFFERED_EVENTS: u32 = 1_024;
 
-/// The settings of the engines of a process.
+/// A KV memory smaller than this causes a warning: many prompts of chats with a system prompt do not fit.
+const SMALL_CAPACITY_TOKENS: u32 = 2_048;
+
 #[derive(Clone)]
 pub(super) struct EngineConfig {
     pub(super) model: ModelArgs,
@@ -30,10 +36,11 @@ pub(super) struct EngineConfig {
     served_model_name: Option<String>,
 }
 
-/// A model that is ready to be served.
 pub(super) struct Loaded {
     pub(super) served: ServedModel,
     device: Device,
+    /// The vocabulary of the model, with which its engines enforce constraints.
+    vocabulary: OnceLock<Arc<tandem_grammar::Vocabulary>>,
 }
 
 enum Device {
@@ -48,7 +55,7 @@ impl EngineConfig {
         Self { model: model.clone(), worker: worker.clone(), block_size: common.block_size, served_model_name }
     }
 
-    /// Checks that the device exists, before a model is downloaded for it.
+    /// Checks that the device exists. This is done before a model is downloaded for it.
     pub(super) fn check_device(&self) -> Result<(), StartError> {
         match self.model.engine {
             EngineKind::Cuda => Ok(tandem_engine::cuda::check(self.worker.device, self.worker.tp)?),
@@ -57,30 +64,36 @@ impl EngineConfig {
         }
     }
 
-    /// Loads the model with its weights, downloading it first if necessary. A large model takes seconds. Not for external engines.
+    /// Loads the model with its weights, and downloads it first if necessary. A large model takes seconds. External engines load their models
+    /// themselves.
     pub(super) async fn load(self) -> Result<Loaded, StartError> {
+        if let Some(tokens) = self.worker.kv_capacity_tokens.filter(|tokens| *tokens < SMALL_CAPACITY_TOKENS) {
+            tracing::warn!(
+                tokens,
+                "--kv-capacity-tokens is small: a prompt and its answer can have no more tokens together, and few requests run at once"
+            );
+        }
         on_blocking_thread(move || {
             let Some((stored, revision)) = stored(&self.model)? else {
-                return Ok(Loaded { served: sim_served(self.served_model_name), device: Device::Sim(Vocabulary::default()) });
+                return Ok(Loaded::new(sim_served(self.served_model_name), Device::Sim(Vocabulary::default())));
             };
             let (file, served) = open(&stored, &revision, self.served_model_name.clone(), self.model.engine)?;
             let device = match self.model.engine {
                 EngineKind::Cpu => Device::Cpu(CpuModel::load(&*file).map_err(|error| unservable(&stored.path, error.into()))?),
                 EngineKind::Cuda => Device::Cuda(CudaModel::load(&*file, &self.cuda())?),
                 EngineKind::Sim => Device::Sim(vocabulary(&served)),
-                EngineKind::Vllm | EngineKind::LlamaCpp => unreachable!("the caller starts no engine"),
+                EngineKind::Vllm | EngineKind::LlamaCpp => unreachable!("workers with external engines start no engine here"),
             };
-            Ok(Loaded { served, device })
+            Ok(Loaded::new(served, device))
         })
         .await
     }
 
-    /// Returns the settings of the engine's thread in a cluster with this key.
-    pub(super) fn machine(&self, key: &ClusterKey) -> EngineSettings {
+    fn machine(&self, key: &ClusterKey) -> EngineSettings {
         EngineSettings {
             chunk_budget: self.chunk_budget(),
             batch_max: self.worker.batch_max,
-            // This equals the frontend's limit, because all requests that a frontend admits may be placed on one worker.
+            // This limit equals the frontend's, because all requests that a frontend admits may be placed on one worker.
             queue_max: self.model.max_concurrent_requests,
             prefix_caching: !self.worker.no_prefix_caching,
             hash_key: key.hash_key(),
@@ -100,11 +113,17 @@ impl EngineConfig {
     fn cuda(&self) -> CudaSettings {
         // Without a cache directory the kernels are compiled at every start.
         let kernels_dir = directories::ProjectDirs::from("", "", "tandem").map(|user| user.cache_dir().join("kernels"));
-        CudaSettings { device: self.worker.device, gpus: self.worker.tp, block_size: self.block_size, kernels_dir }
+        CudaSettings {
+            device: self.worker.device,
+            gpus: self.worker.tp,
+            block_size: self.block_size,
+            kernels_dir,
+            tuning: !self.worker.no_gpu_tuning,
+        }
     }
 
     fn cuda_limits(&self, engines: u32) -> CudaLimits {
-        /// The number of prompt tokens that always fit in the same step as a full batch, however small the budget.
+        /// A step with a full batch has at least this many prompt tokens, however small the budget.
         const PREFILL_WITH_FULL_BATCH: u32 = 16;
         let batch_max = self.worker.batch_max;
         CudaLimits {
@@ -138,8 +157,19 @@ impl EngineConfig {
 }
 
 impl Loaded {
-    /// Creates the engine of one worker. The process has `engines` workers, which share the memory of the device.
-    pub(super) fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
+    fn new(served: ServedModel, device: Device) -> Self {
+        Self { served, device, vocabulary: OnceLock::new() }
+    }
+
+    /// Starts the engine of one worker. The process has `engines` workers, which share the memory of the device.
+    pub(super) fn start(&self, config: &EngineConfig, engines: u32, key: &ClusterKey) -> Result<EngineHandle, StartError> {
+        let handle = EngineHandle::start(self.engine(config, engines)?, config.machine(key));
+        let size = handle.info().vocab_size;
+        let vocabulary = || Arc::new(tandem_grammar::Vocabulary::new(self.served.tokenizer.tokens(), size));
+        Ok(handle.with_vocabulary(Arc::clone(self.vocabulary.get_or_init(vocabulary))))
+    }
+
+    fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
             Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),
             Device::Cpu(weights) => {
@@ -151,7 +181,7 @@ impl Loaded {
     }
 }
 
-/// Loads the model's tokenizer, chat template and limits for a frontend, downloading the model first if necessary.
+/// Loads the tokenizer, the chat template and the limits of a model for a frontend. Downloads the model first if necessary.
 pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<String>) -> Result<ServedModel, StartError> {
     if model.engine.server().is_some() {
         return load_tokenizer(model.store, model.model.unwrap_or_default(), served_model_name).await;
@@ -163,7 +193,7 @@ pub(super) async fn load_served(model: ModelArgs, served_model_name: Option<Stri
     .await
 }
 
-/// Reads what a frontend needs of its further models, each of which is served under its own id.
+/// Loads the tokenizers and chat templates of a frontend's further models, each of which is served under its own id.
 pub(super) async fn load_extra(model: &ModelArgs, extra: &[ExtraModel]) -> Result<Vec<ServedModel>, StartError> {
     let mut served = Vec::with_capacity(extra.len());
     for ExtraModel { id, source } in extra {
@@ -173,12 +203,28 @@ pub(super) async fn load_extra(model: &ModelArgs, extra: &[ExtraModel]) -> Resul
     Ok(served)
 }
 
-/// Reads the tokenizer and the chat template of a model that external engines compute, downloading them first if necessary. The model has
-/// no revision: engines do not report that of their weights.
+/// Returns the models with the parsers that the settings name.
+///
+/// # Errors
+/// Fails if the settings name a model that is not served.
+pub(super) fn with_parsers(
+    parsers: &ParserArgs,
+    model: ServedModel,
+    extra: Vec<ServedModel>,
+) -> Result<(ServedModel, Vec<ServedModel>), StartError> {
+    let all: Vec<&ServedModel> = std::iter::once(&model).chain(&extra).collect();
+    if let Some(id) = parsers.unknown_id(&all) {
+        return Err(StartError::ParserOfUnknownModel(id.to_owned()));
+    }
+    Ok((parsers.applied(model), extra.into_iter().map(|model| parsers.applied(model)).collect()))
+}
+
+/// Loads the tokenizer and the chat template of a model that external engines compute. Downloads them first if necessary. The model has no revision,
+/// because engines do not report the revision of their weights.
 pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || {
         let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
-        // By default, the model's id is the repository's name, as in vLLM.
+        // The default id of a model is the name of its repository, as in vLLM.
         let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
         let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));
         if path.is_dir() {
@@ -192,7 +238,7 @@ pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<
     .await
 }
 
-/// Runs `load` on a thread that it may block, because it reads large files and may download them.
+/// Runs `load` on another thread, which it may block: it reads large files and may download them.
 async fn on_blocking_thread<T: Send + 'static>(
     load: impl FnOnce() -> Result<T, StartError> + Send + 'static,
 ) -> Result<T, StartError> {
@@ -210,7 +256,6 @@ fn stored(settings: &ModelArgs) -> Result<Option<(StoredModel, String)>, StartEr
     Ok(Some((model, revision)))
 }
 
-/// Returns the model of a simulator that runs without a model's files.
 fn sim_served(served_model_name: Option<String>) -> ServedModel {
     ServedModel::sim(served_model_name.unwrap_or_else(|| "sim".to_owned()))
 }
@@ -245,8 +290,8 @@ fn unservable(path: &Path, source: Box<dyn Error + Send + Sync>) -> StartError {
     StartError::Unservable { path: path.to_owned(), source }
 }
 
-/// Returns the tokens of the simulator's answers: the model's plain words, or all tokens if it has no plain words. The model's first stop
-/// token ends an answer.
+/// Returns the vocabulary of the simulator's answers: the model's plain words, or all tokens if it has no plain words. The model's first stop token
+/// ends an answer.
 fn vocabulary(served: &ServedModel) -> Vocabulary {
     let tokenizer = &served.tokenizer;
     let is_word = |token: &u32| {
@@ -258,5 +303,6 @@ fn vocabulary(served: &ServedModel) -> Vocabulary {
     let words: Vec<u32> = (0..size as u32).filter(is_word).collect();
     let words = if words.is_empty() { (0..size as u32).collect() } else { words };
     let end = served.stop_tokens.first().copied().unwrap_or(words[0]);
-    Vocabulary { size, context_length: served.context_length, words, end }
+    let close = (0..size as u32).find(|token| tokenizer.bytes(*token) == b"\"");
+    Vocabulary { size, context_length: served.context_length, words, end, close }
 }

@@ -19,7 +19,7 @@ use tandem_model::revision::sha256;
 #[cfg(feature = "model")]
 const SHOW_PROGRESS_FROM: u64 = 1 << 30;
 
-/// The cached hashes: one small file for each model file that was ever hashed for this store.
+/// The cached hashes. There is one small file for each model file whose hash was computed for this store.
 pub(super) struct Digests {
     dir: PathBuf,
 }
@@ -30,7 +30,7 @@ struct Stamp {
     path: String,
     bytes: u64,
     inode: u64,
-    /// Seconds and nanoseconds since 1970.
+    /// Time of the last modification, in seconds and nanoseconds since 1970.
     modified: (i64, i64),
     changed: (i64, i64),
 }
@@ -64,7 +64,7 @@ impl Digests {
         fs::create_dir_all(&self.dir)?;
         let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
         file.write_all(&serde_json::to_vec(known)?)?;
-        // The file is replaced atomically; two processes that hash the same file write the same content.
+        // The file is replaced atomically. Two processes that hash the same model file write the same content.
         file.persist(entry)?;
         Ok(())
     }
@@ -83,7 +83,6 @@ impl Stamp {
     }
 }
 
-/// Reads the whole file, in chunks.
 pub(super) fn sha256_of(path: &Path) -> io::Result<String> {
     let file = File::open(path)?;
     #[cfg(feature = "model")]
@@ -108,7 +107,6 @@ mod tests {
         let original = digests.of(&file).expect("the file is readable");
         assert_eq!(original, sha256(&b"one"[..]).expect("reading from memory does not fail"));
 
-        // The stored digest is returned without reading the file again.
         let entry = fs::read_dir(&digests.dir)
             .expect("the folder of digests exists")
             .next()
@@ -119,7 +117,7 @@ mod tests {
         fs::write(&entry, changed).expect("the folder is writable");
         assert_eq!(digests.of(&file).expect("the file is readable"), "remembered");
 
-        // The size and the mtime stay the same, so only the ctime differs.
+        // The size and the mtime stay the same. Only the ctime changes.
         let modified =
             fs::metadata(&file).expect("the file exists").modified().expect("the file system records modification times");
         std::thread::sleep(Duration::from_millis(20)); // the file system's clock ticks every 10 ms at most
@@ -143,7 +141,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let file = folder.path().join("a.gguf");
         fs::write(&file, "one").expect("the folder is writable");
-        // The path of the store's directory is a file, so no hash can be stored.
+        // A file has the path of the store's directory, so no hash can be stored.
         let digests = Digests { dir: file.clone() };
         assert_eq!(
             digests.of(&file).expect("the file is readable"),

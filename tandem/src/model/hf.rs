@@ -1,6 +1,7 @@
-//! GGUF files, and whole models in safetensors, from repositories on the Hugging Face hub or on another server with its API.
-//! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded
-//! from that commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
+//! Downloads GGUF files, and whole models in safetensors, from repositories on the Hugging Face hub or on another server with its API.
+//!
+//! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded from that
+//! commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
 
 use super::{
     Contents, Download, ModelError, Source, StoreArgs,
@@ -22,7 +23,7 @@ use tandem_model::{revision::git_blob_sha1, shards_of_index};
 /// The number of times that an interrupted download is resumed at the byte where it stopped.
 const RETRIES: usize = 3;
 
-/// The revision to download when the source names none.
+/// The revision that is downloaded if the source names none.
 const MAIN: &str = "main";
 
 /// The files that a safetensors model must have in addition to its weights, and the files that it may have.
@@ -72,7 +73,7 @@ struct Listing {
 struct Listed {
     rfilename: String,
     size: Option<u64>,
-    /// Git's SHA-1 of the file; `None`: the hub does not list it.
+    /// Git's SHA-1 of the file; `None` if the hub does not list it.
     #[serde(rename = "blobId")]
     blob: Option<String>,
     /// The entry of a file in the large-file storage, which holds all weights; `None` for other files.
@@ -96,7 +97,6 @@ fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Li
     Ok(listing)
 }
 
-/// A commit whose files are being downloaded.
 struct Commit<'a> {
     repo: ApiRepo,
     files: &'a [Listed],
@@ -110,7 +110,7 @@ impl Commit<'_> {
 
     /// Returns the repository's only `.gguf` file; `None` if it has no such file but safetensors and their configuration.
     fn only_gguf(&self) -> Result<Option<String>, ModelError> {
-        // Skips names that lead out of the folder (`../`).
+        // Names that lead out of the folder (`../`) are skipped.
         let names = self.files.iter().map(|file| &file.rfilename).filter(|name| name.ends_with(".gguf") && is_path(name));
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
@@ -135,7 +135,6 @@ impl Commit<'_> {
         Ok(blob)
     }
 
-    /// Checks that the file has the commit's size and hash.
     fn verify(&self, listed: &Listed, blob: &Path) -> Result<(), ModelError> {
         let failed = || ModelError::io(blob);
         let len = fs::metadata(blob).map_err(failed())?.len();
@@ -153,7 +152,6 @@ impl Commit<'_> {
         }
     }
 
-    /// Downloads a model's files into one directory.
     fn directory(&self, contents: Contents, partial: &Path) -> Result<PathBuf, ModelError> {
         let directory = partial.join("model");
         fs::create_dir_all(&directory).map_err(ModelError::io(&directory))?;

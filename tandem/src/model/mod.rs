@@ -17,11 +17,14 @@ pub use store::{Store, StoreArgs, StoredModel};
 
 use std::{io, path::PathBuf};
 
-/// Why a model cannot be provided. Each message says what to do.
+/// The reason why a model cannot be provided. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the variants and their fields are")]
 pub enum ModelError {
-    #[error("there is no model at {}; give a .gguf file, or fetch the default one with `tandem model fetch`", .0.display())]
+    #[error(
+        "there is no model at {}, and none with this name in the store; give a .gguf file, a name that `tandem model list` prints, or hf:ORG/NAME",
+        .0.display()
+    )]
     NotFound(PathBuf),
     #[error("{} is not a GGUF file; give a .gguf file", .0.display())]
     NotGguf(PathBuf),
@@ -33,6 +36,8 @@ pub enum ModelError {
     NoModel(String),
     #[error("the list of the weights of {model} cannot be read; choose another model")]
     Index { model: Source, source: Box<tandem_model::ModelError> },
+    #[error("the store has several models with the name {name}; give the path of one of them: {}", .paths.join(", "))]
+    SeveralStored { name: String, paths: Vec<String> },
     #[error("{place} holds several .gguf files ({}); name one of them", .files.join(", "))]
     SeveralGguf { place: String, files: Vec<String> },
     #[error(
@@ -94,13 +99,13 @@ impl ModelError {
     }
 }
 
-/// Which files of a model are needed.
+/// The files of a model that are needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contents {
-    /// All files, with the weights.
+    /// All files of the model, including the weights.
     All,
-    /// The files of the tokenizer and the chat template. The weights are not needed, because an engine in another process has them. (A GGUF
-    /// file contains both.)
+    /// The files of the tokenizer and the chat template. The weights are not needed if an engine in another process has them. (A GGUF file contains
+    /// both.)
     Tokenizer,
 }
 

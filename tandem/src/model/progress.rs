@@ -1,4 +1,4 @@
-//! The progress of a download on stderr: a bar on a terminal, else a line.
+//! The progress of a download on stderr: a bar on a terminal, otherwise a line.
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
@@ -19,7 +19,6 @@ pub(super) fn start(what: &str, total: Option<u64>) -> ProgressBar {
     bar
 }
 
-/// Turns the spinner into a bar.
 pub(super) fn set_total(bar: &ProgressBar, total: u64) {
     if bar.length() != Some(total) {
         bar.set_style(style("{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}"));
@@ -27,7 +26,7 @@ pub(super) fn set_total(bar: &ProgressBar, total: u64) {
     }
 }
 
-/// Shows the progress of the hub's client on this bar, because the client's own bars have another style.
+/// Shows the progress of the hub's client on this bar. The client's own bars have another style.
 pub(super) struct HubProgress<'a>(pub(super) &'a ProgressBar);
 
 impl hf_hub::api::Progress for HubProgress<'_> {

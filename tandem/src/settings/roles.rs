@@ -4,7 +4,7 @@
 
 use super::{
     CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RouterArgs, WorkerArgs,
-    common::{address, with_commas},
+    common::{address, listen_address, with_commas},
     discovery::name,
 };
 use clap::Args;
@@ -73,7 +73,7 @@ pub struct FrontendProcess {
 
     /// Address of the operator's HTTP port, with /metrics, /dashboard, /live, /ready and /openapi.json. Use a loopback address unless other
     /// hosts may see the cluster's addresses and the sizes and times of all requests [default: none; --listen serves all of these]
-    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS")]
+    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", value_parser = listen_address)]
     pub admin_listen: Option<SocketAddr>,
 
     #[command(flatten)]
@@ -145,7 +145,7 @@ pub struct WorkerProcess {
 pub struct ProcessArgs {
     /// Address of /live, /ready and /metrics over HTTP. The default accepts connections from this machine only, because readers are not
     /// authenticated
-    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", default_value = "127.0.0.1:9000")]
+    #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", default_value = "127.0.0.1:9000", value_parser = listen_address)]
     pub admin_listen: SocketAddr,
 
     #[command(flatten)]

@@ -3,7 +3,7 @@
 use super::common::with_commas;
 use clap::Args;
 use serde::Serialize;
-use std::net::IpAddr;
+use std::{net::IpAddr, path::PathBuf};
 use tandem_frontend::{CacheIsolation, ExposeDetails, HeaderName, IpNet};
 
 /// The frontend's settings for tenants.
@@ -11,13 +11,39 @@ use tandem_frontend::{CacheIsolation, ExposeDetails, HeaderName, IpNet};
 #[command(next_help_heading = "Tenants")]
 #[serde(rename_all = "kebab-case")]
 pub struct TenantArgs {
+    /// File with the TLS certificate of --listen and its chain, in PEM format. The API is then served over https only; --admin-listen stays
+    /// plain. The file is read again when it changes [default: none; the API is served over plain HTTP]
+    #[arg(long, env = "TANDEM_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// File with the private key of --tls-cert, in PEM format [default: none]
+    #[arg(long, env = "TANDEM_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// File with the API keys of clients, which `tandem key add` makes. Each request of the API then needs a key, in the header
+    /// `Authorization: Bearer` or `x-api-key`, and has the key's account and limits. The file is read again when it changes [default: none;
+    /// requests need no key]
+    #[arg(long, env = "TANDEM_API_KEYS_FILE", value_name = "FILE")]
+    pub api_keys_file: Option<PathBuf>,
+
+    /// File to which one JSON line is appended for each call of the API: time, request id, key, account, path, model, status, token counts
+    /// and duration, but no text [default: none]
+    #[arg(long, env = "TANDEM_AUDIT_LOG", value_name = "FILE")]
+    pub audit_log: Option<PathBuf>,
+
+    /// Origins of the web pages that may use the API from a browser, as SCHEME://HOST or SCHEME://HOST:PORT, separated by commas; * allows all
+    /// pages, and needs --api-keys-file [default: none; pages of other sites are refused]
+    #[arg(long, env = "TANDEM_CORS_ORIGIN", value_name = "ORIGINS", value_delimiter = ',', value_parser = origin)]
+    #[serde(serialize_with = "with_commas")]
+    pub cors_origin: Vec<String>,
+
     /// Name of the header that holds a request's account, such as x-account. The proxy that authenticates your clients sets it; it is
     /// accepted from --trusted-proxies only, and needs that flag. Ledgers record it, and `tandem audit report` sums by it [default: none]
     #[arg(long, env = "TANDEM_ACCOUNT_HEADER", value_name = "NAME", value_parser = header_name)]
     pub account_header: Option<String>,
 
     /// Which requests share cached KV. Clients that share a cache can find out, by timing and cached_tokens, how another client's prompt
-    /// begins [default: account with --account-header, because accounts need not trust each other; else shared]
+    /// begins [default: account with --api-keys-file or --account-header, because accounts need not trust each other; else shared]
     #[arg(long, env = "TANDEM_CACHE_ISOLATION", value_enum)]
     pub cache_isolation: Option<CacheIsolation>,
 
@@ -37,13 +63,26 @@ pub struct TenantArgs {
 impl TenantArgs {
     /// Returns which requests share cached KV, and applies the default if the flag is not set.
     pub fn isolation(&self) -> CacheIsolation {
-        let by_default = if self.account_header.is_some() { CacheIsolation::Account } else { CacheIsolation::Shared };
+        let has_accounts = self.account_header.is_some() || self.api_keys_file.is_some();
+        let by_default = if has_accounts { CacheIsolation::Account } else { CacheIsolation::Shared };
         self.cache_isolation.unwrap_or(by_default)
     }
 }
 
 fn header_name(text: &str) -> Result<String, &'static str> {
     text.parse::<HeaderName>().map(|name| name.to_string()).map_err(|_| "write the name of an HTTP header")
+}
+
+/// Checks that the text is what browsers send in the header `Origin`: scheme, host and port, in lower case and without a path.
+fn origin(text: &str) -> Result<String, &'static str> {
+    let is_authority =
+        |rest: &str| rest.parse::<ureq::http::uri::Authority>().is_ok() && !rest.contains(|c: char| c.is_uppercase() || c == '@');
+    let is_origin = text.split_once("://").is_some_and(|(scheme, rest)| matches!(scheme, "http" | "https") && is_authority(rest));
+    if text == "*" || is_origin {
+        Ok(text.to_owned())
+    } else {
+        Err("write *, or scheme and host in lower case, such as https://chat.example")
+    }
 }
 
 fn network(text: &str) -> Result<IpNet, &'static str> {
@@ -74,6 +113,8 @@ mod tests {
         for (args, expected) in [
             (&[][..], Shared),
             (&["--account-header", "x-account"], Account),
+            (&["--api-keys-file", "keys.toml"], Account),
+            (&["--api-keys-file", "keys.toml", "--cache-isolation", "shared"], Shared),
             (&["--account-header", "x-account", "--cache-isolation", "shared"], Shared),
             (&["--account-header", "x-account", "--cache-isolation", "account"], Account),
             (&["--cache-isolation", "shared"], Shared),
@@ -87,6 +128,28 @@ mod tests {
     fn cache_isolation_by_account_needs_an_account_header() {
         let error = read(&["--cache-isolation", "account"]).expect_err("account isolation without an account header is refused");
         assert!(error.contains("--account-header <NAME>"), "{error}");
+    }
+
+    #[test]
+    fn keys_replace_the_account_header_and_let_all_web_pages_use_the_api() {
+        let error = read(&["--api-keys-file", "k", "--account-header", "x-a", "--trusted-proxies", "10.0.0.1"]);
+        assert!(error.is_err_and(|error| error.contains("--account-header cannot be used with --api-keys-file")));
+        let error = read(&["--cors-origin", "https://chat.example,*"]).expect_err("without keys, all pages could use the API");
+        assert!(error.contains("--cors-origin * needs --api-keys-file"), "{error}");
+        read(&["--cors-origin", "*", "--api-keys-file", "k"]).expect("the settings are valid");
+        let settings = read(&["--cors-origin", "https://chat.example:8443,http://[::1]:3000"]).expect("the origins are valid");
+        assert_eq!(settings.frontend.tenants.cors_origin, ["https://chat.example:8443", "http://[::1]:3000"]);
+        for wrong in [
+            "chat.example",
+            "https://chat.example/",
+            "https://Chat.example",
+            "https://a@b.example",
+            "ftp://a",
+            "https://",
+            "null",
+        ] {
+            assert!(read(&["--cors-origin", wrong]).is_err_and(|error| error.contains("scheme and host")), "{wrong}");
+        }
     }
 
     #[test]

@@ -23,6 +23,11 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_DEVICE", value_name = "INDEX", default_value_t = 0)]
     pub device: u32,
 
+    /// Do not time the algorithms of matrix products when a worker starts with --engine cuda, and use cuBLASLt's own choices. The timing
+    /// takes some seconds, and another process that uses the GPU disturbs it
+    #[arg(long, env = "TANDEM_NO_GPU_TUNING")]
+    pub no_gpu_tuning: bool,
+
     /// Tensor parallelism: the number of GPUs, from --device on, that compute one model together, each with its share of the heads and of
     /// the feed-forward layers. For models that do not fit on one GPU or are too slow on it; all workers of the process use the same GPUs
     #[arg(long, env = "TANDEM_TP", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]

@@ -1,4 +1,4 @@
-//! `tandem top`: a router's view of its workers, one row each, in a terminal or once as text.
+//! The command `tandem top`: a router's view of its workers, with one row for each worker, in a terminal or once as text.
 
 mod screen;
 mod table;
@@ -54,14 +54,12 @@ fn interval(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds)).ok_or("write a number from 0.1 to 3600")
 }
 
-/// A connection to a router.
 struct Router {
     runtime: Runtime,
     client: RouterClient<Channel>,
     address: String,
 }
 
-/// A router's view, and the time of the reply.
 struct View {
     at: Instant,
     reply: WorkersReply,
@@ -90,10 +88,10 @@ impl Router {
     }
 }
 
-/// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table to print.
+/// Shows the view until the user quits, and returns `None`. Without a terminal, or with `--once`, returns one table as text.
 ///
 /// # Errors
-/// The cluster key cannot be read, the router does not answer, or the terminal cannot be used.
+/// Fails if the cluster key cannot be read, if the router does not answer, or if the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
     let mut router = Router::connect(&args.router, args.key.read()?)?;
     let interval = Duration::from_secs_f64(args.interval);
@@ -134,7 +132,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                     before = Some(std::mem::replace(&mut now, view));
                     problem = None;
                 }
-                // The last view stays on the screen.
+                // If the router does not answer, the last view stays on the screen with the error.
                 Err(error) => problem = Some(format!("{error:#}")),
             }
         }

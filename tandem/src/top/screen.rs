@@ -10,15 +10,12 @@ use ratatui::{
     widgets::{Paragraph, Row, Table as Grid},
 };
 
-/// The order and the scroll position that the user has chosen.
 pub(super) struct Screen {
     sort: Column,
     reverse: bool,
-    /// The number of rows above the first visible one.
     above: usize,
 }
 
-/// Whether the display continues or ends after an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flow {
     Continue,
@@ -51,7 +48,7 @@ impl Screen {
         table
     }
 
-    /// Draws the table. `problem` says why the table is not up to date; `None`: it is up to date.
+    /// Draws the table. `problem` is the reason why the table is not up to date; `None` if it is up to date.
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
         let notes: Vec<Line<'_>> =
             problem.into_iter().chain(table.notes.iter().map(String::as_str)).map(|note| note.red().into()).collect();

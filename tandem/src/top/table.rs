@@ -1,4 +1,4 @@
-//! A router's view of its workers as a table. This module is pure.
+//! A router's view of its workers as a table. This module does no I/O.
 
 use crate::text_table::text_table;
 use clap::ValueEnum;
@@ -50,12 +50,11 @@ impl Column {
         HEADS.split('|').nth(self as usize).expect("each column has a head")
     }
 
-    /// Whether the column holds text.
     pub(super) fn is_text(self) -> bool {
         matches!(self, Self::Worker | Self::Role | Self::Health)
     }
 
-    /// Returns the column `steps` to the right. The first column follows the last one.
+    /// Returns the column that is `steps` to the right. The first column follows the last one.
     pub(super) fn step(self, steps: isize) -> Self {
         let at = (self as usize).wrapping_add_signed(steps + Self::all().len() as isize);
         Self::all()[at % Self::all().len()]
@@ -66,9 +65,9 @@ impl Column {
 pub(super) enum Cell {
     Text(String),
     Count(f64),
-    /// A share from 0 to 1.
+    /// The cell holds a share from 0 to 1.
     Share(f64),
-    /// Unknown, or without meaning for the worker.
+    /// The value is unknown, or has no meaning for the worker.
     Nothing,
 }
 
@@ -102,13 +101,10 @@ impl std::fmt::Display for Cell {
     }
 }
 
-/// A router's view at one time.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Table {
-    /// The cluster's name, its model and its totals.
     pub(super) title: String,
     pub(super) rows: Vec<Vec<Cell>>,
-    /// Problems for the operator.
     pub(super) notes: Vec<String>,
 }
 
@@ -121,7 +117,8 @@ impl Table {
             let before = instance(worker).and_then(|instance| earlier.get(&instance).copied());
             let mut row = row(worker, before.and_then(|worker| worker.load.as_ref()?.steps), elapsed.as_secs_f64());
             if let (Some(info), true) = (&worker.info, now.models.len() > 1) {
-                row[Column::Role as usize] = Cell::Text(format!("{} of {}", info.role().name(), info.model));
+                let loras = if info.loras.is_empty() { String::new() } else { format!(" and {} LoRAs", info.loras.len()) };
+                row[Column::Role as usize] = Cell::Text(format!("{} of {}{loras}", info.role().name(), info.model));
             }
             row
         });
@@ -202,7 +199,7 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
         .collect()
 }
 
-/// Returns notes for the operator about a worker: why it is unpaired, and that its index is approximate.
+/// Returns notes for the operator about a worker: the reason why it is unpaired, and that its index is approximate.
 fn notes(worker: &WorkerView) -> Vec<String> {
     let Some(info) = &worker.info else { return Vec::new() };
     let assumed = "the router assumes its cache from what was routed to it, because its engine publishes no KV events";
@@ -297,7 +294,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn unpaired_worker_and_approximate_index_have_notes() {
+    fn notes_explain_unpaired_workers_and_approximate_indexes() {
         let mut now = cluster(2);
         now.workers[1].info.as_mut().expect("it is set").approximate_index = true;
         now.workers[0].unpaired_reason = Some("it has another family".to_owned());
@@ -309,7 +306,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn workers_of_several_models_name_theirs() {
+    fn table_names_the_models_of_workers_if_there_are_several() {
         let mut now = cluster(2);
         now.models.push(model("n"));
         now.workers[0].info.as_mut().expect("it is set").model = "n".to_owned();

@@ -1,4 +1,4 @@
-//! Thousands of requests while workers are killed repeatedly and a fifth of the clients disconnects.
+//! Sends thousands of requests while workers are killed repeatedly and a fifth of the clients disconnects.
 
 use crate::{
     requests::{AnswerText, answer_text, largest_gap, recovery, request, undisturbed},
@@ -16,14 +16,14 @@ use std::{
 use tandem_tests::{Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// The number of different requests. Each is sent many times, so that its prompt is cached.
+/// The number of different requests. Each is sent many times, so that its prompt is in the cache after the first time.
 const DISTINCT: usize = 100;
-/// The workers that are killed in turn; `p0` and `d0` keep running, so that their memory can be measured.
+/// The workers that are killed in turn. `p0` and `d0` keep running, so that their memory can be measured.
 const VICTIMS: [&str; 4] = ["d1", "p1", "d2", "p2"];
 
 struct Scale {
     requests: usize,
-    /// The number of requests after which memory must not grow any more.
+    /// After this number of requests, memory must not grow any more.
     warm: usize,
     clients: usize,
     kill_every: Duration,
@@ -48,13 +48,11 @@ const LONG: Scale = Scale {
     gap_max: Duration::from_secs(1),
 };
 
-/// Returns a request of the run, and whether its client reads the whole answer.
 fn nth(number: usize) -> (serde_json::Value, bool) {
     let which = number % DISTINCT;
     (request(which, "churn", 100 + which * 61 % 500, 40 + which * 37 % 160), number % 5 != 3)
 }
 
-/// The result of one request at a client that read the whole answer.
 struct ClientRecord {
     which: usize,
     answer_text: Option<AnswerText>,
@@ -62,8 +60,8 @@ struct ClientRecord {
     arrivals: Vec<Instant>,
 }
 
-/// Sends a request. Its client reads the whole answer, or disconnects before the first token or after some chunks. Returns `None` if the
-/// client disconnected.
+/// Sends a request. The client reads the whole answer, or disconnects before the first token or after some chunks. Returns `None` if the client
+/// disconnected.
 async fn complete(client: Client, number: usize) -> Option<ClientRecord> {
     let (request, reads_answer) = nth(number);
     let (path, sent) = (Endpoint::Chat.path(), Instant::now());
@@ -92,7 +90,7 @@ pub fn run(form: Form) -> (Row, Memory) {
     let scale = if form == Form::Short { SHORT } else { LONG };
     let args = ["--sim-speedup", scale.speedup, "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { prefill_workers: 3, decode_workers: 3, args, ..Shape::default() });
-    // `d0` and `p0` reach their highest load when they serve alone.
+    // Killing all other workers gives `d0` and `p0` their highest load before memory is measured.
     VICTIMS.iter().for_each(|victim| rig.kill(victim));
     rig.plan.joined(&["d0", "p0"]);
     let expected = undisturbed(&rig.outcomes(rig.send_all(&(0..DISTINCT).map(|number| nth(number).0).collect::<Vec<_>>())));
@@ -127,7 +125,7 @@ pub fn run(form: Form) -> (Row, Memory) {
             let victim = VICTIMS[kills.len() % VICTIMS.len()];
             rig.kill(victim);
             kills.push(Instant::now());
-            // Meanwhile the other workers serve all requests.
+            // The other workers serve all requests during this pause.
             std::thread::sleep(scale.kill_every / 5);
             rig.restart(victim);
             due += scale.kill_every;

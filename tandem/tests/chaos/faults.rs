@@ -1,4 +1,4 @@
-//! Faults of single workers while fifty streams run.
+//! Tests with a fault of one worker while fifty streams run.
 
 use crate::{
     cluster::{series, until},
@@ -12,7 +12,6 @@ use tokio::time::Instant;
 
 const STREAMS: usize = 50;
 
-/// A fault, the process that it affects, and the load during it.
 struct Fault {
     name: &'static str,
     victim: &'static str,
@@ -20,14 +19,12 @@ struct Fault {
     speedup: &'static str,
     prompt_tokens: usize,
     max_tokens: usize,
-    /// Waits until the victim is busy with the phase that the fault must interrupt.
+    /// Waits until the process is in the phase that the fault must interrupt.
     wait_for_phase: fn(&Rig),
     gap_max: Duration,
 }
 
-/// The signal that the victim receives.
 enum Signal {
-    /// Kills the process with SIGKILL.
     Kill,
     /// Stops the process with SIGSTOP, and continues it with SIGCONT after this time.
     Stop(Duration),
@@ -50,11 +47,11 @@ fn prefilling(rig: &Rig) {
     until("the prefill worker computes prompts", computed, |steps| *steps >= before + 4.0);
 }
 
-/// The time after which keep-alive closes connections to a process that does not respond.
+/// Keep-alive closes the connections to a process that does not respond for this time.
 const KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT);
 const SHORT_STOP: Duration = Duration::from_secs(5);
 const STOP_BEYOND_KEEP_ALIVE: Duration = Duration::from_secs(25);
-/// Limit on the time after the loss of a worker until the request is placed again and its prompt is computed and transferred again.
+/// Time limit, after the loss of a worker, for placing the request again, and for computing and transferring its prompt again.
 const RESUME: Duration = Duration::from_millis(500);
 
 const DECODE_KILLED: Fault = Fault {
@@ -135,7 +132,7 @@ fn run(fault: &Fault) -> Row {
     let fault_ended = Instant::now();
     rig.wait_until_connected();
     let reconnected = fault_ended.elapsed();
-    // When the prompts are cached, the same requests must not fail either.
+    // The prompts are cached now. The same requests must not fail either.
     let afterwards = rig.outcomes(rig.send_all(&requests("disturbed")));
 
     let of_both = || disturbed.iter().chain(&afterwards).zip(expected.iter().cycle());
@@ -161,8 +158,8 @@ fn run(fault: &Fault) -> Row {
         gap_max: fault.gap_max,
         recovery,
         reconnected,
-        // On a busy machine, a chunk of every answer may arrive after the signal was sent. Then the measured recovery is too short to show
-        // the fault, but the gap shows it.
+        // On a busy machine, a chunk of every answer may arrive after the signal was sent. Then the measured recovery is too short to show the fault,
+        // but the gap between chunks shows it.
         had_effect: resumed + retried > 0 || recovery.max(gap) > Duration::from_secs(1),
     }
 }

@@ -1,4 +1,4 @@
-//! The CPU time of an idle cluster, and the CPU time and memory of a router with a thousand workers.
+//! Measures the CPU time of an idle cluster, and the CPU time and memory of a router with a thousand workers.
 
 use crate::{
     cluster::{Plan, series, until},
@@ -34,7 +34,7 @@ use tonic::{
     },
 };
 
-/// The time for which CPU time is measured.
+/// The duration of the measurement of CPU time.
 const MEASURED: Duration = Duration::from_secs(30);
 /// Limit on the CPU use of an idle process, as a fraction of a core.
 const IDLE_MAX: f64 = 0.01;
@@ -43,13 +43,12 @@ const BLOCKS: u32 = 4_096;
 const RESIDENT_MAX_KIB: f64 = 1_048_576.0;
 /// The interval between a worker's heartbeats.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Linux reports times of processes in hundredths of a second.
+/// The unit of Linux's process times is a hundredth of a second.
 const TICKS: f64 = 100.0;
 
-/// Returns the CPU time of a process since its start, in seconds.
 fn cpu_seconds(process: &Up) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.id())).expect("the process runs");
-    // The process's name, which may contain any character, is followed by the state, ten other numbers, and the times.
+    // In the line, the process's name, which may contain any character, is followed by the state, ten other numbers, and the CPU times.
     let numbers =
         stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').skip(11).take(2)).expect("the stat line has the CPU times");
     numbers.map(|ticks| ticks.parse::<f64>().expect("the process time is a number")).sum::<f64>() / TICKS
@@ -72,7 +71,7 @@ pub fn cluster() {
     }
 }
 
-/// The `Control` service of a worker, whose full cache differs from the caches of all other workers.
+/// The `Control` service of a fake worker. Its cache is full, and has no block in common with the cache of another worker.
 struct Worker {
     info: WorkerInfo,
     number: u32,
@@ -97,9 +96,8 @@ impl Worker {
         Self { info, number }
     }
 
-    /// Returns a snapshot of sixteen chains of 256 blocks.
     fn cache(&self) -> SnapshotChunk {
-        // Multiplication by an odd number is invertible, so no two blocks have the same hash.
+        // Multiplication by an odd number is a bijection, so no two blocks have the same hash.
         let hash = |block: u32| (u64::from(self.number) << 32 | u64::from(block)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let blocks: Vec<u64> = (1..=BLOCKS).map(hash).collect();
         let stored = blocks.chunks(256).map(|blocks| Stored { parent: None, sequence_hashes: blocks.to_vec() }).collect();
@@ -133,7 +131,6 @@ impl Control for Worker {
     }
 }
 
-/// Serves and registers the workers until `shutdown` drains.
 fn serve(etcd: &EtcdSettings, key: &ClusterKey, runtime: &Handle, metrics: &Metrics, shutdown: &Shutdown) {
     for number in 0..WORKERS {
         let worker = Worker::new(number, key);

@@ -1,4 +1,4 @@
-//! Clients that send one request after the other. If a frontend ends, its clients use another frontend.
+//! Clients that send one request after another. If a frontend ends, its clients use another frontend.
 
 use crate::{
     requests::{AnswerText, answer_text, request},
@@ -14,33 +14,27 @@ use std::{
 use tandem_tests::{Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// The number of different requests.
 const DISTINCT: usize = 60;
-/// How often each request is sent with the same salt, so that some prompts are cached and some are computed.
+/// Each request is sent this many times with the same salt, so that some prompts are cached and some are computed.
 const TIMES: usize = 3;
 /// The maximum number of requests that a client sends to get one answer.
 const REQUESTS_MAX: usize = 6;
 /// The pause before each repetition of a request, except the first repetition.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// The result of one request at its client.
 pub struct ClientRecord {
-    /// The number of the request, from 0 to `DISTINCT - 1`: requests with the same number differ at most in their salt.
+    /// The number of the request, from 0 to `DISTINCT - 1`. Requests with the same number differ at most in their salt.
     pub which: usize,
     pub answer_text: Option<AnswerText>,
     pub sent: Instant,
     pub arrivals: Vec<Instant>,
-    /// How often the client repeated the request at another frontend.
+    /// The number of times that the client repeated the request at another frontend.
     pub repeated: usize,
-    /// A description of the failure, if there is no answer.
     pub problem: Option<String>,
 }
 
-/// Running clients.
 pub struct Load {
-    /// The number of the first request that is not sent.
     end: Arc<AtomicUsize>,
-    /// The number of requests that have ended.
     pub ended: Arc<AtomicUsize>,
     clients: JoinSet<Vec<ClientRecord>>,
 }
@@ -50,7 +44,6 @@ fn nth(number: usize, salt: &str) -> serde_json::Value {
     request(which, salt, 100 + which * 61 % 500, 40 + which * 37 % 160)
 }
 
-/// Returns all different requests, each once.
 pub fn distinct() -> Vec<serde_json::Value> {
     (0..DISTINCT).map(|number| nth(number, "undisturbed")).collect()
 }
@@ -83,13 +76,11 @@ impl Load {
         Self { end, ended, clients: running }
     }
 
-    /// Stops sending new requests, waits for those in flight, and returns all results.
     pub fn finish(self, rig: &Rig) -> Vec<ClientRecord> {
         self.end.store(0, Ordering::Relaxed);
         self.wait(rig)
     }
 
-    /// Waits until all requests have been sent and answered, and returns all results.
     pub fn wait(self, rig: &Rig) -> Vec<ClientRecord> {
         rig.plan.runtime.block_on(self.clients.join_all()).into_iter().flatten().collect()
     }
@@ -114,7 +105,7 @@ async fn complete(frontends: &[Client], number: usize, salt: &str) -> ClientReco
     unreachable!("the last repetition returns")
 }
 
-/// Whether the frontend has ended: its connection broke or was refused, or it answered that it drains. Clients repeat a request after no
+/// Returns whether the frontend has ended: its connection broke or was refused, or it answered that it drains. Clients repeat a request after no
 /// other failure.
 fn frontend_has_ended(outcome: &Outcome) -> bool {
     match outcome {

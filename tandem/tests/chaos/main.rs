@@ -1,8 +1,8 @@
-//! Faults of real processes under load: no answer is lost or changed, usage reconciles, and nothing leaks.
+//! Tests with faults of real processes under load: no answer may be lost or changed, usage must reconcile with the ledgers, and no block may leak.
 //!
-//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures
-//! of docs/reliability.md come from the long forms, which need a machine that does nothing else:
-//! `cargo test --release -p tandem --test chaos -- --ignored --nocapture`.
+//! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures of
+//! docs/reliability.md come from the long forms, which need a machine that does nothing else: `cargo test --release -p tandem --test chaos --
+//! --ignored --nocapture`.
 
 mod churn;
 #[path = "../process/cluster.rs"]
@@ -56,7 +56,7 @@ fn failure_of_any_process_in_a_cluster_with_etcd_and_nats_loses_no_answer() {
     several::run(Form::Short, |row| print_and_check(&row));
 }
 
-/// Makes the tests that measure run one after the other.
+/// Makes the tests that measure run one after another.
 fn run_alone() -> MutexGuard<'static, ()> {
     static RUNNING: Mutex<()> = Mutex::new(());
     RUNNING.lock()

@@ -1,4 +1,4 @@
-//! A proxy in front of one process. It can interrupt the connections of all other processes, or of some of them, to this process.
+//! A proxy in front of one process. It can interrupt the connections that all other processes, or some of them, have to this process.
 
 use std::{fs, net::SocketAddr};
 use tokio::{
@@ -12,7 +12,7 @@ use tokio::{
     task::JoinSet,
 };
 
-/// The state of a proxy, which determines what happens to its connections.
+/// The state of a proxy, which decides what happens to its connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Gate {
     Open,
@@ -39,7 +39,7 @@ impl Dialers {
     }
 }
 
-/// A proxy in front of one process. Dropping it closes all connections.
+/// A proxy in front of one process. Dropping it closes all of its connections.
 pub struct Proxy {
     pub at: SocketAddr,
     gate: watch::Sender<Gate>,
@@ -55,7 +55,7 @@ impl Proxy {
         let accept = async move {
             let mut connections = JoinSet::new();
             loop {
-                // Accepting may fail for one connection, for example when no file descriptor is free.
+                // Accepting a connection may fail, for example when no file descriptor is free.
                 let Ok((stream, from)) = listener.accept().await else { continue };
                 while connections.try_join_next().is_some() {}
                 connections.spawn(forward_connection(stream, target, dialer(from.port(), at.port()), state.clone()));
@@ -82,7 +82,6 @@ async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<
         let ((from_read, from_write), (to_read, to_write)) = (from.into_split(), to.into_split());
         let to_target = forward(from_read, to_write, dialer, gate.clone());
         let back = forward(to_read, from_write, dialer, gate);
-        // An error in one direction ends both.
         let _ = tokio::try_join!(to_target, back);
     };
     tokio::select! {
@@ -92,7 +91,6 @@ async fn forward_connection(from: TcpStream, target: SocketAddr, dialer: Option<
     }
 }
 
-/// Forwards the bytes of one direction while the gate permits it.
 async fn forward(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,

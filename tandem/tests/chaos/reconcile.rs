@@ -1,5 +1,5 @@
-//! Two thousand requests while a worker is killed and restarted. The clients of a fifth of them disconnect. The usage that clients received
-//! must equal the frontend's counters, series by series, and must reconcile with ledgers and metrics.
+//! Sends two thousand requests while a worker is killed and restarted. The clients of a fifth of the requests disconnect. The usage that clients
+//! received must equal the frontend's counters, series by series, and must reconcile with ledgers and metrics.
 
 use crate::{
     cluster::{series, until},
@@ -20,20 +20,18 @@ use tokio::task::JoinSet;
 
 const REQUESTS: usize = 2_000;
 const CLIENTS: usize = 32;
-/// The worker is killed after this many requests.
+/// The worker is killed when this many requests have ended.
 const KILL_AFTER: usize = 700;
-/// The length of an answer that is too long to end before its client disconnects.
+/// The number of tokens of an answer that is so long that its client disconnects before it ends.
 const MANY_TOKENS: usize = 20_000;
 
-/// The usage of many requests, as clients received it or as the frontend counts it.
+/// The usage of many requests, as clients have received it or as the frontend has counted it.
 #[derive(Debug, Default, PartialEq)]
 struct Usage {
-    /// Requests by endpoint, model and code.
     requests: BTreeMap<[String; 3], u64>,
     prompts: u64,
     prompt_tokens: u64,
     completion_tokens: u64,
-    /// Cached tokens by source and tier.
     cached: BTreeMap<[String; 2], u64>,
 }
 
@@ -73,7 +71,6 @@ impl Usage {
         self.completion_tokens += answer.usage("/completion_tokens");
     }
 
-    /// Returns the usage that a frontend's `/metrics` page reports.
     fn of_frontend(page: &str) -> Self {
         let label = |series: &str, name: &str| {
             let value = series.split(&format!("{name}=\"")).nth(1).and_then(|rest| rest.split('"').next());
@@ -96,7 +93,6 @@ impl Usage {
         counted.prompts = sum("request_cached_tokens_count");
         counted.prompt_tokens = sum("prompt_tokens_total");
         counted.completion_tokens = sum("completion_tokens_total");
-        // The other metrics must agree with these counters.
         assert_eq!(sum("request_prompt_tokens_sum"), counted.prompt_tokens);
         assert_eq!(sum("request_completion_tokens_sum"), counted.completion_tokens);
         assert_eq!(sum("request_cached_tokens_sum"), counted.cached.values().sum::<u64>());

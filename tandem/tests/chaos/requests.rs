@@ -19,7 +19,7 @@ pub fn request(number: usize, salt: &str, prompt_tokens: usize, max_tokens: usiz
     Endpoint::Chat.request("sim", &text, options)
 }
 
-/// The parts of an answer that must not depend on faults.
+/// The parts of an answer that must be the same with and without a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AnswerText {
     text: String,
@@ -28,7 +28,7 @@ pub struct AnswerText {
     completion_tokens: u64,
 }
 
-/// Returns the parts of a complete answer that must not depend on faults; `None` if the request has failed.
+/// Returns the parts of a complete answer that must be the same with and without a fault; `None` if the request has failed.
 pub fn answer_text(outcome: &Outcome) -> Option<AnswerText> {
     let answer = outcome.as_ref().ok().filter(|answer| answer.status == 200 && answer.done)?;
     let finish = answer.frames.iter().find_map(|frame| frame["choices"][0]["finish_reason"].as_str())?;
@@ -40,22 +40,20 @@ pub fn answer_text(outcome: &Outcome) -> Option<AnswerText> {
     })
 }
 
-/// Returns the longest time between two chunks of the answer.
 pub fn largest_gap(arrivals: &[Instant]) -> Duration {
     arrivals.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default()
 }
 
-/// Returns the time from a fault until the answer continued: the end of the longest gap that includes the fault or begins just after it.
-/// `None` if the answer had ended before the fault.
+/// Returns the time from a fault until the answer continued: the end of the longest gap between two chunks that includes the fault or begins just
+/// after it. `None` if the answer had ended before the fault.
 pub fn recovery(sent: Instant, arrivals: &[Instant], fault_at: Instant) -> Option<Duration> {
-    /// Chunks that were in flight when the fault happened arrive within this time.
+    /// Chunks that were in flight when the fault occurred arrive within this time.
     const IN_FLIGHT: Duration = Duration::from_millis(100);
     let all: Vec<Instant> = [sent].iter().chain(arrivals).copied().collect();
     let around = all.windows(2).filter(|pair| pair[0] < fault_at + IN_FLIGHT && pair[1] > fault_at);
     around.max_by_key(|pair| pair[1] - pair[0]).map(|pair| pair[1] - fault_at)
 }
 
-/// Returns the contents of answers that no fault has disturbed.
 pub fn undisturbed(outcomes: &[Outcome]) -> Vec<AnswerText> {
     outcomes
         .iter()

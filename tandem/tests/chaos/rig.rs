@@ -17,13 +17,12 @@ use std::{
 use tandem_tests::{Answer, Client, Endpoint};
 use tokio::{task::JoinSet, time::Instant};
 
-/// The time after the last request within which all blocks must be released and all ledgers must be written.
+/// Time limit, after the last request, for releasing all blocks and writing all ledgers.
 const SETTLE_MAX: Duration = Duration::from_secs(20);
 
 const RESUMED: &str = "tandem_frontend_migrations_total";
 const RETRIED: &str = "tandem_frontend_attempts_failed_total";
 
-/// Returns a process's resident memory in KiB.
 pub fn resident(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the status has VmRSS");
@@ -39,7 +38,6 @@ pub struct Shape {
     pub decode_workers: usize,
     /// Whether the processes use etcd and NATS instead of static lists and streams.
     pub services: bool,
-    /// Additional arguments of every worker.
     pub args: Vec<String>,
 }
 
@@ -58,9 +56,7 @@ pub struct Rig {
     /// The processes that have been killed or terminated at least once. Their last metrics are lost, and perhaps some lines of their
     /// ledgers.
     ended: BTreeSet<String>,
-    /// The sums of the last counters of frontends that have ended, by series.
     ended_counts: BTreeMap<&'static str, f64>,
-    /// One client for each frontend.
     pub clients: Vec<Client>,
 }
 
@@ -76,15 +72,12 @@ impl Member {
     }
 }
 
-/// A client's answer, or its error.
 pub type Outcome = anyhow::Result<Answer>;
 
-/// Requests in flight, each with its number.
 pub struct PendingAnswers(JoinSet<(usize, Outcome)>);
 
-/// The result of an audit of an idle cluster.
 pub struct AuditResult {
-    /// The findings of `tandem audit check`, and the errors in the processes' logs.
+    /// The findings of `tandem audit check`, and the errors in the logs of the processes.
     pub findings: Vec<String>,
     /// The number of answers whose cached-token count was lost with a killed worker.
     pub unverified: u64,
@@ -134,7 +127,7 @@ impl Rig {
         self.members.keys().cloned().collect()
     }
 
-    /// Starts a process, which must not be running, at the address that the rig has assigned to it.
+    /// Starts a process at the address that the cluster's plan assigns to it. The process must not be running.
     pub fn restart(&mut self, name: &str) {
         let args = self.args_of(name);
         let member = self.members.get_mut(name).expect("the rig has this process");
@@ -197,12 +190,10 @@ impl Rig {
         }
     }
 
-    /// Waits until a metric of the process has this value.
     pub fn wait_for_value(&self, name: &str, process: &Up, metric: &str, expected: f64) {
         until(&format!("{metric} of {name} is {expected}"), || series(process, metric), |value| *value == expected);
     }
 
-    /// Returns a running process.
     pub fn process(&self, name: &str) -> &Up {
         self.members[name].process.as_ref().expect("the process runs")
     }
@@ -211,14 +202,12 @@ impl Rig {
         self.members.values().filter(move |member| member.role == role).filter_map(|member| member.process.as_ref())
     }
 
-    /// Kills a process with SIGKILL.
     pub fn kill(&mut self, name: &str) {
         let process = self.take_process(name);
         process.signal("-KILL");
         process.wait();
     }
 
-    /// Stops a process with SIGTERM, and waits until it has drained.
     pub fn terminate(&mut self, name: &str) {
         let process = self.take_process(name);
         process.signal("-TERM");
@@ -235,7 +224,6 @@ impl Rig {
         self.members.get_mut(name).expect("the rig has this process").process.take().expect("the process runs")
     }
 
-    /// Sends all requests to the first frontend at the same time.
     pub fn send_all(&self, requests: &[Value]) -> PendingAnswers {
         let mut pending = JoinSet::new();
         for (number, request) in requests.iter().cloned().enumerate() {
@@ -246,7 +234,6 @@ impl Rig {
         PendingAnswers(pending)
     }
 
-    /// Waits for all answers and returns them in the order of the requests.
     pub fn outcomes(&self, PendingAnswers(pending): PendingAnswers) -> Vec<Outcome> {
         let mut outcomes = self.plan.runtime.block_on(pending.join_all());
         outcomes.sort_unstable_by_key(|(number, _)| *number);
@@ -268,12 +255,10 @@ impl Rig {
         (now + self.ended_counts.get(name).copied().unwrap_or_default()) as u64
     }
 
-    /// Returns the resident memory of each running process, in KiB.
     pub fn memory(&self) -> BTreeMap<String, f64> {
         self.running().map(|(name, process)| (name.to_owned(), resident(process))).collect()
     }
 
-    /// Returns all running processes with their names.
     pub fn running(&self) -> impl Iterator<Item = (&str, &Up)> {
         self.members.iter().filter_map(|(name, member)| Some((name.as_str(), member.process.as_ref()?)))
     }
@@ -329,12 +314,11 @@ impl Rig {
             findings.push(format!("{sum}{}", String::from_utf8_lossy(&output.stderr)));
         }
         let unverified = unverified.unwrap_or_default();
-        // Errors in a log are findings, too: a process must not log the fault of another process as an error.
+        // An error in a log is a finding, too: a process must not log the fault of another process as an error.
         findings.extend(self.members.keys().flat_map(|name| self.errors(name)));
         AuditResult { findings, unverified, leaked_blocks }
     }
 
-    /// Returns the errors that a process has logged.
     fn errors(&self, name: &str) -> Vec<String> {
         let log = self.plan.log(name);
         let errors = log.lines().filter(|line| line.contains("ERROR") || line.contains("panicked"));

@@ -1,4 +1,4 @@
-//! The servers of etcd and NATS, and proxies that can interrupt connections to these servers and to the workers.
+//! The servers of etcd and NATS, and proxies that can interrupt the connections to these servers and to the workers.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 pub mod servers;
@@ -11,7 +11,7 @@ use servers::Server;
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 use tokio::runtime::{Builder, Runtime};
 
-/// The TTL of the processes' leases. It is so short that leases expire in a short partition.
+/// The duration of the processes' leases. It is so short that leases expire during a short partition.
 pub const LEASE: Duration = Duration::from_secs(2);
 
 pub struct Services {
@@ -19,7 +19,6 @@ pub struct Services {
     pub nats: Server,
     to_etcd: Proxy,
     to_nats: Proxy,
-    /// The proxy in front of each worker, by the worker's name.
     to_workers: BTreeMap<String, Proxy>,
     /// The proxies' runtime. Clients use another runtime, so that the proxies do not delay the clients' measurements.
     _runtime: Runtime,
@@ -35,7 +34,6 @@ impl Services {
         Self { etcd, nats, to_etcd, to_nats, to_workers, _runtime: runtime }
     }
 
-    /// Returns the arguments with which a process registers in etcd and finds the other processes.
     pub fn args_of(&self, name: &str, role: &str) -> Vec<String> {
         let mut args = vec![("--etcd", self.to_etcd.at)];
         if role != "frontend" {
@@ -46,17 +44,14 @@ impl Services {
         flags.chain(["--lease-ttl".to_owned(), LEASE.as_secs().to_string()]).collect()
     }
 
-    /// Sets the gate between the processes and etcd.
     pub fn set_etcd_gate(&self, gate: Gate) {
         self.to_etcd.set(gate);
     }
 
-    /// Sets the gate between the processes and NATS.
     pub fn set_nats_gate(&self, gate: Gate) {
         self.to_nats.set(gate);
     }
 
-    /// Sets the gate between a worker and all processes that connect to it.
     pub fn set_worker_gate(&self, name: &str, gate: Gate) {
         self.to_workers[name].set(gate);
     }

@@ -1,4 +1,4 @@
-//! Faults of all roles, one after the other under load, in a cluster with several processes of each role, etcd and NATS.
+//! Tests with faults of all roles, one after another under load, in a cluster with several processes of each role, etcd and NATS.
 
 use crate::{
     cluster::{series, until},
@@ -21,19 +21,17 @@ use tokio::time::Instant;
 const SHORT_STOP: Duration = Duration::from_secs(5);
 /// The duration of a stop or partition that keep-alive detects.
 const BEYOND_KEEP_ALIVE: Duration = PING_INTERVAL.saturating_add(PING_TIMEOUT).saturating_add(Duration::from_secs(1));
-/// Limit on the time until an answer continues after the loss of a worker.
+/// Time limit for the continuation of an answer after the loss of a worker.
 const RESUME: Duration = Duration::from_millis(500);
-/// Limit on the time for which the end of an answer waits for a router that does not respond.
+/// Time limit for the end of an answer while a router does not respond.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 /// The time from the end of a process to its restart.
 const DOWNTIME: Duration = Duration::from_secs(1);
 
-/// A fault that is injected under load.
 struct Scenario {
     fault: &'static str,
-    /// Whether the short form includes this scenario.
     short: bool,
-    /// Injects the fault, waits until another process has detected it, ends the fault, and returns the time of its end.
+    /// Injects the fault, waits until another process has detected it, and ends the fault. Returns the time at which the fault ended.
     inject: fn(&mut Rig, Form) -> Instant,
     /// Whether the fault ends frontends, so that their clients repeat requests at another frontend.
     frontends_end: bool,
@@ -124,7 +122,7 @@ fn workers(rig: &Rig) -> impl Iterator<Item = (&str, &crate::up::Up)> {
     rig.running().filter(|(name, _)| name.starts_with(['p', 'd']))
 }
 
-/// Returns the number of workers whose KV events router `r0` receives on this path: over NATS or directly.
+/// Returns the number of workers whose KV events router `r0` receives over NATS or directly, as `path` says.
 fn workers_on_path(rig: &Rig, path: &str) -> f64 {
     let page = rig.process("r0").get("/metrics");
     let on_path = |line: &&str| line.starts_with("tandem_router_event_plane") && line.contains(path);
@@ -160,8 +158,7 @@ fn workers_without_nats(rig: &mut Rig, form: Form) -> Instant {
     )
 }
 
-/// First the routers and then all processes lose their connections to etcd, for so long that all leases expire. No running process may be
-/// removed.
+/// The routers first, and then all processes, lose their connections to etcd for so long that all leases expire. No running process may be removed.
 fn all_without_etcd(rig: &mut Rig, form: Form) -> Instant {
     let again = reregistrations(rig);
     let services = rig.services.as_ref().expect("this cluster uses etcd and NATS");
@@ -227,13 +224,13 @@ fn rolling_restart(rig: &mut Rig, _: Form) -> Instant {
     Instant::now()
 }
 
-/// Runs all scenarios of the form on one cluster; in the long form, also a scenario that kills processes repeatedly.
+/// Runs all scenarios of the form on one cluster. The long form ends with a scenario that kills processes repeatedly.
 pub fn run(form: Form, mut row: impl FnMut(Row)) {
     let args = ["--sim-speedup", "1", "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
     let mut rig = Rig::start(&Shape { frontends: 2, routers: 2, prefill_workers: 3, decode_workers: 2, services: true, args });
     let expected = undisturbed(&rig.outcomes(rig.send_all(&load::distinct())));
     for scenario in SCENARIOS.iter().filter(|scenario| form == Form::Long || scenario.short) {
-        // In the long form each kill is a scenario of its own.
+        // In the long form, the kill of each kind of process is a scenario of its own.
         if form == Form::Long && scenario.fault.contains("each kind") {
             continue;
         }
@@ -299,7 +296,6 @@ fn kills(rig: &mut Rig, expected: &[AnswerText]) -> Row {
     baseline.row(rig, fault, &records, expected, &faults_at, reconnected, RESUME)
 }
 
-/// The counters before a scenario.
 struct Baseline {
     resumed: u64,
     retried: u64,
@@ -347,7 +343,7 @@ impl Baseline {
             gap_max,
             recovery: recoveries.max().unwrap_or_default(),
             reconnected,
-            // Each scenario waits until its fault is detected.
+            // Each scenario waits until a process has detected its fault.
             had_effect: true,
         }
     }

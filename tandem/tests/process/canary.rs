@@ -1,19 +1,17 @@
-//! Checks that no log line at any level, of any component or library, contains text of prompts or answers.
+//! Tests that no log line at any level, of any component or library, contains text of prompts or answers.
 
 use crate::up::Up;
 use std::{fs::File, path::Path};
 
-/// A word that no log line contains by chance.
+/// A word that occurs in no log line by chance.
 const CANARY: &str = "Xylquophant";
-/// Token ids that a request sends as its prompt.
+/// The token ids that a request sends as its prompt.
 const IDS: [u32; 6] = [201, 202, 203, 251, 252, 253];
 
-/// Starts `tandem up` with the most detailed log, which is written to a file.
 fn start_with_trace_log(args: &[&str], log: &Path) -> Up {
     Up::start(&[&["--log", "trace"], args].concat(), File::create(log).expect("the folder is writable"))
 }
 
-/// Returns the texts of an answer, as they are encoded in JSON.
 fn texts(answer: &str) -> Vec<String> {
     let parts = ["\"content\":\"", "\"text\":\""].map(|key| answer.split(key).skip(1).collect::<Vec<_>>()).concat();
     parts.into_iter().filter_map(|part| part.split('"').next()).map(str::to_owned).collect()
@@ -37,7 +35,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
             format!(r#"{{"model":"{model}","max_tokens":30,"prompt":["{long}","{CANARY}"],"echo":true,"logprobs":2}}"#),
         ),
         ("/v1/completions", format!(r#"{{"model":"{model}","max_tokens":3,"prompt":{IDS:?},"cache_salt":"{CANARY}"}}"#)),
-        // The text of refused requests is not logged either.
+        // The text of a refused request must not be logged either.
         ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{CANARY}","temperature":"{CANARY}"}}"#)),
         ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{CANARY}","#)),
         ("/v1/chat/completions", format!(r#"{{"model":"{model}","messages":[{{"role":"{CANARY}","content":"{CANARY}"}}]}}"#)),
@@ -56,7 +54,7 @@ fn check_that_log_has_no_text(up: Up, model: &str, log: &Path) {
     let ids = |separator: &str| IDS.map(|id| id.to_string()).join(separator);
     let bytes = CANARY.bytes().map(|byte| byte.to_string()).collect::<Vec<_>>().join(", ");
     let mut forbidden = vec![CANARY.to_owned(), ids(", "), ids(","), bytes];
-    // Each sequence of 16 characters of the answers' texts is forbidden, because it is too long to be in the log by chance.
+    // No sequence of 16 characters of the answers' texts may be logged. Such a sequence is too long to be in the log by chance.
     let answered: String = answers[..4].iter().flat_map(|answer| texts(answer)).collect();
     let letters: Vec<char> = answered.chars().filter(char::is_ascii).collect();
     forbidden.extend(

@@ -1,4 +1,4 @@
-//! A cluster of processes. Each process has its own port, so that it can be restarted at the same address.
+//! A cluster of processes. Each process has a fixed port, so that it can be restarted at the same address.
 #![allow(dead_code, reason = "not every test crate uses all helpers")]
 
 use crate::up::Up;
@@ -17,10 +17,9 @@ use tandem_proto::{
 };
 use tokio::time::Instant;
 
-/// Limit on every wait. Only a failing test waits this long.
+/// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The secret of the cluster key.
 pub const SECRET: &str = "the secret of a cluster of processes, in a test";
 
 /// Polls a value until `holds` returns true for it, and returns it. Panics with the last value after the time limit.
@@ -48,26 +47,21 @@ pub fn address() -> SocketAddr {
     }
 }
 
-/// The addresses, the key and the files of a cluster, with which its processes are started.
+/// The addresses, the key and the files with which the processes of a cluster are started.
 pub struct Plan {
     folder: tempfile::TempDir,
-    /// The addresses of the routers.
     pub routers: Vec<SocketAddr>,
-    /// The cluster key, also in the file `key`.
     pub key: ClusterKey,
-    /// The runtime for gRPC calls to routers.
     pub runtime: tokio::runtime::Runtime,
 }
 
 impl Plan {
-    /// Prepares a cluster with one router and an empty list of workers; no process runs yet.
     pub fn new() -> Self {
         Self::with_routers(1)
     }
 
-    /// Prepares a cluster with several routers, which know each other.
     pub fn with_routers(count: usize) -> Self {
-        // The runtime has a thread of its own, so that it closes used connections even while no call runs.
+        // The runtime has a thread of its own, so that it closes unused connections even while no call runs.
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("the runtime can be built");
         let (folder, routers) =
@@ -79,19 +73,16 @@ impl Plan {
         plan
     }
 
-    /// Returns the path of a file of this cluster.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Writes a secret to the file `name`, which only its owner may read.
     pub fn secret(&self, name: &str, secret: &str) {
         let path = self.file(name);
         fs::write(&path, secret).expect("the folder is writable");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("the folder is writable");
     }
 
-    /// Writes the list of workers that the router reads.
     pub fn list(&self, workers: &[SocketAddr]) {
         let text: String = workers.iter().map(|worker| format!("{worker} # of the test\n")).collect();
         fs::write(self.file("workers"), text).expect("the folder is writable");
@@ -104,24 +95,21 @@ impl Plan {
         self.start_without_key(role, name, listen, &[&key, args].concat())
     }
 
-    /// Starts a role without the cluster's key.
     pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("the folder is writable");
         let listen = listen.to_string();
         Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
     }
 
-    /// Returns the routers' addresses in the format of the flags.
     pub fn router_list(&self) -> String {
         self.routers.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
     }
 
-    /// Starts the router. Prompts are computed on prefill workers, unless `args` overrides that.
+    /// Starts the router. Prompts are computed on prefill workers, unless `args` has another setting.
     pub fn router(&self, args: &[&str]) -> Up {
         self.router_at(0, args)
     }
 
-    /// Starts one of several routers.
     pub fn router_at(&self, number: usize, args: &[&str]) -> Up {
         let (list, peers) = (self.file("workers"), self.router_list());
         let own =
@@ -130,7 +118,6 @@ impl Plan {
         self.start("router", "router", self.routers[number], &[&own, peers, args].concat())
     }
 
-    /// Starts a frontend on any free port.
     pub fn frontend(&self, args: &[&str]) -> Up {
         let routers = self.router_list();
         let own = ["--engine", "sim", "--router", &routers];
@@ -143,7 +130,6 @@ impl Plan {
         self.start(&format!("{role}-worker"), name, listen, &[&own, args].concat())
     }
 
-    /// Returns the log of a process.
     pub fn log(&self, name: &str) -> String {
         fs::read_to_string(self.file(name)).expect("the log is text")
     }
@@ -153,7 +139,6 @@ impl Plan {
         self.view_of(0)
     }
 
-    /// Returns the view of one of several routers.
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("the address is valid");
         let network = Network::tcp(self.key.clone());
@@ -161,7 +146,6 @@ impl Plan {
         self.runtime.block_on(reply).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }
 
-    /// Waits until exactly these workers have joined.
     pub fn joined(&self, names: &[&str]) -> WorkersReply {
         let known = |view: &WorkersReply| {
             let mut known: Vec<String> =
@@ -173,7 +157,6 @@ impl Plan {
     }
 }
 
-/// Waits until the process is ready to serve requests.
 pub fn ready(process: &Up) {
     until("the process is ready", || process.get("/ready"), |answer| answer.starts_with("HTTP/1.1 200"));
 }

@@ -1,4 +1,4 @@
-//! The binary's output, answers and exit codes.
+//! Tests of the binary's output, answers and exit codes.
 
 use crate::up::{Up, tandem};
 use std::{
@@ -22,7 +22,7 @@ fn sim(args: &[&str]) -> Up {
     Up::start(&[&["--engine", "sim"], args].concat(), Stdio::piped())
 }
 
-/// Sends a request and returns its answer after the first event.
+/// Sends a request. Returns its answer as soon as the first event has arrived.
 fn running(up: &Up, body: &str) -> BufReader<TcpStream> {
     let mut answer = up.send(CHAT, body).expect("the frontend listens");
     let mut head = String::new();
@@ -70,7 +70,7 @@ fn second_signal_ends_the_grace_period() {
         let started = tokio::time::Instant::now();
         up.signal("-INT");
         if second {
-            // Once the process refuses new requests, it has received the first signal.
+            // A process that refuses new requests has received the first signal.
             let refused = || {
                 let mut answer = String::new();
                 let read = up.send(CHAT, LONG).and_then(|mut stream| stream.read_line(&mut answer));
@@ -178,7 +178,7 @@ fn model_fetch_prints_the_path_last() {
     let models = dir.path().to_str().expect("the path is UTF-8");
     let output = ended(&["model", "fetch", file.to_str().expect("the path is UTF-8"), "--models-dir", models]);
     assert_eq!(text(&output.stdout).lines().last(), file.to_str());
-    // The hash is the output of `printf GGUF | sha256sum`.
+    // The expected hash is the output of `printf GGUF | sha256sum`.
     let revision = "revision b83633aa785344791618f2fddf131b010ea04912a60430760b070bad293f65bd";
     assert_eq!(text(&output.stdout).lines().next(), Some(revision));
     let listed = text(&ended(&["model", "list", "--models-dir", models]).stdout);

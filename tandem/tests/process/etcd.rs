@@ -1,4 +1,4 @@
-//! Processes that find each other only through etcd. In one test they also receive KV events over NATS.
+//! Tests of processes that find each other only through etcd. In one test they also receive KV events over NATS.
 
 #[path = "../../../node/tests/servers/mod.rs"]
 mod servers;
@@ -11,12 +11,10 @@ use crate::{
 use servers::Server;
 use std::net::SocketAddr;
 
-/// Starts a router that has no list of workers. `args` name its source of members.
 fn router_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("router", "router", plan.routers[0], &[&["--admin-listen", "127.0.0.1:0", "--prefill", "remote"], args].concat())
 }
 
-/// Starts a frontend that has no list of routers. `args` name its source of members.
 fn frontend_by(plan: &Plan, args: &[&str]) -> Up {
     plan.start("frontend", "frontend", ([127, 0, 0, 1], 0).into(), &[&["--engine", "sim"], args].concat())
 }
@@ -66,7 +64,7 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     let router = router_by(&plan, &good);
     let anywhere = SocketAddr::from(([127, 0, 0, 1], 0));
     let _prefill = plan.worker("prefill", "p", anywhere, &good);
-    // NATS refuses this worker, so the worker sends its events on its own stream.
+    // NATS refuses the password of this worker, so the worker sends its events on its own stream.
     let _decode = plan.worker("decode", "d", anywhere, &[&discovery[..], &["wrong"]].concat());
     let frontend = frontend_by(&plan, &discovery[..2]);
     plan.joined(&["d", "p"]);
@@ -77,7 +75,7 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     let over = |worker: &'static str, path: &'static str| {
         let what = format!("{worker} sends its events by {path}");
         let mut round = 0;
-        // Each answer causes KV events.
+        // Each answer changes the cache, which causes KV events.
         let events = || {
             round += 1;
             chat(&frontend, &format!("{what} {round} {}", "some words of a prompt ".repeat(20)));
@@ -104,7 +102,6 @@ fn repeated_prompt_is_cached_with_and_without_nats() {
     assert!(!log.contains("hidden"), "{log}");
 }
 
-/// Waits until `read_value` returns 1.
 fn wait_for_one(what: &str, read_value: impl FnMut() -> Option<f64>) {
     let read_value = std::cell::RefCell::new(read_value);
     until(what, || read_value.borrow_mut()(), |seen| *seen == Some(1.0));

@@ -1,9 +1,9 @@
-//! One client attacks the frontend in several ways at once, and another client is still answered.
+//! Tests that a client which attacks the frontend in several ways at once does not keep another client from being answered.
 //!
-//! The attack has 1,024 idle connections (half of them with an incomplete header), 200 connections that send a byte every 500 ms, 50 bodies
-//! of 32 MiB that need much more memory when they are parsed, and ten requests of 128 samples. It comes from 127.0.0.2; without accounts,
-//! the frontend distinguishes clients by address. The test prints a table. It needs a machine that does nothing else:
-//! `cargo test --release -p tandem --test process -- --ignored --nocapture one_client_does_not_starve_another_client`
+//! The attack has 1,024 idle connections (half of them with an incomplete header), 200 connections that send a byte every 500 ms, 50 bodies of 32 MiB
+//! that need much more memory when they are parsed, and ten requests of 128 samples. It comes from 127.0.0.2; without accounts, the frontend
+//! distinguishes clients by address. The test prints a table. It needs a machine that does nothing else: `cargo test --release -p tandem --test
+//! process -- --ignored --nocapture one_client_does_not_starve_another_client`
 #![expect(clippy::print_stdout, reason = "the test prints measurements")]
 
 use crate::{
@@ -35,18 +35,18 @@ const BODIES: usize = 50;
 const BODY_BYTES: usize = 32 << 20;
 const SAMPLED: usize = 10;
 
-/// Limit on the frontend's resident memory during the attack.
+/// The frontend's resident memory during the attack must not exceed this limit, in MB.
 const RESIDENT_MAX_MB: f64 = 400.0;
 /// The length of the other client's prompts in letters, which are the simulator's tokens.
 const PROMPT: usize = 2_000;
 
 const ROUNDS: usize = 5;
-/// The number of questions that each round sends without the attack, and again during it.
+/// In each round, the other client sends this many questions without the attack, and again during it.
 const QUESTIONS: usize = 40;
-/// Limit on the ratio of the 99th percentile of the time to first token during the attack to that without the attack. The ratio is the
-/// median of all rounds' ratios.
+/// The 99th percentile of the time to first token during the attack may be this many times as long as without the attack. The compared ratio is the
+/// median of the ratios of all rounds.
 const RATIO_MAX: f64 = 3.0;
-/// Limit on the response time of `/live`.
+/// Time limit of a response to `/live`.
 const LIVE_MAX: Duration = Duration::from_millis(500);
 
 #[test]
@@ -79,7 +79,7 @@ fn one_client_does_not_starve_another_client() {
         measured.live.extend(live.stop());
         assert!(attack.bodies.load(Ordering::Relaxed) >= BODIES, "the bodies were sent");
         drop(attack);
-        // After the attack, the same questions must have the same answers as during the attack.
+        // The same questions must have the same answers after the attack as during it.
         until("the attack is over", || series(&frontend, "tandem_frontend_inflight_requests"), |inflight| *inflight == 0.0);
         for (number, answer) in attacked.iter().enumerate() {
             assert_eq!(
@@ -105,7 +105,7 @@ fn times(answers: &[Answer]) -> Vec<Duration> {
     answers.iter().map(|answer| answer.first_token).collect()
 }
 
-/// Sends a question of the other client. The head of the answer arrives with the first token.
+/// Sends a question of the other client, and measures the time to its first token: the head of the answer arrives with that token.
 fn send_question(frontend: &Up, about: &str) -> Answer {
     let body = chat_body(&format!("{about} {}", "and so on ".repeat(PROMPT / 10)), 4, true).replacen('{', r#"{"seed":7,"#, 1);
     let sent_at = Instant::now();
@@ -123,10 +123,8 @@ fn send_question(frontend: &Up, about: &str) -> Answer {
     Answer { first_token, text: chunks.collect() }
 }
 
-/// A running attack. Dropping it closes all its connections.
 struct Attack {
     _clients: JoinSet<()>,
-    /// The number of bodies that were sent completely or refused.
     bodies: Arc<AtomicUsize>,
 }
 
@@ -138,7 +136,7 @@ impl Attack {
             let part = if number % 2 == 0 { "" } else { "POST /v1/chat/completions HTTP/1.1\r\nhost: loc" };
             clients.spawn(repeat_client(address, move |mut stream| async move {
                 stream.write_all(part.as_bytes()).await?;
-                // Waits until the frontend closes the connection.
+                // The client waits until the frontend closes the connection.
                 stream.read(&mut [0; 1_024]).await.map(drop)
             }));
         }
@@ -196,7 +194,7 @@ async fn repeat_client<F: Future<Output = std::io::Result<()>>>(
         let socket = TcpSocket::new_v4().expect("the system can create a socket");
         socket.bind(([127, 0, 0, 2], 0).into()).expect("127.0.0.2 is an address of this machine");
         if let Ok(stream) = socket.connect(address).await {
-            // Errors are expected, because the frontend may refuse or close the connection.
+            // An error is expected, because the frontend may refuse or close the connection.
             let _ = act(stream).await;
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -228,7 +226,6 @@ fn large_in_memory(number: usize) -> Vec<Arc<[u8]>> {
     chunks
 }
 
-/// Requests `/live` ten times a second.
 struct LivenessProbe {
     stop: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<Vec<Duration>>,
@@ -261,7 +258,6 @@ impl LivenessProbe {
     }
 }
 
-/// Returns the peak resident memory of a process in MB.
 fn resident_max_mb(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the status has VmHWM");
@@ -271,7 +267,7 @@ fn resident_max_mb(process: &Up) -> f64 {
 
 #[derive(Default)]
 struct Measurements {
-    /// The times to first token in each round, without and during the attack.
+    /// The times to first token in each round: first those without the attack, then those during it.
     rounds: Vec<[Vec<Duration>; 2]>,
     live: Vec<Duration>,
 }
@@ -281,8 +277,8 @@ impl Measurements {
         self.rounds.iter().flat_map(|round| &round[attacked]).copied().collect()
     }
 
-    /// Returns a percentile of the times during the attack, divided by that of the times without it: the median of all rounds. Other work
-    /// on the machine affects both times of a round, so it changes the ratio little.
+    /// Returns the ratio of a percentile of the times during the attack to that of the times without it. It is the median of the ratios of all
+    /// rounds. Other work on the machine affects both times of a round, so it changes the ratio little.
     fn ratio(&self, percent: usize) -> f64 {
         let ratios = self
             .rounds

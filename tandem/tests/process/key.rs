@@ -1,13 +1,16 @@
-//! The cluster key: processes without it are refused, and the messages and warnings that operators see.
+//! Tests of the cluster key: processes without it are refused, and operators see messages and warnings about it.
 
 use crate::{
     cluster::{Plan, SECRET, address, ready, until},
     talk::{chat, chat_body, metric},
     up::{Up, tandem},
 };
-use std::fs;
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    os::unix::fs::PermissionsExt,
+};
 
-/// Runs the binary until it exits. Returns its exit code and its output.
 fn run(args: &[&str]) -> (Option<i32>, String) {
     let output = tandem(args).output().expect("the binary runs");
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))
@@ -105,4 +108,31 @@ fn process_on_a_public_address_warns_about_a_missing_or_readable_key() {
     fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("the folder is writable");
     let _readable = router("readable", [0, 0, 0, 0], &["--cluster-key-file", path]);
     assert!(warned("readable", "can read the cluster key"));
+}
+
+#[test]
+fn cluster_in_front_of_external_engines_keeps_its_key_in_the_state_folder() {
+    let plan = Plan::new();
+    let (state, key) = (plan.file("state"), plan.file("state/tandem/cluster-key"));
+    let start = || {
+        // No engine listens at this address. The key is read before the process waits for its engines.
+        let args = ["up", "--engine", "vllm", "--engine-url", "http://127.0.0.1:1", "--listen", "127.0.0.1:0"];
+        let mut process = tandem(&args).env("XDG_STATE_HOME", &state).spawn().expect("the binary runs");
+        let errors = BufReader::new(process.stderr.take().expect("stderr is piped"));
+        let logged = errors.lines().map(|line| line.expect("the log is text")).find(|line| line.contains("cluster key"));
+        process.kill().expect("it runs");
+        process.wait().expect("the process is a child of this one");
+        logged.expect("the log says which key is used")
+    };
+    let logged = start();
+    assert!(logged.contains(key.to_str().expect("the path is UTF-8")), "{logged}");
+    let secret = fs::read_to_string(&key).expect("the key is kept");
+    assert_eq!((secret.len(), fs::metadata(&key).expect("it exists").permissions().mode() & 0o777), (65, 0o600));
+    start();
+    assert_eq!(fs::read_to_string(&key).expect("the key is kept"), secret);
+
+    fs::remove_dir_all(&state).expect("the folder is writable");
+    fs::write(&state, "not a folder").expect("the folder is writable");
+    let warned = start();
+    assert!(warned.contains("WARN") && warned.contains("what the engines have cached"), "{warned}");
 }

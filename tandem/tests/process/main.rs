@@ -1,10 +1,14 @@
 //! Tests of the binary, which runs as a separate process for each role.
 
 mod account;
+mod api_keys;
+mod bench;
 mod canary;
+mod chat;
 mod cluster;
 mod command_line;
 mod etcd;
+mod external;
 mod hostile;
 mod key;
 mod metrics;

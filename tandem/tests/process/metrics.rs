@@ -1,4 +1,4 @@
-//! The metric families that each role exports.
+//! Tests of the metric families that each role exports.
 
 use crate::{
     cluster::{Plan, address, ready, until},
@@ -11,7 +11,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// The name of a family without its role's prefix, its type, and the names of its labels.
+/// The name of a metric family without its role's prefix, its type, and the names of its labels.
 type Family = (&'static str, &'static str, &'static [&'static str]);
 
 const FRONTEND: &[Family] = &[
@@ -59,7 +59,7 @@ fn page(process: &Up) -> String {
     process.get("/metrics").split_once("\r\n\r\n").expect("the answer has a head").1.to_owned()
 }
 
-/// Returns the problems of a metrics page, which must have these families.
+/// Returns the differences between a metrics page and the families that it must have.
 fn problems(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
     let mut problems = Vec::new();
     let typed = |line: &'_ str| {
@@ -92,7 +92,6 @@ fn problems(page: &str, prefix: &str, families: &[Family]) -> Vec<String> {
     problems
 }
 
-/// Returns the errors that `promtool` finds in a page.
 fn promtool(page: &str) -> String {
     let mut command = Command::new("promtool");
     command.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -11,19 +11,19 @@ use std::{fs, net::Ipv4Addr, time::Duration};
 use tandem_tests::{Client, Endpoint, prose};
 use tokio::time::Instant;
 
-/// The number of rounds. There are many short rounds, so that other work on the machine affects all frontends of a round equally.
+/// The number of rounds. Many short rounds let other work on the machine affect all frontends of a round equally.
 const ROUNDS: usize = 120;
-/// The number of requests to each frontend in each round.
+/// Each frontend receives this many requests in each round.
 const REQUESTS: usize = 50;
 /// Prometheus' default scrape interval.
 const SCRAPE_INTERVAL: Duration = Duration::from_secs(15);
 const CONCURRENCY: usize = 8;
 const PROMPT_TOKENS: usize = 600;
 const MAX_TOKENS: usize = 64;
-/// The limit on the CPU time with telemetry, as a multiple of the time without telemetry.
+/// The CPU time with telemetry may be this many times the CPU time without telemetry.
 const RATIO_MAX: f64 = 1.03;
 
-/// Returns two CPU times of a process since its start, in milliseconds: its user time, and the sum of its user and system time.
+/// Returns the user time of a process since its start, and the sum of its user and system time, both in milliseconds.
 fn cpu_ms(process: &Up) -> [f64; 2] {
     const TICK_MS: f64 = 10.0;
     let proc = format!("/proc/{}", process.id());
@@ -41,7 +41,6 @@ fn cpu_ms(process: &Up) -> [f64; 2] {
     [user * TICK_MS, all / 1e6]
 }
 
-/// Sends the requests of one round to one frontend.
 async fn run_requests(client: &Client, salt: usize) -> anyhow::Result<()> {
     let requests = (0..REQUESTS).map(|number| async move {
         let mut text = prose(&(salt * REQUESTS + number).to_string(), PROMPT_TOKENS);
@@ -88,7 +87,7 @@ fn telemetry_costs_little_cpu_time() {
     };
     let frontends =
         [frontend("off", &[]), frontend("on", &on), frontend("all", &[&on[..], &["--trace-sample-ratio", "1"]].concat())];
-    // The CPU times of each frontend, one entry per round.
+    // The CPU times of each frontend, with one entry per round.
     let mut cpu_times: [Vec<[f64; 2]>; 3] = Default::default();
     let mut scraped = [Instant::now(); 3];
     for round in 0..=ROUNDS {
@@ -106,7 +105,7 @@ fn telemetry_costs_little_cpu_time() {
                 scraped[which] = Instant::now();
             }
             let after = cpu_ms(process);
-            // The first round only warms up the processes and is not measured.
+            // The first round only warms up the processes, so it is not measured.
             if round > 0 {
                 cpu_times[which].push([after[0] - before[0], after[1] - before[1]]);
             }

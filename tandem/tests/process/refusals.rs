@@ -1,4 +1,4 @@
-//! Incompatible processes receive no traffic, and the reason is logged.
+//! Tests that incompatible processes receive no traffic, and that the reason is logged.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -16,7 +16,7 @@ use tandem_proto::{
 };
 use tonic::{Request, Response, Status, codegen::tokio_stream::Stream};
 
-/// A worker of a future version.
+/// A fake worker of a future version.
 struct FromTheFuture {
     key_fingerprint: String,
 }
@@ -51,7 +51,6 @@ impl Control for FromTheFuture {
     }
 }
 
-/// Serves a worker of a future version until the runtime is dropped. Returns its address.
 fn serve_future(plan: &Plan, runtime: &tokio::runtime::Runtime) -> SocketAddr {
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port is free");
     let address = listener.local_addr().expect("the listener is bound");
@@ -75,14 +74,14 @@ fn incompatible_worker_receives_no_requests() {
     ]
     .map(|(name, args, expected)| (address(), name, args, expected));
     let future = serve_future(&plan, &runtime);
-    // The incompatible workers start first: they must not determine the cluster's identity.
+    // The incompatible workers start first, because they must not determine the cluster's identity.
     let _incompatible = incompatible.each_ref().map(|(at, name, args, _)| plan.worker("decode", name, *at, args));
     let all = incompatible.each_ref().map(|(at, ..)| *at);
     plan.list(&[&[prefill, decode, future], &all[..3]].concat());
     let (router, frontend) = (plan.router(&["--served-model-name", "sim"]), plan.frontend(&[]));
     let _workers = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
     plan.joined(&["d", "p"]);
-    // The last worker in `incompatible` is refused only because another worker already has its worker id.
+    // The last worker in `incompatible` is compatible. It is refused only because another worker already has its worker id.
     plan.list(&[&[prefill, decode, future], &all[..]].concat());
     let refused = |view: &tandem_proto::v1::WorkersReply| view.unavailable.iter().filter(|worker| worker.incompatible).count();
     let view = until("the incompatible workers are refused", || plan.view(), |view| refused(view) == 5);

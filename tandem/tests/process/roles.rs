@@ -1,4 +1,4 @@
-//! The roles as processes: they may start in any order, and workers and the router may be added, removed and restarted without loss.
+//! Tests of the roles as processes: they may start in any order, and workers and the router may be added, removed and restarted without loss.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -121,7 +121,7 @@ fn draining_workers_lose_no_answer() {
         let (frontend, both_left) = (&frontend, &both_left);
         for client in 0..12 {
             scope.spawn(move || {
-                // The loop is bounded, so that a failure of the test's other thread is reported.
+                // The loop is bounded, so that a failure of the test's other thread ends the test.
                 for round in 0..1_000 {
                     let last = both_left.load(Ordering::Relaxed);
                     streamed_chat(frontend, &prompt(&format!("{client} {round}")), 400);
@@ -131,7 +131,7 @@ fn draining_workers_lose_no_answer() {
                 }
             });
         }
-        // One worker of each role drains while all are busy.
+        // One worker of each role drains while all workers are busy.
         for leaving in [2, 0] {
             let worker = workers.remove(leaving);
             until("the worker is busy", || series(&worker, "tandem_worker_step_duration_seconds_count"), |steps| *steps > 10.0);

@@ -15,12 +15,11 @@ struct Cluster {
     plan: Plan,
     routers: Vec<Option<Up>>,
     frontends: Vec<Up>,
-    /// All workers. The prefill workers p1, p2, … come first.
+    /// All workers. The prefill workers p1, p2 and so on come first.
     workers: Vec<Up>,
 }
 
 impl Cluster {
-    /// Starts two routers, frontends and decode workers, and some prefill workers.
     fn start(prefills: usize, worker_args: &[&str]) -> Self {
         let plan = Plan::with_routers(2);
         let names = (1..=prefills).map(|number| ("prefill", format!("p{number}")));
@@ -37,7 +36,6 @@ impl Cluster {
         cluster
     }
 
-    /// Waits until router `number` has all workers and this many peers.
     fn wait_for_peers(&self, number: usize, peers: u32) {
         let known = |view: &tandem_proto::v1::WorkersReply| view.workers.len() == self.workers.len() && view.peers == peers;
         until("the router has all workers and peers", || self.plan.view_of(number), known);
@@ -65,8 +63,8 @@ fn prompt(salt: &str) -> String {
     format!("{salt}: {}", "a prompt that one router places is known to both ".repeat(10))
 }
 
-/// Sends requests from clients of both frontends until `during_load` has returned. Each client sends one request after the other. Returns
-/// the number of answers.
+/// Sends requests from clients of both frontends until `during_load` has returned. Each client sends one request after another. Returns the number of
+/// answers.
 fn under_load(cluster: &mut Cluster, clients: usize, during_load: impl FnOnce(&mut Cluster)) -> u32 {
     let (over, answers) = (AtomicBool::new(false), AtomicU32::new(0));
     let frontends = std::mem::take(&mut cluster.frontends);
@@ -74,8 +72,7 @@ fn under_load(cluster: &mut Cluster, clients: usize, during_load: impl FnOnce(&m
         for client in 0..clients {
             let (over, answers, frontend) = (&over, &answers, &frontends[client % 2]);
             scope.spawn(move || {
-                // The number of rounds is bounded. If the test's main thread panics, this thread ends nevertheless, and the panic is
-                // reported.
+                // The number of rounds is bounded, so that this thread ends and the panic is reported if the test's main thread panics.
                 for round in 0..1_000 {
                     let last = over.load(Ordering::Relaxed);
                     streamed_chat(frontend, &prompt(&format!("{client} {round}")), 200);
@@ -113,8 +110,7 @@ fn killed_router_loses_no_answer() {
     });
     let rebooked: f64 = cluster.frontends.iter().map(|frontend| series(frontend, "tandem_frontend_rebooked_total")).sum();
     assert!(rebooked > 0.0, "running requests are booked with the other router");
-    // The router's count may be higher: it includes bookings whose answers ended while the booking was made, which the frontend does not
-    // count.
+    // The router's count may be higher: it includes bookings whose answers ended while the booking was made, which the frontend does not count.
     let counted_by_router = metric(cluster.router(1), "tandem_router_rebooked_total").expect("the router counts bookings");
     assert!(counted_by_router >= rebooked, "the router counted {counted_by_router} of {rebooked} bookings");
     cluster.assert_no_bookings();
@@ -129,8 +125,8 @@ fn rolling_restart_of_routers_loses_no_answer() {
             let started = tokio::time::Instant::now();
             router.signal("-TERM");
             assert_eq!(router.wait().0.code(), Some(0));
-            // The grace period is 30 s. The router ended earlier, because its bookings had moved to the other router and it did not wait
-            // for the answers to end.
+            // The grace period is 30 s. The router ended earlier: its bookings had moved to the other router, so it did not wait for the answers to
+            // end.
             assert!(started.elapsed().as_secs() < 15, "{:?}", started.elapsed());
             cluster.routers[number] = Some(cluster.plan.router_at(number, &[]));
             cluster.wait_for_peers(number, 1);
@@ -145,7 +141,7 @@ fn rolling_restart_of_routers_loses_no_answer() {
 #[test]
 fn two_routers_place_equal_prompts_on_the_worker_that_computes_the_first() {
     const CLIENTS: usize = 16;
-    // Each prompt takes two seconds to compute.
+    // The simulated device needs two seconds for each prompt.
     let cluster = Cluster::start(4, &["--sim-speedup", "1", "--sim-prefill-tokens-per-second", "250"]);
     let send = |client: usize, text: &str| {
         let mut answer = String::new();
@@ -157,8 +153,8 @@ fn two_routers_place_equal_prompts_on_the_worker_that_computes_the_first() {
     let sum = |what: &str| -> f64 {
         cluster.frontends.iter().map(|frontend| series(frontend, &format!("tandem_frontend_request_{what}_tokens_sum"))).sum()
     };
-    // All clients send the same prompt at the same time. Returns how many times the prompt was computed. If `known_before` is true, both
-    // routers know the booking of the first client before the other clients send.
+    // Lets all clients send the same prompt at the same time. Returns how many times the prompt was computed. If `known_before` is true, both routers
+    // know the booking of the first client before the other clients send.
     let computed = |text: &str, known_before: bool| {
         let before = (sum("prompt"), sum("cached"));
         std::thread::scope(|scope| {

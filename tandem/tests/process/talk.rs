@@ -1,4 +1,4 @@
-//! Helpers that send requests over plain sockets and read metrics.
+//! Sends requests over plain sockets, and reads metrics.
 
 use crate::up::Up;
 use std::{
@@ -8,12 +8,10 @@ use std::{
 };
 
 impl Up {
-    /// Starts `tandem up`. Returns when it serves.
     pub fn start(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         Self::spawn(&[&["up", "--listen", "127.0.0.1:0"], args].concat(), stderr)
     }
 
-    /// Sends a request. The reader returns the answer as it arrives.
     pub fn send(&self, path: &str, body: &str) -> io::Result<BufReader<TcpStream>> {
         let mut stream = TcpStream::connect(self.address())?;
         let head = format!("POST {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address());
@@ -21,7 +19,6 @@ impl Up {
         Ok(BufReader::new(stream))
     }
 
-    /// Sends a request and returns the complete answer with its head.
     pub fn answer(&self, path: &str, body: &str) -> String {
         let mut answer = String::new();
         self.send(path, body).expect("the frontend listens").read_to_string(&mut answer).expect("the answer is UTF-8");
@@ -60,7 +57,6 @@ pub fn streamed_chat(frontend: &Up, text: &str, max_tokens: u32) {
     assert!(complete, "the answer is incomplete: {}", &answer[answer.len().saturating_sub(500)..]);
 }
 
-/// Sends a chat with headers; returns the answer and the request's id.
 pub fn post_chat(frontend: &Up, headers: &str, body: &serde_json::Value) -> (String, String) {
     let (mut stream, body) = (TcpStream::connect(frontend.address()).expect("the server listens"), body.to_string());
     let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}", frontend.address());

@@ -1,4 +1,4 @@
-//! `tandem top` without a terminal.
+//! Tests of `tandem top` without a terminal.
 
 use crate::{
     cluster::{Plan, address, ready, until},
@@ -26,7 +26,6 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     chat(&frontend, &text);
     until("the prompt is found in the cache", || chat(&frontend, &text).1, |cached| *cached > 0);
     let router = plan.routers[0].to_string();
-    // Returns the cells of the row whose first cell is this name.
     let line = |name: &str| {
         let (code, table) = top(&plan, &[&router, "--once", "--interval", "0.1"]);
         assert_eq!(code, Some(0), "{table}");
@@ -38,7 +37,7 @@ fn top_shows_every_worker_and_unreachable_addresses() {
     assert_eq!(p[1..3], ["prefill", "healthy"]);
     assert_eq!(line("d")[1..3], ["decode", "healthy"]);
     assert_eq!(line(&unused.to_string())[1..3], ["?", "unreachable"]);
-    // Without a terminal `top` prints one table, as with --once.
+    // Without a terminal, `top` prints one table, as it does with `--once`.
     let (code, table) = top(&plan, &[&router, "--interval", "0.1", "--sort", "role", "--reverse"]);
     let order: Vec<&str> = table.lines().skip(3).take(2).filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!((code, order), (Some(0), vec!["p", "d"]), "{table}");

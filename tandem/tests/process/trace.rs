@@ -1,4 +1,4 @@
-//! Traces: every process of a cluster sends its spans of a request to a collector. The spans of one request form one tree.
+//! Tests of traces: every process of a cluster sends its spans of a request to a collector, and the spans of one request form one tree.
 
 use crate::{
     cluster::{Plan, address, ready, series, until},
@@ -20,7 +20,6 @@ use std::{
 };
 use tonic::{Request, Response, Status};
 
-/// A collector that stores the received spans, each with the name of the service that sent it.
 #[derive(Clone, Default)]
 pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
@@ -39,7 +38,6 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Starts a collector. Returns it with its address.
     pub fn start(plan: &Plan) -> (Self, SocketAddr) {
         let (collector, at) = (Self::default(), address());
         let service = TraceServiceServer::new(collector.clone());
@@ -70,7 +68,7 @@ fn number(span: &Span, key: &str) -> i64 {
     }
 }
 
-/// The names of the attributes that spans may have.
+/// The only attributes that spans may have.
 const ATTRIBUTES: &[&str] = &[
     "error.type",
     "gen_ai.operation.name",
@@ -106,7 +104,7 @@ const ATTRIBUTES: &[&str] = &[
     "tandem.worker",
 ];
 
-/// Returns for each span: the service that sent it, the name of its parent (empty for the root), and its own name.
+/// Returns, for each span, the service that sent it, the name of its parent (empty for the root), and its own name.
 fn tree(spans: &[&(String, Span)]) -> BTreeSet<(String, String, String)> {
     let names: BTreeMap<_, _> = spans.iter().map(|(_, span)| (span.span_id.clone(), span.name.clone())).collect();
     let parent = |span: &Span| names.get(&span.parent_span_id).cloned().unwrap_or_default();
@@ -197,7 +195,7 @@ fn trace_is_one_tree_across_processes_and_contains_no_prompt_text() {
         .collect();
     assert!(traces.contains_key(&callers_trace), "the caller's trace is continued");
 
-    // Neither spans nor logs contain any text of a prompt or an answer.
+    // No span and no log line may contain text of a prompt or an answer.
     for attribute in
         spans.iter().flat_map(|(_, span)| span.attributes.iter().chain(span.events.iter().flat_map(|event| &event.attributes)))
     {

@@ -1,4 +1,4 @@
-//! A running process of the binary: `tandem up`, or one role.
+//! A running process of the binary: `tandem up`, or one of the roles.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -16,7 +16,6 @@ pub fn tandem(args: &[&str]) -> Command {
     command
 }
 
-/// A running process. Dropping it kills it.
 pub struct Up {
     process: Child,
     stdout: BufReader<ChildStdout>,
@@ -25,7 +24,6 @@ pub struct Up {
 }
 
 impl Up {
-    /// Starts a subcommand that serves, and waits until it prints its introduction.
     pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
         let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
         let mut stdout = BufReader::new(process.stdout.take().expect("stdout is piped"));
@@ -46,7 +44,6 @@ impl Up {
             .expect("the introduction has a URL")
     }
 
-    /// Sends a GET request and returns the complete answer with its head.
     pub fn get(&self, path: &str) -> String {
         let mut answer = String::new();
         let mut stream = TcpStream::connect(self.address()).expect("the server listens");
@@ -80,7 +77,7 @@ impl Up {
 
 impl Drop for Up {
     fn drop(&mut self) {
-        // `kill` fails if the process has ended already.
+        // Killing fails if the process has already ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -1,0 +1,28 @@
+//! The progress of a run on stderr, if that is a terminal.
+
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
+use std::{io::IsTerminal, time::Duration};
+use tandem_load::Progress;
+
+/// A bar until it is dropped.
+pub(super) struct Bar(ProgressBar);
+
+impl Bar {
+    pub(super) fn new(requests: u64) -> Self {
+        if !std::io::stderr().is_terminal() {
+            return Self(ProgressBar::hidden());
+        }
+        let template = "[{wide_bar}] {pos}/{len} requests {elapsed}{msg}";
+        let style = ProgressStyle::with_template(template).expect("the template is a constant");
+        let bar = ProgressBar::new(requests).with_finish(ProgressFinish::AndClear).with_style(style);
+        bar.enable_steady_tick(Duration::from_millis(200));
+        Self(bar)
+    }
+
+    pub(super) fn show(&self, progress: Progress) {
+        self.0.set_position(progress.ended);
+        if progress.failed > 0 {
+            self.0.set_message(format!(", {} failed", progress.failed));
+        }
+    }
+}

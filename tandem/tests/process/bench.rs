@@ -1,0 +1,90 @@
+//! `tandem bench replay` as a process.
+
+use crate::{
+    cluster::until,
+    talk::metric,
+    up::{Up, tandem},
+};
+use std::process::{Command, Output, Stdio};
+
+fn row(at_ms: u64, ids: &str, tokens: u32) -> String {
+    format!("{{\"timestamp\": {at_ms}, \"input_length\": {tokens}, \"output_length\": 8, \"hash_ids\": [{ids}]}}\n")
+}
+
+fn text(output: &Output) -> (String, String) {
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("the output is UTF-8");
+    (text(&output.stdout), text(&output.stderr))
+}
+
+/// Writes a trace, and returns its folder and its path.
+fn trace(rows: &str) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let path = folder.path().join("trace.jsonl");
+    std::fs::write(&path, rows).expect("the folder is writable");
+    (folder, path.to_str().expect("the path is UTF-8").to_owned())
+}
+
+#[test]
+fn replay_prints_the_report_and_writes_json_and_a_page() {
+    let up = Up::start(&["--engine", "sim", "--sim-speedup", "100"], Stdio::inherit());
+    let (folder, trace) = trace(&(row(0, "1, 2", 1_000) + &row(2_000, "1, 3", 700) + &row(4_000, "1, 2", 1_000)));
+    let (url, json, html) = (format!("http://{}", up.address()), folder.path().join("r.json"), folder.path().join("r.html"));
+    let files = ["--json", json.to_str().expect("the path is UTF-8"), "--html", html.to_str().expect("the path is UTF-8")];
+    let args = ["bench", "replay", &trace, "--url", &url, "--speed", "10", "--ignore-eos", "--slo-ttft", "30000"];
+    let output = tandem(&[&args[..], &files].concat()).output().expect("the binary runs");
+    let (out, errors) = text(&output);
+    assert!(output.status.success(), "{out}{errors}");
+    assert_eq!(errors, "", "there is no progress bar without a terminal");
+    for expected in [
+        "replay of trace.jsonl",
+        "3 requests in",
+        "TTFT, ms",
+        "tokens: 2,700 of prompts",
+        "counted by workers",
+        "had TTFT ≤ 30,000 ms",
+    ] {
+        assert!(out.contains(expected), "{expected:?} is not in\n{out}");
+    }
+    let parsed: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(json).expect("the file was written")).expect("it is JSON");
+    let tokens = &parsed["reports"][0]["tokens"];
+    assert_eq!((&tokens["prompt"], &tokens["output"]), (&2_700.into(), &24.into()), "{tokens}");
+    assert!(tokens["cached_counted"].as_u64().is_some_and(|cached| cached >= 992), "{tokens}");
+    let page = std::fs::read_to_string(html).expect("the file was written");
+    assert!(page.contains("replay of trace.jsonl") && page.contains("<svg") && page.ends_with("</html>\n"), "{page}");
+}
+
+#[test]
+fn interrupted_replay_prints_what_there_is() {
+    let up = Up::start(&["--engine", "sim", "--sim-speedup", "100"], Stdio::inherit());
+    let (_folder, trace) = trace(&(row(0, "1", 100) + &row(3_600_000, "2", 100)));
+    let args = ["bench", "replay", &trace, "--url", &format!("http://{}", up.address())];
+    let replay = tandem(&args).spawn().expect("the binary runs");
+    until(
+        "the first request has been answered",
+        || metric(&up, "tandem_frontend_request_cached_tokens_count"),
+        |count| *count >= Some(1.0),
+    );
+    assert!(Command::new("kill").args(["-INT", &replay.id().to_string()]).status().expect("kill runs").success());
+    let output = replay.wait_with_output().expect("the process is a child of this one");
+    let (out, _) = text(&output);
+    // The frontend counts the answer before the tool has read its end.
+    assert!(out.contains("1 request in") && (out.contains(": 1 answered") || out.contains("1 stopped in flight")), "{out}");
+}
+
+#[test]
+fn replay_reports_wrong_rows_and_servers_without_answers() {
+    let (_folder, wrong) = trace(&(row(0, "1", 100) + "nonsense"));
+    for (args, expected) in [
+        (&[&*wrong][..], "trace.jsonl, line 2: expected"),
+        (&[&*wrong, "--limit", "1", "--url", "http://127.0.0.1:9"], "--model"),
+        (&[&*wrong, "--limit", "1", "--url", "http://127.0.0.1:9", "--model", "m", "--prompt", "ids"], "no request was answered"),
+        (&[&*wrong, "--limit", "1", "--key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (&[&*wrong, "--speed", "2", "--concurrency", "1"], "cannot be used with"),
+        (&[&*wrong, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
+    ] {
+        let output = tandem(&[&["bench", "replay"], args].concat()).output().expect("the binary runs");
+        let (out, errors) = text(&output);
+        assert!(!output.status.success() && errors.contains(expected), "{args:?}: {out}{errors}");
+    }
+}
