@@ -1,4 +1,4 @@
-//! The cost of the adapter: the CPU time that a decode worker in front of a vLLM server needs for a request and for a token, and the time
+//! Measures the cost of the adapter: the CPU time that a decode worker in front of a vLLM server needs for a request and for a token, and the time
 //! that it adds to the first token. The server is the fake one of the tests; CPU time is that of the worker's own threads.
 //!
 //!     cargo bench -p tandem-tests --bench adapter
@@ -49,7 +49,6 @@ fn runtime(name: &str) -> Result<Runtime> {
     Ok(Builder::new_multi_thread().worker_threads(2).thread_name(name).enable_all().build()?)
 }
 
-/// Starts a decode worker in front of the server. Returns the worker's address.
 async fn worker(url: String) -> Result<SocketAddr> {
     let settings = VllmSettings {
         url,
@@ -134,7 +133,7 @@ impl Client {
             anyhow::Ok(())
         });
         try_join_all(runs).await?;
-        // Work that follows the last reply, such as KV events, is part of the cost.
+        // Work that follows the last reply, such as KV events, is part of the measured cost.
         tokio::time::sleep(Duration::from_millis(100)).await;
         Ok(cpu_time()?.saturating_sub(before))
     }
@@ -188,16 +187,16 @@ fn prompt(seed: u32) -> Vec<u32> {
     (0..PROMPT_TOKENS).map(|at| (at * 31 + seed * 7 + at / 16 * seed) % 250).collect()
 }
 
-/// The CPU time of the worker's threads so far, in steps of 10 ms.
 fn cpu_time() -> Result<Duration> {
     /// Linux counts the CPU time of threads in hundredths of a second.
     const TICK: Duration = Duration::from_millis(10);
     let mut ticks = 0;
     for task in fs::read_dir("/proc/self/task")? {
         let text = fs::read_to_string(task?.path().join("stat"))?;
-        let (name, rest) = text.split_once('(').and_then(|(_, rest)| rest.rsplit_once(") ")).context("it has a name")?;
+        let (name, rest) =
+            text.split_once('(').and_then(|(_, rest)| rest.rsplit_once(") ")).context("the line has the name of a thread")?;
         if name == WORKER_THREADS {
-            // User and system time are the fields 14 and 15; `rest` begins with field 3.
+            // In Linux's format, user and system time are the fields 14 and 15; `rest` begins with field 3.
             let times = rest.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u32>());
             ticks += times.sum::<Result<u32, _>>()?;
         }

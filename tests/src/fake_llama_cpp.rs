@@ -1,4 +1,4 @@
-//! A llama.cpp server without a model, for tests. It answers with the JSON of a stock server, as recorded with builds 10434 and 11549.
+//! A fake llama.cpp server without a model, for tests. Its answers have the JSON of a stock server, as recorded with builds 10434 and 11549.
 
 use crate::fake_vllm::engine::next_token;
 use anyhow::Result;
@@ -28,22 +28,22 @@ use tokio::{
     task::JoinSet,
 };
 
-/// The fake model's end-of-sequence token, and its text.
+/// The id and the text of the fake model's end-of-sequence token.
 pub const END_TOKEN: (u32, &str) = (2, "<eos>");
 
-/// The text of token t is the character with this code plus t.
+/// The text of token `t` is the character whose code is this number plus `t`.
 const TEXT_BASE: u32 = 0x1000;
 
-/// How a fake server is built.
+/// The settings of a fake llama.cpp server.
 #[derive(Clone, Debug)]
 pub struct LlamaCppFake {
-    /// Sequences that it runs at a time.
+    /// The number of sequences that the server runs at the same time.
     pub slots: usize,
     /// The context length of each slot.
     pub context_length: usize,
-    /// The duration of a step.
+    /// The duration of a step of the fake model.
     pub step: Duration,
-    /// Every third token of an answer ends within a character: it has no event, and its text comes with the next token's.
+    /// If true, every third token of an answer ends within a UTF-8 character: the token has no event, and its text comes with the next token's.
     pub divides_characters: bool,
 }
 
@@ -53,26 +53,24 @@ impl Default for LlamaCppFake {
     }
 }
 
-/// A llama.cpp server that runs until it is dropped.
+/// A fake llama.cpp server, which runs until this value is dropped.
 pub struct FakeLlamaCpp {
     address: SocketAddr,
     server: Arc<Server>,
     _serving: JoinSet<()>,
 }
 
-/// The state that the handlers share.
 struct Server {
     settings: LlamaCppFake,
-    /// The tokens of each slot; `None` while it is processing.
+    /// The tokens of each slot; `None` while the slot processes a request.
     slots: Mutex<Vec<Option<Vec<u32>>>>,
     free_slots: Arc<Semaphore>,
     running: AtomicUsize,
     starts: AtomicU64,
     fails: AtomicBool,
     loads: AtomicBool,
-    /// Bodies of all requests for tokens.
     seen: Mutex<Vec<Value>>,
-    /// Prompt tokens that were computed, and those that were found in a slot.
+    /// The number of prompt tokens that were computed, and of those that were found in a slot.
     counted: Mutex<(u64, u64)>,
 }
 
@@ -109,37 +107,37 @@ impl FakeLlamaCpp {
         Ok(Self { address, server, _serving: serving })
     }
 
-    /// Returns its URL.
+    /// Returns the URL of the server.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Returns the number of requests that run.
+    /// Returns the number of running requests.
     pub fn running(&self) -> usize {
         self.server.running.load(Ordering::SeqCst)
     }
 
-    /// Returns the bodies of all requests for tokens so far.
+    /// Returns the bodies of all requests to generate tokens so far.
     pub fn seen(&self) -> Vec<Value> {
         self.server.seen.lock().clone()
     }
 
-    /// Returns the prompt tokens that it has computed, and those that it has found in a slot, as llama.cpp's metrics count them.
+    /// Returns the number of prompt tokens that the server has computed, and of those that it has found in a slot, as llama.cpp's metrics count them.
     pub fn counted(&self) -> (u64, u64) {
         *self.server.counted.lock()
     }
 
-    /// Decides whether requests for tokens fail with HTTP 500 from now on.
+    /// Sets whether every request to generate tokens fails with HTTP 500 from now on.
     pub fn fail(&self, fails: bool) {
         self.server.fails.store(fails, Ordering::SeqCst);
     }
 
-    /// Decides whether the server loads its model from now on.
+    /// Sets whether the server reports from now on that it is loading its model.
     pub fn load(&self, loads: bool) {
         self.server.loads.store(loads, Ordering::SeqCst);
     }
 
-    /// Reports another start from now on, as a restarted server does.
+    /// Changes the start time that the server reports, as a restart does.
     pub fn pretend_restart(&self) {
         self.server.starts.fetch_add(1, Ordering::SeqCst);
     }
@@ -168,7 +166,7 @@ async fn props(State(server): State<Arc<Server>>) -> Response {
     .into_response()
 }
 
-/// Tokens are characters. As tokenizers of some models do, it puts a space before them.
+/// Each character of the text is a token. As the tokenizers of some models do, this one puts a space before the text.
 async fn tokenize(Json(body): Json<Value>) -> Json<Value> {
     let content = body["content"].as_str().unwrap_or_default();
     if content == END_TOKEN.1 && body["parse_special"] == true {
@@ -202,7 +200,7 @@ async fn completion(State(server): State<Arc<Server>>, body: Bytes) -> Response 
     generation.streamed()
 }
 
-/// A slot that processes a request. Dropping it ends the request; the slot keeps its tokens.
+/// A slot that processes a request. Dropping this value ends the request; the slot keeps its tokens.
 struct Slot {
     server: Arc<Server>,
     index: usize,
@@ -212,7 +210,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// Waits for an idle slot, takes the one with the longest common beginning, and computes the prompt in it.
+    /// Waits for an idle slot, chooses the one whose tokens have the longest common prefix with the prompt, and computes the prompt in it.
     async fn take(server: &Arc<Server>, prompt: &[u32], cache_prompt: bool) -> Self {
         let permit = Arc::clone(&server.free_slots).acquire_owned().await.ok();
         server.running.fetch_add(1, Ordering::SeqCst);
@@ -221,7 +219,7 @@ impl Slot {
         let idle = slots.iter().enumerate().filter_map(|(index, slot)| Some((common(slot.as_ref()?), index)));
         let (found, index) = idle.max().unwrap_or_default();
         slots[index] = None;
-        // The last token is computed.
+        // The last token of a prompt is always computed.
         let cached_tokens = if cache_prompt { found.min(prompt.len() - 1) } else { 0 };
         let mut counted = server.counted.lock();
         *counted = (counted.0 + (prompt.len() - cached_tokens) as u64, counted.1 + cached_tokens as u64);
@@ -236,13 +234,12 @@ impl Drop for Slot {
     }
 }
 
-/// A request that generates.
 struct Generation {
     slot: Slot,
     prompt_len: usize,
     params: Value,
     generated: u64,
-    /// The text of a token that ended within a character.
+    /// The text of a token that ended within a UTF-8 character.
     held_back: String,
 }
 
@@ -265,7 +262,7 @@ impl Generation {
         ([("content-type", "text/event-stream")], Body::from_stream(events)).into_response()
     }
 
-    /// Generates a token; returns its events, and whether it is the last.
+    /// Generates one token. Returns the events of the token, and whether it is the last one.
     async fn step(&mut self) -> (Vec<Value>, bool) {
         tokio::time::sleep(self.slot.server.settings.step).await;
         let seed = (self.params["temperature"] != 0.0).then(|| self.params["seed"].as_u64().unwrap_or(0));

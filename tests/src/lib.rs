@@ -1,8 +1,9 @@
-//! Helpers for the tests in `tests/`, which use a whole cluster as its users do.
+//! Helpers for the tests in `tests/`, which use a whole cluster as clients and operators do.
 #![allow(clippy::missing_errors_doc, reason = "an error of a helper fails the test that calls it")]
 
 pub mod fake_llama_cpp;
 pub mod fake_vllm;
+pub mod schemas;
 pub mod services;
 pub mod simulation;
 pub mod workspace;
@@ -24,12 +25,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
-/// A cluster that runs in the test's process, on its own ports, with a temporary folder for its ledger and the audit's result.
+/// A cluster that runs in the test's process, on ports of its own, with a temporary folder for its ledger and the audit's result.
 pub struct TestCluster(Cluster, TempDir);
 
 /// Time limit of every wait. Only a failing test waits this long.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Names of files in the cluster's temporary folder.
 const LEDGER: &str = "ledger";
 const AUDIT_RESULT: &str = "audit-result";
 /// The pause between two checks of a state that cannot be awaited.
@@ -58,12 +58,12 @@ pub fn sim_settings() -> UpSettings {
     settings
 }
 
-/// Returns [`sim_settings`] for a cluster whose router places prefills as `prefill` says.
+/// Returns [`sim_settings`] with a rule for prefills: the router places them as `prefill` says.
 pub fn sim_settings_with(prefill: PrefillPlace) -> UpSettings {
     with_prefill(prefill, sim_settings())
 }
 
-/// Returns the settings, changed so that the router places prefills as `prefill` says.
+/// Returns these settings with another rule for prefills: the router places prefills as `prefill` says.
 pub fn with_prefill(prefill: PrefillPlace, mut settings: UpSettings) -> UpSettings {
     settings.router.prefill = prefill;
     settings
@@ -91,7 +91,7 @@ impl TestCluster {
         &self.0
     }
 
-    /// Returns the address of the OpenAI API.
+    /// Returns the address of the cluster's OpenAI API.
     pub fn frontend(&self) -> SocketAddr {
         self.0.frontend
     }
@@ -101,7 +101,7 @@ impl TestCluster {
         self.0.model_id.clone()
     }
 
-    /// Returns the router's view of the cluster.
+    /// Returns the router's view of the cluster's workers.
     pub async fn view(&self) -> Result<WorkersReply> {
         let mut router = RouterClient::new(self.0.to_router());
         Ok(router.workers(WorkersRequest {}).await?.into_inner())
@@ -121,7 +121,7 @@ impl TestCluster {
         .await
     }
 
-    /// Asserts that an idle cluster holds nothing: no blocks in use, no bookings, no permits.
+    /// Asserts that no resource is in use in an idle cluster: no blocks, no bookings, no permits.
     pub async fn assert_idle(&self) -> Result<()> {
         for worker in &self.0.workers {
             let Some(engine) = &worker.engine else { continue };
@@ -154,7 +154,7 @@ impl TestCluster {
                 return Ok(checked);
             }
             last = findings;
-            // The last lines of the ledger may not be written yet.
+            // The ledger's thread may not have written the last lines yet.
             tokio::time::sleep(POLL_INTERVAL).await;
         }
         let findings: Vec<String> = last.iter().map(ToString::to_string).collect();
@@ -195,7 +195,7 @@ pub async fn wait_until<F: Future<Output = Result<bool>>>(what: &str, holds: imp
     tokio::time::timeout(TIMEOUT, polling).await.with_context(|| format!("timed out waiting until {what}"))?
 }
 
-/// An OpenAI client of one frontend.
+/// A client of one frontend's OpenAI API.
 #[derive(Clone)]
 pub struct Client {
     http: reqwest::Client,
@@ -207,22 +207,22 @@ pub struct Client {
 /// A complete answer: one JSON body, or the frames of a stream.
 #[derive(Clone, Debug)]
 pub struct Answer {
-    /// The HTTP status.
+    /// The HTTP status of the answer.
     pub status: u16,
     /// The frames of a stream, without `[DONE]`. An answer that is not streamed has its JSON body as the only frame.
     pub frames: Vec<Value>,
     /// Whether the stream ended with `[DONE]`; always true for an answer that is not streamed.
     pub done: bool,
-    /// When each chunk of the body arrived.
+    /// The time at which each chunk of the body arrived.
     pub arrivals: Vec<Instant>,
 }
 
-/// One of the two endpoints that generate text. A test that takes this as its parameter runs for both.
+/// One of the two endpoints that generate text. A test that has this type as its parameter runs for both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// `/v1/chat/completions`
+    /// The endpoint `/v1/chat/completions`.
     Chat,
-    /// `/v1/completions`
+    /// The endpoint `/v1/completions`.
     Completions,
 }
 
@@ -282,7 +282,7 @@ impl Client {
         let body = serde_json::to_vec(body)?;
         let address = self.base.trim_start_matches("http://");
         let mut stream = TcpStream::connect(address).await?;
-        // The frontend sends "100 Continue" when it has admitted the request and is about to read its body.
+        // The frontend sends "100 Continue" when it has admitted the request and begins to read its body.
         let head = format!(
             "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
             body.len()
@@ -314,7 +314,7 @@ impl Client {
             response.headers().get("content-type").is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let (mut bytes, mut arrivals) = (Vec::new(), Vec::new());
         while let Some(chunk) = response.chunk().await? {
-            // SSE comments are not part of the answer.
+            // A comment in an SSE stream is not part of the answer.
             if !chunk.starts_with(b": ") {
                 arrivals.push(Instant::now());
             }
@@ -362,7 +362,7 @@ impl Answer {
             return Ok(Self { status, frames: vec![body], done: true, arrivals: Vec::new() });
         }
         let mut answer = Self { status, frames: Vec::new(), done: false, arrivals: Vec::new() };
-        // SSE comments only keep the connection open.
+        // A comment in an SSE stream only keeps the connection open.
         for frame in text.split_terminator("\n\n").filter(|frame| !frame.starts_with(": ")) {
             let data = frame.strip_prefix("data: ").with_context(|| format!("a frame without data: {frame:?}"))?;
             anyhow::ensure!(!answer.done, "a frame after [DONE]: {data}");
@@ -396,12 +396,12 @@ impl Answer {
         usage.pointer(pointer).and_then(Value::as_u64).unwrap_or_else(|| panic!("no usage{pointer} in {self:?}"))
     }
 
-    /// Returns `usage.prompt_tokens_details.cached_tokens`.
+    /// Returns the number of cached tokens in the answer's usage (`prompt_tokens_details.cached_tokens`).
     pub fn cached_tokens(&self) -> u64 {
         self.usage("/prompt_tokens_details/cached_tokens")
     }
 
-    /// Returns the text of choice `index`, streamed or not, of either endpoint.
+    /// Returns the text of choice `index`. Works for streamed and other answers of both endpoints.
     pub fn text(&self, index: u64) -> String {
         let choices = self.frames.iter().flat_map(|frame| frame["choices"].as_array().into_iter().flatten());
         let texts = choices.filter(|choice| choice["index"] == index).filter_map(|choice| {
@@ -410,7 +410,7 @@ impl Answer {
         texts.collect()
     }
 
-    /// Returns the object `tandem`, with which Tandem extends OpenAI's format; null if the answer has none.
+    /// Returns the object `tandem`, which extends OpenAI's format; null if the answer has none.
     pub fn details(&self) -> &Value {
         let of_frame = |frame: &'_ &Value| !frame["tandem"].is_null();
         self.frames.iter().rev().find(of_frame).map(|frame| &frame["tandem"]).unwrap_or(&Value::Null)

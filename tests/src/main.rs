@@ -8,10 +8,10 @@ use tandem_tests::simulation::{Coverage, run, run_all};
 /// Simulates the whole cluster with faults, one run per seed.
 #[derive(Parser)]
 struct Flags {
-    /// The number of seeds.
+    /// The number of seeds to simulate.
     #[arg(long, default_value_t = 1_000)]
     seeds: u64,
-    /// The first of these seeds.
+    /// The first seed to simulate.
     #[arg(long, default_value_t = 1)]
     first: u64,
     /// Run only this seed and print its log.
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     run_all(flags.first..flags.first.saturating_add(flags.seeds), |report| {
         done += 1;
         coverage += report.coverage;
-        // A sum does not depend on the order in which seeds finish.
+        // The sum does not depend on the order in which seeds finish.
         trace = trace.wrapping_add(report.trace);
         if !report.violations.is_empty() {
             failed += 1;

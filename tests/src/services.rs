@@ -1,12 +1,19 @@
-//! Runs the services of a cluster as tasks of this process. A test can use settings that the command line does not permit.
+//! Runs the services of a cluster as tasks of this process. So a test can use settings that the command line does not permit.
 
 use crate::{Client, wait_until};
 use anyhow::Result;
-use std::{error::Error, net::SocketAddr, time::Duration};
+use std::{
+    error::Error,
+    net::SocketAddr,
+    sync::{Arc, LazyLock},
+    time::Duration,
+};
 use tandem_decode_worker::DecodeWorkerSettings;
 use tandem_engine::{EngineHandle, EngineSettings, sim::SimSettings};
-use tandem_frontend::FrontendSettings;
+use tandem_frontend::{FrontendSettings, ServedModel};
+use tandem_grammar::Vocabulary;
 use tandem_kv::HashKey;
+use tandem_model::sim::VOCAB_SIZE;
 use tandem_node::{Metrics, Shutdown};
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_router::RouterSettings;
@@ -14,8 +21,15 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, WorkerSettings};
 use tokio::net::TcpListener;
 
-/// The time limit for each of these waits of a worker: for a ticket, for blocks, and for a step.
+/// Time limit of each wait of a worker: for a ticket, for blocks, and for a step.
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Returns the vocabulary of the simulated device, which its engine needs for constraints.
+pub fn sim_tokens() -> Arc<Vocabulary> {
+    static TOKENS: LazyLock<Arc<Vocabulary>> =
+        LazyLock::new(|| Arc::new(Vocabulary::new(ServedModel::sim("sim").tokenizer.tokens(), VOCAB_SIZE)));
+    Arc::clone(&TOKENS)
+}
 
 /// Running services that share their metrics. Dropping this value stops them.
 #[derive(Default)]

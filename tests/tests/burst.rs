@@ -5,7 +5,6 @@ use serde_json::json;
 use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// Sends 32 equal prompts of 4,000 tokens to a cluster with 4 prefill workers.
 #[tokio::test(flavor = "multi_thread")]
 async fn burst_of_equal_prompts_is_computed_and_transferred_at_most_twice() -> Result<()> {
     const PROMPT_TOKENS: u64 = 4_000;

@@ -1,4 +1,4 @@
-//! The count of cached tokens that clients of a whole cluster receive.
+//! Tests of the count of cached tokens that clients of a whole cluster receive.
 
 use anyhow::Result;
 use serde_json::json;
@@ -9,13 +9,13 @@ use tandem_tests::{
 
 const BLOCK_SIZE: u64 = 16;
 
-/// Returns the number of tokens that can be found in a cache: those in full blocks before the prompt's last token.
+/// Returns how many tokens of a prompt can be found in a cache: those in full blocks before the last token.
 fn reusable(prompt_tokens: u64) -> u64 {
     (prompt_tokens - 1) / BLOCK_SIZE * BLOCK_SIZE
 }
 
-/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. The second time, all full blocks before the last
-/// token must be cached. The first time, no tokens may be cached but those of the prefix that all chats share.
+/// Sends a new prompt of about 1,500 tokens twice, to both endpoints, streamed and not. All full blocks before the last token must be cached when it
+/// is sent the second time. When it is sent the first time, only tokens of the prefix that all chats share may be cached.
 async fn check_prompt_sent_twice(settings: UpSettings, shared_by_all_chats: u64) -> Result<()> {
     let place = settings.router.prefill;
     let cluster = start(settings).await?;
@@ -149,7 +149,7 @@ async fn prompt_counts_once_for_all_samples_and_each_prompt_of_a_batch_counts() 
     let batch = client.answer(Endpoint::Completions.path(), &batch).await?;
     assert_eq!(batch.usage("/prompt_tokens"), 2 * prompt_tokens);
     assert_eq!(batch.cached_tokens(), 2 * reusable(prompt_tokens));
-    // The histogram counts finished prompts: two requests have one prompt each, and one request has two.
+    // The histogram counts finished prompts. Two requests have one prompt each, and one request has two.
     assert_eq!(client.metric("tandem_frontend_request_cached_tokens_count", "").await?, 4.0);
     assert_eq!(client.metric("tandem_frontend_prompt_tokens_total", "").await?, 4.0 * prompt_tokens as f64);
     let cached = client.metric("tandem_frontend_cached_tokens_total", "source=\"worker\"").await?;

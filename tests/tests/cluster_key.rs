@@ -1,4 +1,4 @@
-//! A cluster with a key, and processes that lack the key.
+//! Tests of a cluster with a key, and of processes that lack the key.
 
 use anyhow::Result;
 use serde_json::json;
@@ -23,7 +23,6 @@ use tonic::{Code, Status};
 
 const SECRET: &[u8] = b"the secret of one cluster in a test";
 
-/// Starts a cluster with the key of [`SECRET`] that prefills remotely.
 async fn start_with_key() -> Result<TestCluster> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(&file, SECRET)?;
@@ -32,7 +31,7 @@ async fn start_with_key() -> Result<TestCluster> {
     start(settings).await
 }
 
-/// Makes every call of every service with this key. Returns the name of each call and the error with which it was refused, if it was.
+/// Makes every call of every service with this key. Returns the name of each call, with the error if the call was refused.
 async fn make_every_call(cluster: &TestCluster, key: ClusterKey) -> Result<Vec<(&'static str, Option<Status>)>> {
     let network = Network::tcp(key);
     let to = |address: std::net::SocketAddr| anyhow::Ok(network.connect_lazy(&endpoint(&address.to_string())?));
@@ -69,7 +68,7 @@ async fn calls_without_the_cluster_key_are_refused() -> Result<()> {
     assert_eq!(client.metric("tandem_router_unauthenticated_total", "").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "prefill-0").await?, 8.0);
     assert_eq!(client.metric("tandem_worker_unauthenticated_total", "decode-0").await?, 6.0);
-    // With the key, no call is refused as unauthenticated.
+    // With the key, no call may be refused as unauthenticated.
     for (call, refused) in make_every_call(&cluster, ClusterKey::new(SECRET)?).await? {
         assert!(refused.as_ref().is_none_or(|status| status.code() != Code::Unauthenticated), "{call}: {refused:?}");
     }
@@ -117,7 +116,6 @@ async fn observed_hashes_do_not_confirm_guessed_prompts() -> Result<()> {
     Ok(())
 }
 
-/// A process that has the cluster key and sends wrong addresses.
 struct Insider {
     router: RouterClient<Channel>,
     decode: DecodeClient<Channel>,
@@ -133,7 +131,6 @@ impl Insider {
         Ok(Self { router, decode, prefill: PrefillClient::new(to(prefill.address)?) })
     }
 
-    /// Returns the decode worker and the prefill worker that the router chooses for a prompt.
     async fn placed(&mut self) -> Result<[WorkerRef; 2]> {
         let identity = self.router.workers(WorkersRequest {}).await?.into_inner().identity;
         let prompt =
@@ -149,7 +146,6 @@ impl Insider {
         Ok([decode, prefill])
     }
 
-    /// Sends a request that names this prefill worker to the decode worker. Returns the decode worker's first message.
     async fn generate(&mut self, instance_id: &str, prefill: WorkerRef) -> Result<Option<generate_reply::Message>> {
         let request = GenerateRequest {
             request_id: "r".to_owned(),
@@ -164,7 +160,6 @@ impl Insider {
         Ok(self.decode.generate(request).await?.into_inner().message().await?.and_then(|reply| reply.message))
     }
 
-    /// Sends a prompt with this ticket to the prefill worker. Returns the error with which the prefill worker ends the stream.
     async fn prefill(&mut self, instance_id: &str, ticket: Ticket) -> Result<Status> {
         let (requests, sent) = mpsc::channel(2);
         let start = PrefillStart {
@@ -195,7 +190,7 @@ const PROMPT_TOKENS: u32 = 40;
 async fn workers_connect_to_signed_addresses_only() -> Result<()> {
     let cluster = start_with_key().await?;
     let (client, mut insider) = (Client::new(cluster.frontend()), Insider::new(&cluster)?);
-    // No process of the cluster may connect to this listener.
+    // This listener is a trap: no process of the cluster may connect to it.
     let trap = std::net::TcpListener::bind("127.0.0.1:0")?;
     trap.set_nonblocking(true)?;
     let address = trap.local_addr()?.to_string();
@@ -204,7 +199,7 @@ async fn workers_connect_to_signed_addresses_only() -> Result<()> {
         WorkerRef { instance_id: "mine".to_owned(), address: address.clone(), ..Default::default() },
         WorkerRef { address: address.clone(), ..prefill.clone() },
         WorkerRef { address: address.clone(), signature: decode.signature.clone(), ..prefill.clone() },
-        // This reference names a worker of the cluster, but not a prefill worker.
+        // The first reference names a worker of the cluster, but one that is not a prefill worker.
         decode.clone(),
     ] {
         let answer = insider.generate(&decode.instance_id, named).await?;

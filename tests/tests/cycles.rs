@@ -1,4 +1,4 @@
-//! Checks that no crate has an import cycle: a reader must know all files of a cycle to understand one of them.
+//! Checks that no crate has an import cycle. A reader of one file in a cycle would have to know all of them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -6,7 +6,7 @@ use std::{
 };
 use tandem_tests::workspace::{root, text};
 
-/// A module's path from the crate's root: `["http", "app"]`.
+/// A module's path from the crate's root, such as `["http", "app"]`.
 type Module = Vec<String>;
 
 /// Adds the modules below `dir` to `into`, each with the text of its file. Test modules are omitted.

@@ -1,4 +1,4 @@
-//! Every Grafana panel and every alert has data, as evaluated by a real Prometheus that scrapes a cluster under traffic.
+//! Tests that every Grafana panel and every alert has data. A real Prometheus scrapes a cluster under traffic and evaluates their expressions.
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, TryStreamExt};
@@ -15,16 +15,14 @@ use tempfile::TempDir;
 
 const REQUESTS: u64 = 500;
 const CONCURRENCY: usize = 16;
-/// The number of prompts that are admitted concurrently.
 const PROMPTS_MAX: u32 = 64;
-/// The value of Grafana's `$__rate_interval`, long enough to include the scrape before the traffic.
+/// The value of Grafana's `$__rate_interval`, which is long enough to include the scrape before the traffic.
 const RATE_INTERVAL: &str = "2m";
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// Returns a command that runs one of Prometheus' programs.
 fn program(name: &str) -> Command {
     let mut command = Command::new(name);
     command.stdin(Stdio::null()).current_dir(deploy("."));
@@ -63,7 +61,7 @@ struct Prometheus {
 impl Prometheus {
     async fn start(page: SocketAddr) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        // JSON is YAML.
+        // YAML includes JSON, so this configuration is written as JSON.
         let config = json!({
             "global": { "scrape_interval": "1s", "evaluation_interval": "1s" },
             "rule_files": [deploy("alerts.yml")],
@@ -85,7 +83,6 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// Calls the API of Prometheus, and returns the field `data` of the reply.
     async fn api(&self, path: &str, params: &[(&str, &str)]) -> Result<Value> {
         let url = reqwest::Url::parse_with_params(&format!("http://{}/api/v1/{path}", self.address), params)?;
         let answer: Value = self.http.get(url).send().await?.json().await?;
@@ -93,7 +90,6 @@ impl Prometheus {
         Ok(answer["data"].clone())
     }
 
-    /// Returns the series of `expr` now, by their labels.
     async fn query(&self, expr: &str) -> Result<Vec<(Value, f64)>> {
         let data = self.api("query", &[("query", expr)]).await?;
         let series = data["result"].as_array().context("the result is not a list")?.iter().map(|series| {
@@ -103,7 +99,6 @@ impl Prometheus {
         series.collect()
     }
 
-    /// Returns how often Prometheus has scraped the page.
     async fn scrapes(&self) -> Result<f64> {
         Ok(self.query("count_over_time(up[1h]) * up").await?.first().map_or(0.0, |(_, scrapes)| *scrapes))
     }
@@ -111,7 +106,7 @@ impl Prometheus {
 
 impl Drop for Prometheus {
     fn drop(&mut self) {
-        // `kill` fails if the process has ended by itself.
+        // Killing fails if the process has already ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -126,7 +121,7 @@ async fn request(client: &Client, model: &str, number: u64) -> Result<()> {
     let (endpoint, options, status) = match number {
         100 => (endpoint, json!({ "max_tokens": -3 }), 400),
         200 => (Endpoint::Completions, json!({ "prompt": vec!["x"; PROMPTS_MAX as usize] }), 503),
-        // Logprobs of the prompt are requested, so the prompt is prefilled on the decode worker.
+        // Logprobs of the prompt are requested, so the decode worker prefills the prompt.
         _ if number % 10 == 3 => (Endpoint::Completions, json!({ "echo": true, "logprobs": 1, "max_tokens": 4 }), 200),
         _ if number % 50 == 7 => (endpoint, long.clone(), 200),
         _ => (endpoint, json!({ "max_tokens": 4 + number % 30, "stream": number.is_multiple_of(2) }), 200),
@@ -155,8 +150,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     cluster.write_audit_result(tandem::audit::Checked::default(), 0)?;
     let prometheus = Prometheus::start(cluster.frontend()).await?;
     let (client, model) = (Client::new(cluster.frontend()), cluster.model_id());
-    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates
-    // increases in the second half, and a series that the last request creates is scraped several times.
+    // A rate needs two scrapes, so the requests are sent in two halves, with scrapes after each half. A series that the first half creates increases
+    // in the second half, and a series that the last request creates is scraped several times.
     for half in [0..REQUESTS / 2, REQUESTS / 2..REQUESTS] {
         let requests = futures::stream::iter(half.map(|number| request(&client, &model, number)));
         requests.buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
@@ -166,8 +161,8 @@ async fn after_traffic() -> Result<(TestCluster, Prometheus)> {
     Ok((cluster, prometheus))
 }
 
-/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the
-/// workers `shown`.
+/// Returns the problem of a panel's expression; `None` if there is none. If the panel's legend names workers, the expression must show the workers
+/// `shown`.
 async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &BTreeSet<&str>) -> Option<String> {
     let series = match prometheus.query(expr).await {
         Ok(series) => series,
@@ -181,7 +176,7 @@ async fn problem_of(prometheus: &Prometheus, expr: &str, legend: &str, shown: &B
     (legend.contains("{{worker}}") && workers != *shown).then(|| format!("shows only {workers:?} of {shown:?}"))
 }
 
-/// Returns the selectors of an expression, without their ranges.
+/// Returns the metric selectors of a PromQL expression, without their ranges.
 fn selectors(expr: &str) -> Vec<&str> {
     let begin = expr.match_indices("tandem_").map(|(at, _)| &expr[at..]);
     let whole = begin.map(|rest| {
@@ -226,7 +221,7 @@ async fn panels(cluster: &TestCluster, prometheus: &Prometheus) -> Result<Vec<St
 async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
     let runbook = fs::read_to_string(deploy("README.md"))?;
     let rules = prometheus.api("rules", &[]).await?;
-    let groups = rules["groups"].as_array().context("groups is not a list")?;
+    let groups = rules["groups"].as_array().context("the groups of rules are not a list")?;
     let mut problems = Vec::new();
     for rule in groups.iter().flat_map(|group| group["rules"].as_array().into_iter().flatten()) {
         let (name, expr) = (
@@ -243,7 +238,7 @@ async fn alerts(prometheus: &Prometheus) -> Result<Vec<String>> {
         if !runbook.contains(&format!("| `{name}` |")) {
             problems.push(format!("{name} has no row in deploy/README.md"));
         }
-        // In a healthy cluster an alert's expression has no data, but each selector in it has data.
+        // In a healthy cluster an alert's expression has no data, but each of its selectors has data.
         for selector in selectors(expr) {
             problems.extend(
                 problem_of(prometheus, selector, "", &BTreeSet::new()).await.map(|what| format!("{name}: {selector}: {what}")),

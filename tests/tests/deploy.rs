@@ -1,6 +1,8 @@
 //! Checks that all services of `deploy/docker-compose.yml` and `deploy/docker-compose.vllm.yml` are hardened, and that the settings in the
-//! second file exist. The scripts for passwords run against a real etcd and a real NATS.
+//! second file exist; the same of the Helm chart. The scripts for passwords run against a real etcd and a real NATS.
 
+#[path = "deploy/chart.rs"]
+mod chart;
 #[path = "../../node/tests/servers/mod.rs"]
 mod servers;
 
@@ -18,19 +20,19 @@ use std::{
 };
 use tandem::{cli::Cli, model::Source};
 
-/// The most levels of nested merge keys in a compose file: hardened, tandem, prefill, prefill-2.
+/// The maximum number of levels of nested merge keys in a compose file: hardened, tandem, prefill, prefill-2.
 const MERGES_MAX: usize = 4;
 
 fn deploy(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file)
 }
 
-/// The compose file of a whole cluster with Tandem's own engines.
+/// The compose file of a whole cluster whose engines are Tandem's own.
 const CLUSTER: &str = "docker-compose.yml";
 /// The compose file of a Tandem cluster in front of vLLM servers.
 const VLLM: &str = "docker-compose.vllm.yml";
 
-/// Returns a compose file with resolved anchors and merge keys; variables are not replaced.
+/// Returns a compose file with resolved anchors and merge keys. Variables are not replaced.
 fn compose(file: &str) -> Result<Value> {
     let mut yaml: yaml_serde::Value = yaml_serde::from_str(&fs::read_to_string(deploy(file))?)?;
     // Each round resolves one level of nested merge keys.
@@ -139,7 +141,6 @@ fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> 
     Ok(())
 }
 
-/// Replaces each `${NAME:-default}` by its default.
 fn with_defaults(text: &str) -> Result<String> {
     let Some((before, rest)) = text.split_once("${") else { return Ok(text.to_owned()) };
     let (variable, after) = rest.split_once('}').context("a variable ends with a brace")?;
@@ -147,13 +148,11 @@ fn with_defaults(text: &str) -> Result<String> {
     Ok(format!("{before}{default}{}", with_defaults(after)?))
 }
 
-/// Returns the texts of a list, such as a command. Variables are replaced by their defaults.
 fn texts(list: &Value) -> Result<Vec<String>> {
     let text = |item: &Value| with_defaults(item.as_str().context("a text")?);
     list.as_array().context("a list")?.iter().map(text).collect()
 }
 
-/// Returns the text of an environment variable's value. Variables in it are replaced by their defaults.
 fn value(value: &Value) -> Result<String> {
     match value {
         Value::String(text) => with_defaults(text),
@@ -168,9 +167,27 @@ fn read(args: Vec<String>) -> Result<()> {
     Cli::read(args, None).map(drop).map_err(|error| anyhow!("tandem {given}: {error}"))
 }
 
+/// Returns the command line of a role with the flags that environment variables stand for.
+fn with_variables(mut command: Vec<String>, variables: &BTreeMap<String, String>) -> Result<Vec<String>> {
+    let cli = Cli::command();
+    let role = cli.find_subcommand(&command[0]).with_context(|| format!("{} is no role", command[0]))?;
+    for (variable, setting) in variables {
+        let has_variable = |arg: &&clap::Arg| arg.get_env().is_some_and(|env| env == variable.as_str());
+        let arg =
+            role.get_arguments().find(has_variable).with_context(|| format!("{variable} is no setting of {}", command[0]))?;
+        let flag = format!("--{}", arg.get_long().context("each setting has a flag")?);
+        if arg.get_action().takes_values() {
+            command.extend([flag, setting.clone()]);
+        } else {
+            ensure!(setting == "true", "{variable} is {setting}");
+            command.push(flag);
+        }
+    }
+    Ok(command)
+}
+
 #[test]
 fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
-    let cli = Cli::command();
     let mut roles = BTreeSet::new();
     for (name, service) in services(VLLM)? {
         let is_tandem =
@@ -178,22 +195,11 @@ fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
         if !is_tandem {
             continue;
         }
-        let mut command = texts(&service["command"])?;
-        let role = cli.find_subcommand(&command[0]).with_context(|| format!("{name}: {} is no role", command[0]))?;
+        let command = texts(&service["command"])?;
         roles.insert(command[0].clone());
-        for (variable, setting) in service["environment"].as_object().context("settings")? {
-            let has_variable = |arg: &&clap::Arg| arg.get_env().is_some_and(|env| env == variable.as_str());
-            let arg = role.get_arguments().find(has_variable).with_context(|| format!("{name}: {variable} is no setting"))?;
-            let setting = value(setting)?;
-            let flag = format!("--{}", arg.get_long().context("each setting has a flag")?);
-            if arg.get_action().takes_values() {
-                command.extend([flag, setting]);
-            } else {
-                ensure!(setting == "true", "{name}: {variable} is {setting}");
-                command.push(flag);
-            }
-        }
-        read(command)?;
+        let variables = service["environment"].as_object().context("settings")?.iter();
+        let variables = variables.map(|(name, setting)| Ok((name.clone(), value(setting)?))).collect::<Result<_>>()?;
+        read(with_variables(command, &variables).with_context(|| name.clone())?)?;
     }
     ensure!(roles.len() == 4, "only {roles:?} were found");
     Ok(())
@@ -224,7 +230,10 @@ fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> R
         }
         let environment = &services[*engine]["environment"];
         let host = environment["VLLM_NIXL_SIDE_CHANNEL_HOST"].as_str().context("an address")?;
-        ensure!(services[*engine]["networks"]["engines"]["ipv4_address"] == *host, "{engine}: {host} is not its address");
+        ensure!(
+            services[*engine]["networks"]["engines"]["ipv4_address"] == *host,
+            "{engine}: {host} is not the engine's address"
+        );
         gpus.insert(value(&environment["CUDA_VISIBLE_DEVICES"])?);
         hosts.insert(host.to_owned());
     }
@@ -235,7 +244,6 @@ fn each_vllm_engine_has_one_worker_and_reaches_no_other_process_of_tandem() -> R
     Ok(())
 }
 
-/// Runs a command to its end; a failure includes its output.
 fn run(command: &mut Command) -> Result<Output> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
     ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -265,7 +273,7 @@ fn secrets_are_random_persistent_and_owner_only() -> Result<()> {
 }
 
 #[test]
-fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
+fn etcd_requires_passwords_after_its_setup_script() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let secrets = folder.path().join("secrets");
     run(Command::new("bash").arg(deploy("secrets.sh")).arg(&secrets))?;
@@ -277,7 +285,7 @@ fn etcd_requires_passwords_after_etcd_auth() -> Result<()> {
         run(script.arg(secrets.join("etcd_root_password")).arg(secrets.join("etcd_password")))
     };
     enable()?;
-    // The script must also work after a change of the password, when the service restarts.
+    // The script must also work after the password has changed and the service has restarted.
     fs::write(secrets.join("etcd_password"), "new")?;
     enable()?;
     let check = r"

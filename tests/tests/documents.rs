@@ -1,4 +1,4 @@
-//! Questions about more documents than one worker can cache: the router must send each question to the worker that has cached its
+//! Tests with questions about more documents than one worker can cache: the router must send each question to the worker that has cached its
 //! document, and must balance the load. The whole cluster runs over sockets, in one thread and in paused time.
 
 use anyhow::{Context, Result};
@@ -22,13 +22,13 @@ const QUESTION_TOKENS: u32 = 12;
 const CONCURRENCY: usize = 8;
 const PREFILL_WORKERS: usize = 4;
 const BLOCK_SIZE: u32 = 64;
-/// The capacity of each prefill worker: the KV of fifteen documents.
+/// The capacity of each prefill worker in tokens: the KV of fifteen documents.
 const PREFILL_CAPACITY_TOKENS: u32 = 23_040;
 
 /// Runs a future in paused time, which advances by a millisecond when no task can make progress. The runtime's own auto-advance would not
 /// wait for bytes that are in flight through a socket.
 fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
-    /// Number of yields to other tasks per simulated millisecond: more than the longest chain of messages within a millisecond.
+    /// In each simulated millisecond, the clock yields to other tasks this many times: more than the longest chain of messages within a millisecond.
     const YIELDS: usize = 40;
     let clock = async {
         tokio::time::pause();
@@ -49,7 +49,6 @@ fn in_paused_time<T>(scenario: impl Future<Output = T>) -> T {
     })
 }
 
-/// A cluster, whose services are tasks of this thread.
 struct Cluster {
     services: Services,
     client: Client,
@@ -61,7 +60,6 @@ fn sim(capacity_tokens: u32) -> SimSettings {
 }
 
 impl Cluster {
-    /// Starts all services and waits until the router knows its workers.
     async fn start(prefill_workers: usize, prefill_capacity_tokens: u32, seed: u64) -> Result<Self> {
         let services = Services::default();
         let start_engine = |capacity_tokens| {
@@ -87,7 +85,6 @@ impl Cluster {
         Ok(Self { services, client, prefill_workers })
     }
 
-    /// Returns the number of prompts that were placed on each prefill worker.
     async fn placed(&self) -> Result<Vec<f64>> {
         let mut placed = Vec::new();
         for number in 0..self.prefill_workers {
@@ -106,7 +103,6 @@ async fn usage_of(client: &Client, prompt: &[u32]) -> Result<(u64, u64)> {
     Ok((answer.usage("/prompt_tokens"), answer.cached_tokens()))
 }
 
-/// Returns pseudo-random tokens.
 fn tokens(seed: u64, count: u32) -> Vec<u32> {
     let mut state = seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mut token = || {
@@ -163,7 +159,7 @@ async fn run_documents(seed: u64) -> Result<(f64, f64)> {
 /// the measured shares.
 #[test]
 #[expect(clippy::print_stdout, reason = "the test prints measurements")]
-fn documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
+fn questions_about_documents_hit_the_cache_and_load_is_balanced() -> Result<()> {
     for seed in 1..=3 {
         let (hit_rate, busiest) = in_paused_time(run_documents(seed))?;
         println!(

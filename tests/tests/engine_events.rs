@@ -1,4 +1,4 @@
-//! The subscription to an engine's KV events over real sockets: replays, and the losses that it must report.
+//! Tests of the subscription to an engine's KV events over real sockets: replays, and the losses that it must report.
 
 use anyhow::{Result, bail};
 use std::time::Duration;
@@ -46,7 +46,7 @@ async fn follow(mut publisher: Publisher, change: impl FnOnce(&mut SubscriptionS
     Ok(Setup { publisher, subscription })
 }
 
-/// Returns a batch with one event, which contains this number.
+/// Returns a batch with one event, which is identified by this number.
 fn batch(number: u64) -> Vec<EngineEvent> {
     let hashes = vec![EngineHash::Number(number)];
     vec![EngineEvent::Removed(BlocksRemoved { hashes, medium: Medium::Device, group: Some(0) })]
@@ -152,7 +152,7 @@ async fn restarted_engine_is_detected_and_followed_from_its_first_batch() -> Res
     let mut setup = start().await?;
     setup.publish([0, 1]).await?;
     setup.expect([0, 1]).await?;
-    // The new process publishes more batches than the old one, possibly before the subscription reconnects.
+    // The new process publishes more batches than the old one, and may do so before the subscription reconnects.
     setup.publisher.restart().await?;
     setup.publish([10, 11, 12]).await?;
     assert_eq!(setup.next().await?, Update::Restarted);
@@ -203,7 +203,7 @@ async fn gap_is_reported_if_the_replay_is_not_answered() -> Result<()> {
     setup.publisher.answer_replays(false).await?;
     setup.publisher.drop_next(1).await?;
     setup.publish([1, 2]).await?;
-    // Which loss is detected first depends on timing: the gap, or that the request for a replay is not answered.
+    // The loss that is detected first depends on timing. It is the gap, or that the request for a replay is not answered.
     match setup.next().await? {
         Update::Lost(Lost::Gap { next: 1, got: 2 } | Lost::Disconnected) => {}
         other => bail!("{other:?}"),
@@ -260,7 +260,7 @@ async fn subscription_may_start_before_the_engine() -> Result<()> {
     drop(publisher);
     let mut subscription = Subscription::start(self::settings(&settings))?;
     let publisher = loop {
-        // The port is free as soon as the publisher's task has ended.
+        // The port is free as soon as the publisher's task has ended, so binding is retried.
         match Publisher::bind_with(settings.clone()).await {
             Ok(publisher) => break publisher,
             Err(_) => tokio::task::yield_now().await,

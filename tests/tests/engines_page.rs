@@ -9,7 +9,7 @@ fn page() -> String {
 }
 
 #[test]
-fn commands_are_valid() -> Result<()> {
+fn commands_in_the_engines_document_are_valid() -> Result<()> {
     let page = page().replace("\\\n", " ");
     let commands: Vec<&str> = page.lines().filter(|line| line.starts_with("tandem ")).collect();
     ensure!(commands.len() >= 5, "only {commands:?} were found");
@@ -21,15 +21,14 @@ fn commands_are_valid() -> Result<()> {
 }
 
 #[test]
-fn explained_messages_exist() -> Result<()> {
+fn messages_explained_in_the_engines_document_exist() -> Result<()> {
     let page = page();
-    let (_, section) = page.split_once("## Troubleshooting").context("the section with the messages")?;
+    let (_, section) = page.split_once("## Troubleshooting").context("the page has no section Troubleshooting")?;
     let table = section.split("\n## ").next().unwrap_or_default();
     let cells = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
     let messages: Vec<&str> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
     ensure!(messages.len() >= 15, "only {messages:?} were found");
     let is_code = |file: &std::path::PathBuf| file.extension().is_some_and(|extension| extension == "rs");
-    // Joins the lines of strings that continue on the next line.
     let lines = |code: String| code.split("\\\n").map(str::trim_start).collect::<String>();
     let code: String = files(&root()).into_iter().filter(is_code).map(|file| lines(text(&file))).collect();
     let missing: Vec<&str> = messages.into_iter().filter(|message| !code.contains(message)).collect();

@@ -1,4 +1,4 @@
-//! The explanation of a placement, over HTTP and on the command line.
+//! Tests of the explanation of a placement, over HTTP and on the command line.
 
 use anyhow::Result;
 use serde_json::json;
@@ -32,7 +32,7 @@ async fn explanation_matches_the_placement_and_runs_no_prompt() -> Result<()> {
     }
     assert!(warm["explanation"].as_str().is_some_and(|verdict| verdict.contains("cheapest is")), "{warm:#}");
 
-    // The command line shows the same explanation.
+    // The command line must show the same explanation.
     let frontend = cluster.frontend().to_string();
     let text = request["prompt"].as_str().expect("the prompt is a string").to_owned();
     let run = |json: bool| {

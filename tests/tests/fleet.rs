@@ -1,4 +1,4 @@
-//! Tests of `tandem up` in front of servers that run before it starts: fake vLLM servers, over real sockets.
+//! Tests of `tandem up` for servers that are running already. The servers are fake vLLM servers, over real sockets.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -8,43 +8,54 @@ use tandem::{
     settings::{EngineKind, PrefillPlace, UpSettings},
 };
 use tandem_proto::v1::{WorkersReply, WorkersRequest, router_client::RouterClient};
-use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token, tokenizer};
+use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token_of, tokenizer};
 use tempfile::TempDir;
 use tokio::time::timeout;
 
 /// Time limit of every wait. Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Fake vLLM servers that run before the cluster starts.
+/// Fake vLLM servers, which run before the cluster starts.
 struct Fleet {
     engines: Vec<FakeVllm>,
     settings: FakeSettings,
-    _model: TempDir,
+    folder: TempDir,
 }
 
 impl Fleet {
     async fn start(engines: usize) -> Result<Self> {
-        let model = tempfile::tempdir()?;
-        tokenizer::write(model.path())?;
-        let settings = FakeSettings { root: Some(model.path().to_owned()), ..FakeSettings::default() };
+        Self::with(engines, |_| {}).await
+    }
+
+    async fn with(engines: usize, change: impl FnOnce(&mut FakeSettings)) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        tokenizer::write(folder.path())?;
+        std::fs::write(folder.path().join("key"), "the secret of a cluster in front of a fleet")?;
+        let mut settings = FakeSettings { root: Some(folder.path().to_owned()), ..FakeSettings::default() };
+        change(&mut settings);
         let mut all = Vec::new();
         for _ in 0..engines {
             all.push(FakeVllm::start(settings.clone()).await?);
         }
-        Ok(Self { engines: all, settings, _model: model })
+        Ok(Self { engines: all, settings, folder })
     }
 
     fn settings(&self) -> UpSettings {
         let mut settings = UpSettings::defaults();
         settings.model.engine = EngineKind::Vllm;
         settings.common.listen = ([127, 0, 0, 1], 0).into();
+        settings.common.key.cluster_key_file = Some(self.folder.path().join("key"));
         settings.worker.external.engine_url = self.engines.iter().map(FakeVllm::url).collect();
         settings
     }
 }
 
 async fn complete(cluster: &Cluster, prompt: &str) -> Result<Value> {
-    let body = json!({ "model": "fake", "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 0 });
+    complete_with(cluster, "fake", prompt).await
+}
+
+async fn complete_with(cluster: &Cluster, model: &str, prompt: &str) -> Result<Value> {
+    let body = json!({ "model": model, "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 0 });
     post(cluster, "/v1/completions", &body).await
 }
 
@@ -61,7 +72,6 @@ async fn view(cluster: &Cluster) -> Result<WorkersReply> {
     Ok(RouterClient::new(cluster.to_router()).workers(WorkersRequest {}).await?.into_inner())
 }
 
-/// Returns the instance id of a worker; `None` while the worker is not a member.
 async fn instance(cluster: &Cluster, worker_id: &str) -> Result<Option<String>> {
     let infos = view(cluster).await?.workers.into_iter().filter_map(|worker| worker.info);
     Ok(infos.into_iter().find(|info| info.worker_id == worker_id).map(|info| info.instance_id))
@@ -79,16 +89,21 @@ async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Resu
 
 /// Returns the text with which the fake model continues `prompt`.
 fn continuation(prompt: &str, tokens: usize) -> String {
+    continuation_of("", prompt, tokens)
+}
+
+/// Returns the text with which the fake model continues `prompt` when it uses a LoRA.
+fn continuation_of(lora: &str, prompt: &str, tokens: usize) -> String {
     let mut all: Vec<u32> = prompt.bytes().map(u32::from).collect();
     for _ in 0..tokens {
-        all.push(next_token(&all, None));
+        all.push(next_token_of(lora, &all, None));
     }
     let bytes: Vec<u8> = all[prompt.len()..].iter().map(|token| *token as u8).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_command_serves_a_running_fleet_and_routes_to_the_cached_prefix() -> Result<()> {
+async fn cluster_of_running_servers_routes_to_the_server_with_the_cached_prefix() -> Result<()> {
     let fleet = Fleet::start(2).await?;
     let cluster = Cluster::start(fleet.settings()).await?;
     assert_eq!(cluster.model_id, "fake");
@@ -96,11 +111,7 @@ async fn one_command_serves_a_running_fleet_and_routes_to_the_cached_prefix() ->
         let text = format!("document {document}: {}", "word ".repeat(60));
         let (computed, _) = sums(&fleet);
         assert_eq!(complete(&cluster, &text).await?["choices"][0]["text"], continuation(&text, 6));
-        until("the index knows the prompt", async || {
-            let indexed: u64 = view(&cluster).await?.workers.iter().map(|worker| worker.indexed_blocks).sum();
-            Ok(indexed == 2 * fleet.engines.iter().map(|engine| engine.cached_blocks() as u64).sum::<u64>())
-        })
-        .await?;
+        indexed(&cluster, &fleet).await?;
         complete(&cluster, &text).await?;
         let (both, cached) = sums(&fleet);
         assert_eq!(both - computed, 2 * text.len() as u64, "each prompt ran on one engine");
@@ -114,13 +125,42 @@ async fn one_command_serves_a_running_fleet_and_routes_to_the_cached_prefix() ->
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn restarted_cluster_finds_cached_prompts_if_its_key_is_the_same() -> Result<()> {
+    let fleet = Fleet::start(1).await?;
+    let text = "a prompt of several blocks ".repeat(5);
+    let reusable = (text.len() as u64 - 1) / 32 * 32;
+    for (key, cached) in [("key", 0), ("key", reusable), ("other", reusable)] {
+        let mut settings = fleet.settings();
+        std::fs::write(fleet.folder.path().join("other"), "the secret of quite another cluster")?;
+        settings.common.key.cluster_key_file = Some(fleet.folder.path().join(key));
+        let cluster = Cluster::start(settings).await?;
+        complete(&cluster, &text).await?;
+        cluster.stop().await;
+        assert_eq!(sums(&fleet).1, cached, "{key}");
+    }
+    Ok(())
+}
+
+/// Waits until the router knows all blocks in the engines' caches, and no engine has work. An engine's block consists of two blocks of the cluster.
+async fn indexed(cluster: &Cluster, fleet: &Fleet) -> Result<()> {
+    until("the index knows all cached blocks", async || {
+        let view = view(cluster).await?;
+        let indexed: u64 = view.workers.iter().map(|worker| worker.indexed_blocks).sum();
+        let loads = view.workers.iter().filter_map(|worker| worker.load.as_ref());
+        let is_idle = view.bookings == 0 && { loads }.all(|load| load.running_sequences == 0 && load.waiting_requests == 0);
+        Ok(is_idle && indexed == 2 * fleet.engines.iter().map(|engine| engine.cached_blocks() as u64).sum::<u64>())
+    })
+    .await
+}
+
 /// Returns the number of prompt tokens of all engines, and how many of them the engines found in their caches.
 fn sums(fleet: &Fleet) -> (u64, u64) {
     fleet.engines.iter().map(FakeVllm::counted).fold((0, 0), |(all, cached), (more, hits)| (all + more, cached + hits))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn prefill_servers_hand_their_kv_to_decode_servers() -> Result<()> {
+async fn decode_servers_pull_the_kv_of_prefill_servers() -> Result<()> {
     let fleet = Fleet::start(2).await?;
     let mut settings = fleet.settings();
     settings.prefill_engine_url = vec![settings.worker.external.engine_url.remove(0)];
@@ -135,7 +175,7 @@ async fn prefill_servers_hand_their_kv_to_decode_servers() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
+async fn restarted_server_is_a_new_instance_of_the_same_worker() -> Result<()> {
     let mut fleet = Fleet::start(1).await?;
     let cluster = Cluster::start(fleet.settings()).await?;
     let text = "a prompt of several blocks ".repeat(5);
@@ -150,7 +190,7 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
     let second = instance(&cluster, "decode-0").await?.context("the worker has joined")?;
     let port = fleet.engines.remove(0).port();
     until("the worker has left", async || Ok(instance(&cluster, "decode-0").await?.is_none())).await?;
-    assert!(complete(&cluster, &text).await.is_err(), "there is no engine");
+    assert!(complete(&cluster, &text).await.is_err(), "no engine runs");
     fleet.engines.push(FakeVllm::start(FakeSettings { port, ..fleet.settings.clone() }).await?);
     until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != second)))
         .await?;
@@ -160,7 +200,7 @@ async fn restarted_server_is_a_new_instance_at_the_same_worker() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_of_several_models_are_one_cluster() -> Result<()> {
+async fn one_cluster_has_servers_of_several_models() -> Result<()> {
     let mut fleet = Fleet::start(1).await?;
     let other = FakeSettings { model: "other".to_owned(), ..fleet.settings.clone() };
     fleet.engines.push(FakeVllm::start(other).await?);
@@ -178,7 +218,99 @@ async fn servers_of_several_models_are_one_cluster() -> Result<()> {
     cluster.stop().await;
     let mut settings = fleet.settings();
     settings.frontend.extra_models = vec!["third=/models/third".parse().map_err(anyhow::Error::msg)?];
-    let refused = Cluster::start(settings).await.err().context("no engine serves it")?;
+    let refused = Cluster::start(settings).await.err().context("a cluster without an engine for the model is refused")?;
     assert!(refused.to_string().contains("third"), "{refused}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loras_of_a_server_are_models_with_separate_caches() -> Result<()> {
+    let mut fleet = Fleet::with(1, |settings| settings.loras = vec!["sql".to_owned(), "poem".to_owned()]).await?;
+    fleet.engines.push(FakeVllm::start(FakeSettings { loras: Vec::new(), ..fleet.settings.clone() }).await?);
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let listed: Value = reqwest::get(format!("http://{}/v1/models", cluster.frontend)).await?.json().await?;
+    let ids: Vec<_> = listed["data"].as_array().context("a list")?.iter().map(|model| &model["id"]).collect();
+    assert_eq!(ids, ["fake", "sql", "poem"]);
+    let text = "a prompt of several blocks ".repeat(5);
+    let reusable = (text.len() as u64 - 1) / 32 * 32;
+    for cached in [0, reusable] {
+        for model in ["sql", "poem", "fake"] {
+            let answer = complete_with(&cluster, model, &text).await?;
+            let lora = if model == "fake" { "" } else { model };
+            assert_eq!(answer["choices"][0]["text"], continuation_of(lora, &text, 6), "{model}");
+            assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], cached, "{model}");
+            indexed(&cluster, &fleet).await?;
+        }
+    }
+    let named: Vec<Value> = fleet.engines[0].seen().iter().map(|body| body["model"].clone()).collect();
+    assert!(["sql", "poem"].iter().all(|lora| named.iter().filter(|name| *name == lora).count() == 2), "{named:?}");
+    assert!(fleet.engines[1].seen().iter().all(|body| body["model"].is_null()), "the other server has no LoRAs");
+    let refused = complete_with(&cluster, "other", &text).await.err().context("an unknown LoRA is refused")?.to_string();
+    assert!(refused.starts_with("404") && refused.contains("model_not_found"), "{refused}");
+
+    fleet.engines[0].unload_lora("sql");
+    let refused =
+        complete_with(&cluster, "sql", &text).await.err().context("a LoRA that the server has unloaded is refused")?.to_string();
+    assert!(refused.starts_with("400") && refused.contains("does not serve the LoRA"), "{refused}");
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prefill_and_decode_servers_compute_with_the_same_lora() -> Result<()> {
+    let fleet = Fleet::with(2, |settings| settings.loras = vec!["sql".to_owned()]).await?;
+    let mut settings = fleet.settings();
+    settings.prefill_engine_url = vec![settings.worker.external.engine_url.remove(0)];
+    settings.router.prefill = PrefillPlace::Remote;
+    let cluster = Cluster::start(settings).await?;
+    let text = "a prompt of several blocks ".repeat(9);
+    assert_eq!(complete_with(&cluster, "sql", &text).await?["choices"][0]["text"], continuation_of("sql", &text, 6));
+    for engine in &fleet.engines {
+        assert!(engine.seen().iter().all(|body| body["model"] == "sql"));
+    }
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn name_of_a_lora_cannot_be_that_of_another_model() -> Result<()> {
+    let mut fleet = Fleet::with(1, |settings| settings.loras = vec!["sql".to_owned()]).await?;
+    let mut named = fleet.settings();
+    named.common.served_model_name = Some("sql".to_owned());
+    fleet
+        .engines
+        .push(FakeVllm::start(FakeSettings { model: "sql".to_owned(), loras: Vec::new(), ..fleet.settings.clone() }).await?);
+    for settings in [named, fleet.settings()] {
+        let refused = Cluster::start(settings).await.err().context("two models with one name are refused")?.to_string();
+        assert!(refused.contains("sql is the name of a LoRA"), "{refused}");
+    }
+    Ok(())
+}
+
+/// The requests name their rank, so vLLM's own load balancer, which chooses a rank for other requests, is not used.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
+    let fleet = Fleet::with(1, |settings| settings.ranks = 2).await?;
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let engine = &fleet.engines[0];
+    let mut ranks = Vec::new();
+    for document in 0..4 {
+        let text = format!("document {document}: {}", "word ".repeat(60));
+        complete(&cluster, &text).await?;
+        indexed(&cluster, &fleet).await?;
+        let cached = |rank| engine.counted_of(rank).1;
+        let before = [cached(0), cached(1)];
+        complete(&cluster, &text).await?;
+        let [.., first, second] = engine.seen_ranks()[..] else { anyhow::bail!("two requests were sent") };
+        let rank = first.context("the request names its rank")?;
+        assert_eq!(second, Some(rank), "the second request goes to the rank that has the prompt's blocks");
+        let reusable = (text.len() as u64 - 1) / 32 * 32;
+        assert_eq!([cached(rank), cached(1 - rank)], [before[rank] + reusable, before[1 - rank]]);
+        ranks.push(rank);
+    }
+    assert!(ranks.contains(&0) && ranks.contains(&1), "both ranks are used: {ranks:?}");
+    let ids = view(&cluster).await?.workers.into_iter().filter_map(|worker| worker.info).map(|info| info.worker_id);
+    assert_eq!(ids.collect::<std::collections::BTreeSet<_>>(), ["decode-0", "decode-1"].map(str::to_owned).into());
+    cluster.stop().await;
     Ok(())
 }

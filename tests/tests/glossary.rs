@@ -16,10 +16,12 @@ const CHECKED: &[&str] = &[
     "deploy",
     "docs",
     "frontend",
+    "grammar",
     "model",
     "node",
     "engine",
     "kv",
+    "load",
     "prefill-worker",
     "proto",
     "router",
@@ -30,11 +32,19 @@ const CHECKED: &[&str] = &[
 ];
 
 /// Files that contain texts of other authors, as data for tests.
-const DATA: &[&str] = &["ci/goldens/cuts.json", "ci/goldens/texts.py", "ci/goldens/tokenizer.json"];
+const DATA: &[&str] = &[
+    "ci/goldens/conversations.json",
+    "ci/goldens/cuts.json",
+    "ci/goldens/snippets.py",
+    "ci/goldens/templates.json",
+    "ci/goldens/texts.py",
+    "ci/goldens/tokenizer.json",
+    "ci/goldens/tokenizers.json",
+];
 
-/// Parts of lines that may contain a banned word.
+/// Parts of lines in which banned words are allowed.
 const ALLOWED: &[&str] = &[
-    // This line is a prompt in an example.
+    // This line is part of a prompt in an example.
     "Explain it so that a child understands, and then tell me who invented it",
 ];
 

@@ -1,4 +1,4 @@
-//! Several models in one cluster: workers of each, one router and one frontend.
+//! Tests of several models in one cluster: each model has its own workers, and all models share a router and a frontend.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -33,7 +33,6 @@ async fn start(with_workers: &[&str]) -> Result<(Services, Client)> {
     Ok((services, client))
 }
 
-/// Sends a prompt of several blocks. Returns the status and the answer.
 async fn complete(client: &Client, model: &str) -> Result<(u16, Value)> {
     let prompt = "The prompt is the same for all models and has several blocks. ".repeat(4);
     let answer = client.answer("/v1/completions", &json!({ "model": model, "prompt": prompt, "max_tokens": 4 })).await?;

@@ -1,4 +1,4 @@
-//! When clients disconnect, everything that was reserved for their requests is released.
+//! Tests that all resources of a request are released when its client disconnects.
 
 use anyhow::Result;
 use serde_json::json;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use tandem::settings::PrefillPlace;
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
-/// Sends 200 requests. The clients of half of them disconnect, either before the first token or while the answer is streamed.
+/// Two hundred requests are sent. The clients of half of them disconnect, before the first token or while the answer is streamed.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases() -> Result<()> {
     for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let mut settings = sim_settings_with(prefill);
-        // The engines are so slow that clients disconnect in all phases. The caches are so small that sequences are preempted.
+        // The engines are so slow that clients disconnect in every phase of a request. The caches are so small that sequences are preempted.
         settings.worker.sim.sim_speedup = 10.0;
         settings.worker.kv_capacity_tokens = Some(16_384);
         let cluster = start(settings).await?;
@@ -25,7 +25,7 @@ async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases(
                 let reads_answer = number % 2 == 0;
                 let options = match reads_answer {
                     true => json!({ "max_tokens": 5 + number % 60, "stream": number % 4 == 0, "n": 1 + number % 4 / 2 }),
-                    // This answer is so long that it is not complete when its client disconnects.
+                    // The answer is so long that its client disconnects before it is complete.
                     false => json!({ "max_tokens": 2_000, "stream": true, "ignore_eos": true }),
                 };
                 let request = endpoint.request(&model, &text, options);
@@ -34,16 +34,14 @@ async fn no_resource_is_held_after_half_the_clients_disconnect_at_random_phases(
                     anyhow::ensure!(answer.status == 200, "request {number}: {answer:?}");
                     return anyhow::Ok(());
                 }
-                // The errors of these clients are ignored, because they do not read the answer.
+                // Errors of these clients are ignored, because the clients do not read their answers.
                 match number % 6 {
-                    // These clients disconnect before the first token, while the request is queued, prefilled or transferred.
+                    // The client disconnects before the first token, while the request is queued, prefilled or transferred.
                     1 => {
                         let disconnect_after = Duration::from_micros(number * 7_919 % 400_000);
                         let _ = tokio::time::timeout(disconnect_after, client.send(endpoint.path(), &request)).await;
                     }
-                    // These clients disconnect when the first token arrives.
                     3 => drop(client.send(endpoint.path(), &request).await?),
-                    // These clients disconnect while the answer is streamed.
                     _ => {
                         let mut response = client.send(endpoint.path(), &request).await?;
                         for _ in 0..number % 20 {

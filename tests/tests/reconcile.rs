@@ -1,4 +1,4 @@
-//! The usage that clients receive must agree with the metrics of the frontend and of the workers.
+//! Tests that the usage which clients receive agrees with the metrics of the frontend and of the workers.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -9,7 +9,6 @@ use tandem_tests::{
     Answer, Client, Endpoint, TestCluster, prose, sim_settings, sim_settings_with, start, start_without_cached_tokens,
 };
 
-/// The sums of the usage of finished requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Usage {
     requests: u64,
@@ -29,7 +28,6 @@ impl AddAssign for Usage {
     }
 }
 
-/// Returns the request with this number: its endpoint, its body, and the number of its prompts.
 fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
     let length = 20 + (number as usize * 37) % 300;
     // Each text is used for several requests, so that some of its blocks are cached.
@@ -41,7 +39,7 @@ fn request(model: &str, number: u64) -> (Endpoint, Value, u64) {
         1 => (Endpoint::Completions, 3, json!({ "prompt": [text(number), text(number), text(number + 1)], "n": 2 })),
         2 => (Endpoint::Completions, 1, json!({ "prompt": ids, "max_tokens": 1 })),
         3 => (Endpoint::Completions, 2, json!({ "prompt": [ids, [1, 2, 3]], "ignore_eos": true, "min_tokens": 3 })),
-        // Logits of the prompt are requested, so the cache is not read.
+        // The prompt's logprobs are requested, so the cache is not read.
         4 => (Endpoint::Completions, 1, json!({ "echo": true, "logprobs": 2, "max_tokens": 4 })),
         5 => (Endpoint::Completions, 1, json!({ "echo": true, "max_tokens": 0 })),
         6 => (Endpoint::Chat, 1, json!({ "stop": ["e", "a"], "max_completion_tokens": 40, "temperature": 2 })),
@@ -66,7 +64,6 @@ fn usage_of(answer: &Answer, prompts: u64) -> Usage {
     }
 }
 
-/// Sends the requests with these numbers concurrently, and sums their usage.
 async fn send_all(cluster: &TestCluster, client: &Client, numbers: std::ops::Range<u64>) -> Result<Usage> {
     let mut clients = tokio::task::JoinSet::new();
     for number in numbers {
@@ -109,7 +106,6 @@ async fn disconnect_clients(cluster: &TestCluster, client: &Client, clients: u64
     Ok((scheduled, uncertain))
 }
 
-/// Returns the sum of those series of a counter that have these labels.
 async fn counted(client: &Client, name: &str, labels: &str) -> Result<u64> {
     Ok(client.metric(name, labels).await? as u64)
 }
@@ -123,7 +119,7 @@ async fn usage_counted_by_frontend(client: &Client, source: &str) -> Result<Usag
         completion_tokens: frontend("completion_tokens_total", "").await?,
         cached_tokens: frontend("cached_tokens_total", &format!("source=\"{source}\"")).await?,
     };
-    // The following metrics must have the same sums.
+    // The frontend's counters and histograms must have the same sums.
     assert_eq!(frontend("cached_tokens_total", "").await?, usage.cached_tokens);
     assert_eq!(frontend("request_cached_tokens_sum", "").await?, usage.cached_tokens);
     assert_eq!(frontend("request_prompt_tokens_sum", "").await?, usage.prompt_tokens);
@@ -139,7 +135,7 @@ async fn assert_counts_agree(cluster: TestCluster, place: PrefillPlace, source: 
     let workers = async |name: &str| counted(&client, &format!("tandem_worker_{name}"), "").await;
 
     let mut reported = send_all(&cluster, &client, 0..100).await?;
-    // Waits until the router's index has the blocks, so that the next requests use the caches.
+    // The next requests use the caches only if the router's index has the blocks.
     cluster.settle_events().await?;
     reported += send_all(&cluster, &client, 100..200).await?;
     assert!(reported.cached_tokens > 0, "{reported:?}");
@@ -152,7 +148,7 @@ async fn assert_counts_agree(cluster: TestCluster, place: PrefillPlace, source: 
         assert_eq!(workers("cached_tokens_total").await?, reported.cached_tokens, "{place:?}");
     }
 
-    // The frontend's sums exclude refused and cancelled requests; the workers' sums include every request that they started.
+    // The frontend's sums exclude refused and cancelled requests. The workers' sums include every request that they started.
     let (more, disconnected) = tokio::join!(send_all(&cluster, &client, 200..260), disconnect_clients(&cluster, &client, 40));
     reported += more?;
     let (scheduled, uncertain) = disconnected?;

@@ -1,4 +1,4 @@
-//! On the real model, tokens and logprobs are identical bit for bit, however the prompt was computed.
+//! Tests with the real model that tokens and logprobs have the same bits, however the prompt was computed.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -15,7 +15,6 @@ fn request(model: &str, salt: &str, seed: u64, n: u64) -> Value {
     Endpoint::Completions.request(model, &prose(salt, 330), options)
 }
 
-/// Returns the choices, whose texts and logprobs must not change, and the number of cached tokens of the answer.
 async fn choices(client: &Client, request: &Value) -> Result<(Vec<Value>, u64)> {
     let answer = client.answer(PATH, request).await?;
     anyhow::ensure!(answer.status == 200, "{answer:?}");
@@ -48,7 +47,7 @@ async fn answers_are_bit_identical_cold_cached_local_remote_batched_and_chunked(
         let (batched, others) = tokio::join!(choices(&client, &target), others);
         let ((batched, cached), others) = (batched?, others?);
         assert_eq!(cached, 0, "{name}");
-        // The same request is sent again. Now it runs alone, and its prompt is cached.
+        // The second time, the same request runs alone, and its prompt is cached.
         let (warm, cached) = choices(&client, &target).await?;
         assert!(cached > 300, "{name}: {cached}");
         assert_eq!(warm, batched, "{name}: a cached request alone and a cold one in a batch differ");

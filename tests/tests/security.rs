@@ -1,4 +1,4 @@
-//! docs/security.md names only tests that exist.
+//! Checks that docs/security.md names only tests that exist.
 
 use std::collections::BTreeSet;
 use tandem_tests::workspace::{files, root, text};
@@ -7,7 +7,7 @@ use tandem_tests::workspace::{files, root, text};
 fn tests_named_on_the_security_page_exist() {
     let root = root();
     let page = text(&root.join("docs/security.md"));
-    // Names of tests are the only code on the page with two underscores or more.
+    // Names of tests are the only code in the document with at least two underscores.
     let is_test = |code: &&str| {
         code.matches('_').count() >= 2 && code.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
     };

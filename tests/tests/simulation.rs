@@ -2,7 +2,6 @@
 
 use tandem_tests::simulation::{Coverage, run, run_all};
 
-/// The coverage that the seeds must reach.
 const REQUIRED: Coverage = Coverage {
     requests: 15_000,
     answered: 10_000,
@@ -21,7 +20,7 @@ fn simulations_of_a_thousand_seeds_keep_all_invariants() {
         if !report.violations.is_empty() {
             failures.push(report.failure());
         }
-        // Stops after a few failures.
+        // The loop stops after a few failures.
         failures.len() < 5
     });
     assert!(failures.is_empty(), "\n{}", failures.join("\n"));

@@ -1,4 +1,4 @@
-//! Backpressure on a client that stops reading.
+//! Tests of backpressure on a client that stops reading.
 
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -10,29 +10,27 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-/// Sends a request without reading the answer. The socket's receive buffer has a fixed size, because the system would otherwise let it
-/// grow.
+/// Sends a request without reading the answer. The socket's receive buffer has a fixed size, because the system would otherwise enlarge it.
 async fn send(frontend: SocketAddr, request: &serde_json::Value) -> Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_recv_buffer_size(1 << 16)?;
     let mut connection = socket.connect(frontend).await?;
     let (path, body) = (Endpoint::Chat.path(), request.to_string());
-    // With HTTP/1.0 the answer has no chunked encoding: it ends when the connection is closed.
+    // An answer over HTTP/1.0 has no chunked encoding: it ends when the connection is closed.
     let head = format!("POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n", body.len());
     connection.write_all((head + &body).as_bytes()).await?;
     Ok(connection)
 }
 
-/// The number of tokens that are generated before the client reads them is bounded, other requests are served meanwhile, and no text is
-/// lost.
+/// The number of tokens that are generated before the client reads them is bounded. Meanwhile other requests are served. No text is lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()> {
     const TOKENS: u64 = 15_000;
-    // Limit on the tokens that are generated but not yet read: the frontend's socket buffers some megabytes, and the answer has more than
-    // one KiB per token.
+    // Maximum number of tokens that are generated but not yet read. The sockets buffer some megabytes, and the answer has more than one KiB per
+    // token.
     const AHEAD_MAX: f64 = 10_000.0;
     let mut settings = sim_settings_with(PrefillPlace::Local);
-    // With a finite speed-up each step would sleep for at least a millisecond.
+    // With a finite speed-up, each step would sleep for at least a millisecond.
     settings.worker.sim.sim_speedup = f64::INFINITY;
     let cluster = start(settings).await?;
     let client = Client::new(cluster.frontend());
@@ -48,7 +46,7 @@ async fn client_that_stops_reading_pauses_only_its_own_generation() -> Result<()
     let computed = async || client.metric("tandem_worker_batch_tokens_sum", "decode").await;
     let before = computed().await?;
     let mut unread = send(cluster.frontend(), &request).await?;
-    // No event reports that a sequence is not scheduled any more, so the test polls until no token has been computed for 500 ms.
+    // No event reports that a sequence is no longer scheduled. So the test polls until no token has been computed for 500 ms.
     let stopped_generating = async {
         let mut last = before;
         loop {

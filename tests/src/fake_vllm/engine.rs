@@ -15,12 +15,23 @@ pub struct Cache {
     held: HashSet<u64>,
 }
 
+/// The properties of a prompt that decide which of its blocks are cached.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// The token ids of the prompt.
+    pub tokens: &'a [u32],
+    /// The `cache_salt` of the request.
+    pub salt: &'a str,
+    /// The name of the LoRA with which the prompt is computed; `None` if it is computed without a LoRA.
+    pub lora: Option<&'a str>,
+}
+
 /// The result of storing a prompt.
 #[derive(Debug)]
 pub struct Stored {
     /// The number of leading tokens that were cached.
     pub cached_tokens: usize,
-    /// The events that the engine publishes.
+    /// The events that the engine publishes about the change.
     pub events: Vec<EngineEvent>,
 }
 
@@ -30,10 +41,10 @@ impl Cache {
         Self { block_size, capacity, used: VecDeque::new(), held: HashSet::new() }
     }
 
-    /// Finds the leading blocks of a prompt with this salt, stores its other blocks, and drops the oldest blocks beyond the capacity. If
-    /// `report_hits` is true, the events include the found blocks. If `lookup` is false, no block is found.
-    pub fn store(&mut self, tokens: &[u32], salt: &str, report_hits: bool, lookup: bool) -> Stored {
-        let hashes = hashes(tokens, salt, self.block_size);
+    /// Finds the leading blocks of a prompt, stores its other blocks, and drops the oldest blocks beyond the capacity. If `report_hits` is
+    /// true, the events include the found blocks. If `lookup` is false, no block is found.
+    pub fn store(&mut self, prompt: Prompt<'_>, report_hits: bool, lookup: bool) -> Stored {
+        let (hashes, Prompt { tokens, salt, lora }) = (hashes(prompt, self.block_size), prompt);
         // The last token is always computed, so the block that ends with it is not reused.
         let reusable = tokens.len().saturating_sub(1) / self.block_size;
         let found = if lookup { hashes.iter().take(reusable).take_while(|hash| self.held.contains(hash)).count() } else { 0 };
@@ -47,7 +58,7 @@ impl Cache {
                 parent: from.checked_sub(1).map(|parent| EngineHash::Number(hashes[parent])),
                 tokens: tokens[from * self.block_size..(from + blocks.len()) * self.block_size].to_vec(),
                 block_size: self.block_size as u32,
-                lora: false,
+                lora: lora.map(str::to_owned),
                 extra_keys: (from..from + blocks.len())
                     .map(|at| if at == 0 { ExtraKeys::Text(salt.to_owned()) } else { ExtraKeys::None })
                     .collect(),
@@ -79,7 +90,7 @@ impl Cache {
         Stored { cached_tokens: found * self.block_size, events }
     }
 
-    /// Drops all blocks.
+    /// Drops all blocks. Returns the events that report this.
     pub fn clear(&mut self) -> Vec<EngineEvent> {
         self.used.clear();
         self.held.clear();
@@ -102,13 +113,17 @@ impl Cache {
     }
 }
 
-fn hashes(tokens: &[u32], salt: &str, block_size: usize) -> Vec<u64> {
-    let mut last = salt.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| mix(hash ^ u64::from(byte)));
+fn hashes(Prompt { tokens, salt, lora }: Prompt<'_>, block_size: usize) -> Vec<u64> {
+    let mut last = hash_text(hash_text(0xcbf2_9ce4_8422_2325, salt), lora.unwrap_or_default());
     let blocks = tokens.chunks_exact(block_size).map(|block| {
         last = block.iter().fold(last, |hash, token| mix(hash ^ u64::from(*token)));
         last
     });
     blocks.collect()
+}
+
+fn hash_text(hash: u64, text: &str) -> u64 {
+    text.bytes().fold(hash, |hash, byte| mix(hash ^ u64::from(byte)))
 }
 
 fn mix(value: u64) -> u64 {
@@ -117,7 +132,12 @@ fn mix(value: u64) -> u64 {
 
 /// Returns the token that the fake model generates after these tokens. Without a seed the model samples greedily.
 pub fn next_token(tokens: &[u32], seed: Option<u64>) -> u32 {
-    let of_tokens = tokens.iter().fold(7, |hash, token| mix(hash ^ u64::from(*token)));
+    next_token_of("", tokens, seed)
+}
+
+/// Returns the token that the fake model generates with a LoRA of this name. The empty name stands for the model without a LoRA.
+pub fn next_token_of(lora: &str, tokens: &[u32], seed: Option<u64>) -> u32 {
+    let of_tokens = tokens.iter().fold(hash_text(7, lora), |hash, token| mix(hash ^ u64::from(*token)));
     (mix(of_tokens ^ seed.map_or(0, |seed| mix(seed ^ tokens.len() as u64))) % VOCABULARY) as u32
 }
 
@@ -130,7 +150,7 @@ pub struct HeldKv {
     pub until: tokio::time::Instant,
 }
 
-/// The network between the fake engines: the held KV of all engines, by the ids of engine and request.
+/// The network between the fake engines. It maps the ids of engine and request to the KV that the engine holds.
 pub type Fabric = std::sync::Arc<parking_lot::Mutex<HashMap<(String, String), HeldKv>>>;
 
 #[cfg(test)]
@@ -140,11 +160,13 @@ mod tests {
     #[test]
     fn fake_cache_finds_stored_prefixes_and_drops_the_oldest() {
         let mut cache = Cache::new(4, 3);
-        let prompt: Vec<u32> = (0..12).collect();
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 8, "the last block is computed again for its last token");
-        assert_eq!(cache.store(&prompt, "other", true, true).cached_tokens, 0);
+        let tokens: Vec<u32> = (0..12).collect();
+        let prompt = Prompt { tokens: &tokens, salt: "s", lora: None };
+        let mut cached = |prompt| cache.store(prompt, true, true).cached_tokens;
+        assert_eq!([cached(prompt), cached(prompt)], [0, 8], "the last block is computed again for its last token");
+        for other in [Prompt { salt: "other", ..prompt }, Prompt { lora: Some("lora"), ..prompt }, prompt] {
+            assert_eq!(cached(other), 0, "the oldest prompt was dropped");
+        }
         assert_eq!(cache.len(), 3);
-        assert_eq!(cache.store(&prompt, "s", true, true).cached_tokens, 0, "the oldest prompt was dropped");
     }
 }

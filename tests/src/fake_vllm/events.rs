@@ -39,7 +39,7 @@ impl Default for PublisherSettings {
     }
 }
 
-/// Publishes KV events until it is dropped.
+/// A publisher of KV events, which runs until this value is dropped.
 pub struct Publisher {
     settings: PublisherSettings,
     commands: mpsc::Sender<Command>,
@@ -99,12 +99,13 @@ impl Publisher {
         self.command(|reply| Command::PublishBytes(payload, reply)).await
     }
 
-    /// Does not send the next `batches` batches to subscribers, as if the subscribers were too slow. The batches can still be replayed.
+    /// Makes the publisher not send the next `batches` batches to subscribers, as if the subscribers were too slow. The batches can still be
+    /// replayed.
     pub async fn drop_next(&self, batches: usize) -> Result<()> {
         self.command(|reply| Command::DropNext(batches, reply)).await
     }
 
-    /// Drops all batches that are kept for replays.
+    /// Drops all batches that the publisher keeps for replays.
     pub async fn forget(&self) -> Result<()> {
         self.command(Command::Forget).await
     }
@@ -124,7 +125,7 @@ impl Publisher {
         self.command(|reply| Command::Reopen { as_other_process: false, reply }).await?
     }
 
-    /// Restarts at the same endpoints like a new process: batch numbers start at 0 again, and earlier batches cannot be replayed.
+    /// Restarts the publisher at the same endpoints, like a new process: batch numbers start at 0 again, and earlier batches cannot be replayed.
     pub async fn restart(&self) -> Result<()> {
         self.command(|reply| Command::Reopen { as_other_process: true, reply }).await?
     }
@@ -152,7 +153,7 @@ struct Sockets {
 }
 
 impl Drop for Sockets {
-    /// Closes the connections, because an `XPubSocket` does not close them when it is dropped.
+    /// The connections must be closed explicitly, because an `XPubSocket` does not close them when it is dropped.
     fn drop(&mut self) {
         let backend = self.publish.backend();
         while let Some(Some(event)) = self.accepted.next().now_or_never() {
@@ -191,7 +192,7 @@ impl State {
                     Some(command) => self.execute(command, &mut sockets).await,
                     None => return,
                 },
-                // An error here means only that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
+                // An error shows only that one subscriber has disconnected. A message whose first byte is 1 is a subscription.
                 received = sockets.publish.recv() => {
                     if received.is_ok_and(|message| message.get(0).is_some_and(|frame| frame.first() == Some(&1))) {
                         self.subscribed.send_modify(|count| *count += 1);
@@ -207,7 +208,7 @@ impl State {
     }
 
     async fn execute(&mut self, command: Command, sockets: &mut Sockets) {
-        // Sending a reply fails if the caller does not wait for it any more.
+        // Sending a reply fails only if the caller no longer waits for it.
         match command {
             Command::Publish(events, reply) => {
                 let payload = encode(self.next as f64, &events, self.settings.data_parallel_rank);
@@ -243,7 +244,7 @@ impl State {
             self.to_drop -= 1;
         } else {
             let frames = [self.settings.topic.clone().into_bytes(), number.to_be_bytes().to_vec(), payload.clone()];
-            // The send fails if a subscriber has disconnected.
+            // Sending fails only if a subscriber has disconnected.
             let _ = sockets.publish.send(message(frames)).await;
         }
         self.kept.push_back((number, payload));
@@ -292,7 +293,7 @@ fn message<const N: usize>(frames: [Vec<u8>; N]) -> ZmqMessage {
     message
 }
 
-/// Returns a batch as vLLM 0.32 encodes it. `time` is the engine's clock.
+/// Returns a batch in the encoding of vLLM 0.32. `time` is the time of the engine's clock.
 pub fn encode(time: f64, events: &[EngineEvent], data_parallel_rank: u32) -> Vec<u8> {
     let events = events.iter().map(event).collect();
     let mut bytes = Vec::new();
@@ -324,10 +325,10 @@ fn event(event: &EngineEvent) -> Value {
             ("parent_block_hash", Some(parent.as_ref().map_or(Value::Nil, hash))),
             ("token_ids", Some(list(tokens, |token| (*token).into()))),
             ("block_size", Some((*block_size).into())),
-            ("lora_id", Some(if *lora { 1.into() } else { Value::Nil })),
+            ("lora_id", Some(if lora.is_some() { 1.into() } else { Value::Nil })),
             ("medium", Some(self::medium(*medium))),
-            ("lora_name", Some(if *lora { "adapter".into() } else { Value::Nil })),
-            ("extra_keys", (!extra_keys.is_empty()).then(|| list(extra_keys, keys))),
+            ("lora_name", Some(lora.as_deref().map_or(Value::Nil, Into::into))),
+            ("extra_keys", (!extra_keys.is_empty()).then(|| list(extra_keys, |of| keys(lora.as_deref(), of)))),
             ("group_idx", group.map(Into::into)),
             ("kv_cache_spec_kind", kind.as_deref().map(Into::into)),
             ("session_id", session.as_deref().map(Into::into)),
@@ -362,12 +363,15 @@ fn medium(medium: Medium) -> Value {
     .into()
 }
 
-fn keys(keys: &ExtraKeys) -> Value {
-    match keys {
-        ExtraKeys::None => Value::Nil,
-        ExtraKeys::Text(text) => Value::Array(vec![text.as_str().into()]),
-        ExtraKeys::Other => Value::Array(vec![Value::Array(vec!["image".into(), 0.into()])]),
-    }
+/// vLLM lists the name of the LoRA before the other keys of a block.
+fn keys(lora: Option<&str>, keys: &ExtraKeys) -> Value {
+    let other = match keys {
+        ExtraKeys::None => None,
+        ExtraKeys::Text(text) => Some(text.as_str().into()),
+        ExtraKeys::Other => Some(Value::Array(vec!["image".into(), 0.into()])),
+    };
+    let keys: Vec<Value> = lora.map(Into::into).into_iter().chain(other).collect();
+    if keys.is_empty() { Value::Nil } else { Value::Array(keys) }
 }
 
 #[cfg(test)]
@@ -382,6 +386,23 @@ mod tests {
         include_str!("../../../adapter/testdata/vllm-0.32/cleared_then_stored.hex"),
         include_str!("../../../adapter/testdata/vllm-0.32/removed_then_stored.hex"),
     ];
+
+    #[test]
+    fn encoded_blocks_of_a_lora_are_decoded_again() {
+        let event = EngineEvent::Stored(BlocksStored {
+            hashes: vec![EngineHash::Number(1), EngineHash::Number(2)],
+            parent: None,
+            tokens: vec![7, 8],
+            block_size: 1,
+            lora: Some("lora".to_owned()),
+            extra_keys: vec![ExtraKeys::Text("salt".to_owned()), ExtraKeys::None],
+            medium: Medium::Device,
+            group: Some(0),
+            kind: None,
+            session: None,
+        });
+        assert_eq!(decode(&encode(0.0, std::slice::from_ref(&event), 3)).unwrap().events, [event]);
+    }
 
     #[test]
     fn encoded_events_equal_recorded_payloads() {

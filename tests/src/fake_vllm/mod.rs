@@ -1,4 +1,4 @@
-//! A vLLM server without a model, for tests. It sends the same bytes as a stock server; its payloads were recorded with vLLM 0.32.0.
+//! A fake vLLM server without a model, for tests. It sends the same bytes as a stock server; its payloads were recorded with vLLM 0.32.0.
 
 pub mod engine;
 pub mod events;

@@ -1,8 +1,8 @@
 //! The HTTP server of a fake vLLM engine, with the paths and bodies of vLLM 0.32.
 
 use super::{
-    engine::{Cache, Fabric, HeldKv, next_token},
-    events::Publisher,
+    engine::{Cache, Fabric, HeldKv, Prompt, next_token_of},
+    events::{Publisher, PublisherSettings},
 };
 use anyhow::Result;
 use axum::{
@@ -35,7 +35,9 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::Instant};
 pub struct FakeSettings {
     /// The number of tokens in a block.
     pub block_size: usize,
-    /// The number of blocks in the device's memory.
+    /// The number of data-parallel ranks (`--data-parallel-size`). Each has its own cache, and publishes its KV events at its own ports.
+    pub ranks: usize,
+    /// The number of blocks in the memory of each rank's device.
     pub blocks: usize,
     /// Whether the engine publishes KV events.
     pub events: bool,
@@ -49,7 +51,9 @@ pub struct FakeSettings {
     pub fabric: Fabric,
     /// The id of the engine's model.
     pub model: String,
-    /// The directory from which the engine reports to have loaded its model; `None`: it reports none.
+    /// The names of the LoRAs that the engine serves besides its model (`--lora-modules`).
+    pub loras: Vec<String>,
+    /// The directory from which the engine reports to have loaded its model; `None` if it reports none.
     pub root: Option<PathBuf>,
     /// The port at which the server listens; 0 stands for any free port.
     pub port: u16,
@@ -59,6 +63,7 @@ impl Default for FakeSettings {
     fn default() -> Self {
         Self {
             block_size: 32,
+            ranks: 1,
             blocks: 512,
             events: true,
             reports_cached_tokens: true,
@@ -66,56 +71,78 @@ impl Default for FakeSettings {
             lease: Duration::from_secs(30),
             fabric: Fabric::default(),
             model: "fake".to_owned(),
+            loras: Vec::new(),
             root: None,
             port: 0,
         }
     }
 }
 
-/// A vLLM server that runs until it is dropped.
+/// A fake vLLM server, which runs until this value is dropped.
 pub struct FakeVllm {
     address: SocketAddr,
     engine: Arc<Engine>,
     _serving: JoinSet<()>,
 }
 
-/// The state that all handlers share.
 struct Engine {
     settings: FakeSettings,
     id: String,
     started: AtomicU64,
-    cache: Mutex<Cache>,
-    publisher: Option<Publisher>,
-    /// The running requests by id. A request is aborted when its value becomes true.
+    ranks: Vec<Rank>,
+    loras: Mutex<Vec<String>>,
+    /// The running requests by their ids. A request is aborted when its value becomes true.
     running: Mutex<HashMap<String, watch::Sender<bool>>>,
     requests: AtomicUsize,
     next: AtomicU64,
     fails: AtomicBool,
-    /// The bodies of all requests to generate tokens.
-    seen: Mutex<Vec<Value>>,
+    /// The rank and the body of each request to generate tokens. The rank is that of the header `X-data-parallel-rank`.
+    seen: Mutex<Vec<(Option<usize>, Value)>>,
+}
+
+struct Rank {
+    cache: Mutex<Cache>,
+    publisher: Option<Publisher>,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
 }
 
+impl Rank {
+    async fn new(number: u32, settings: &FakeSettings) -> Result<Self> {
+        let publishing = PublisherSettings { data_parallel_rank: number, ..PublisherSettings::default() };
+        Ok(Self {
+            cache: Mutex::new(Cache::new(settings.block_size, settings.blocks - 1)),
+            publisher: if settings.events { Some(Publisher::bind_with(publishing).await?) } else { None },
+            prompt_tokens: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(0),
+        })
+    }
+
+    fn counted(&self) -> (u64, u64) {
+        (self.prompt_tokens.load(Ordering::SeqCst), self.cached_tokens.load(Ordering::SeqCst))
+    }
+}
+
 impl FakeVllm {
-    /// Starts a server.
+    /// Starts a fake server.
     pub async fn start(settings: FakeSettings) -> Result<Self> {
-        let publisher = if settings.events { Some(Publisher::bind().await?) } else { None };
+        let mut ranks = Vec::new();
+        for number in 0..settings.ranks {
+            ranks.push(Rank::new(number as u32, &settings).await?);
+        }
         let listener = TcpListener::bind(("127.0.0.1", settings.port)).await?;
         let address = listener.local_addr()?;
         let engine = Arc::new(Engine {
             id: format!("engine-{}", address.port()),
-            cache: Mutex::new(Cache::new(settings.block_size, settings.blocks - 1)),
+            loras: Mutex::new(settings.loras.clone()),
             settings,
             started: AtomicU64::new(1_000),
-            publisher,
+            ranks,
             running: Mutex::default(),
             requests: AtomicUsize::new(0),
             next: AtomicU64::new(0),
             fails: AtomicBool::new(false),
             seen: Mutex::default(),
-            prompt_tokens: AtomicU64::new(0),
-            cached_tokens: AtomicU64::new(0),
         });
         let routes = Router::new()
             .route("/health", get(async || StatusCode::OK))
@@ -128,7 +155,7 @@ impl FakeVllm {
             .with_state(Arc::clone(&engine));
         let mut serving = JoinSet::new();
         serving.spawn(async move {
-            // vLLM's server sets this, too. Otherwise an event waits until the client has acknowledged the one before.
+            // As in vLLM's server, Nagle's algorithm is disabled. Otherwise an event would wait until the client has acknowledged the one before.
             let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
             let _ = axum::serve(listener, routes).await;
         });
@@ -152,22 +179,38 @@ impl FakeVllm {
 
     /// Returns the bodies of all requests to generate tokens so far.
     pub fn seen(&self) -> Vec<Value> {
-        self.engine.seen.lock().clone()
+        self.engine.seen.lock().iter().map(|(_, body)| body.clone()).collect()
+    }
+
+    /// Returns the data-parallel ranks that the requests to generate tokens name.
+    pub fn seen_ranks(&self) -> Vec<Option<usize>> {
+        self.engine.seen.lock().iter().map(|(rank, _)| *rank).collect()
     }
 
     /// Returns the number of prompt tokens of all local prefills, and how many of them were cached, as vLLM's metrics count them.
     pub fn counted(&self) -> (u64, u64) {
-        (self.engine.prompt_tokens.load(Ordering::SeqCst), self.engine.cached_tokens.load(Ordering::SeqCst))
+        let ranks = self.engine.ranks.iter().map(Rank::counted);
+        ranks.fold((0, 0), |(prompts, cached), (more, hits)| (prompts + more, cached + hits))
+    }
+
+    /// Returns the number of prompt tokens of a rank's local prefills, and how many of them were cached.
+    pub fn counted_of(&self, rank: usize) -> (u64, u64) {
+        self.engine.ranks[rank].counted()
     }
 
     /// Returns the number of cached blocks.
     pub fn cached_blocks(&self) -> usize {
-        self.engine.cache.lock().len()
+        self.engine.ranks.iter().map(|rank| rank.cache.lock().len()).sum()
     }
 
-    /// Returns the publisher of the engine's KV events; `None` if the engine publishes no events.
+    /// Returns the publisher of the first rank's KV events; `None` if the engine publishes no events.
     pub fn publisher(&self) -> Option<&Publisher> {
-        self.engine.publisher.as_ref()
+        self.engine.ranks[0].publisher.as_ref()
+    }
+
+    /// Unloads a LoRA, as a call to `/v1/unload_lora_adapter` does.
+    pub fn unload_lora(&self, name: &str) {
+        self.engine.loras.lock().retain(|lora| lora != name);
     }
 
     /// Sets whether every request to generate tokens fails with HTTP 500.
@@ -188,27 +231,33 @@ impl FakeVllm {
 
 async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
     let FakeSettings { model, root, .. } = &engine.settings;
-    Json(json!({ "data": [{ "id": model, "root": root, "max_model_len": 4096 }] }))
+    let base = json!({ "id": model, "root": root, "parent": null, "max_model_len": 4096 });
+    let loras = engine.loras.lock();
+    let lora = |name: &String| json!({ "id": name, "root": format!("/loras/{name}"), "parent": model, "max_model_len": null });
+    Json(json!({ "data": std::iter::once(base).chain(loras.iter().map(lora)).collect::<Vec<_>>() }))
 }
 
 async fn metrics(State(engine): State<Arc<Engine>>) -> String {
-    let FakeSettings { block_size, blocks, .. } = &engine.settings;
-    format!(
-        "process_start_time_seconds {}.0\nvllm:num_requests_running{{engine=\"0\"}} {}.0\n\
-         vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"0\",num_gpu_blocks=\"{blocks}\"}} 1.0\n",
-        engine.started.load(Ordering::SeqCst),
-        engine.requests.load(Ordering::SeqCst),
-    )
+    let FakeSettings { block_size, blocks, ranks, .. } = &engine.settings;
+    let constants = (0..*ranks).map(|rank| {
+        format!(
+            "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"}} 1.0\n"
+        )
+    });
+    format!("process_start_time_seconds {}.0\n{}", engine.started.load(Ordering::SeqCst), constants.collect::<String>())
 }
 
 async fn event_sources(State(engine): State<Arc<Engine>>) -> Response {
-    let Some(publisher) = &engine.publisher else { return StatusCode::NOT_FOUND.into_response() };
-    let of = publisher.endpoints();
-    Json(json!({ "0": {
-        "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": of.endpoint, "replay_endpoint": of.replay_endpoint,
-        "buffer_steps": 10_000, "topic": of.topic,
-    } }))
-    .into_response()
+    let source = |(rank, of): (usize, &Rank)| {
+        let of = of.publisher.as_ref()?.endpoints();
+        let source = json!({
+            "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": of.endpoint, "replay_endpoint": of.replay_endpoint,
+            "buffer_steps": 10_000, "topic": of.topic,
+        });
+        Some((rank.to_string(), source))
+    };
+    let sources: serde_json::Map<_, _> = engine.ranks.iter().enumerate().filter_map(source).collect();
+    if sources.is_empty() { StatusCode::NOT_FOUND.into_response() } else { Json(sources).into_response() }
 }
 
 async fn abort(State(engine): State<Arc<Engine>>, Json(body): Json<Value>) -> StatusCode {
@@ -241,7 +290,8 @@ fn error(status: StatusCode, message: &str) -> Response {
 
 async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: Bytes) -> Response {
     let Ok(body) = serde_json::from_slice::<Value>(&body) else { return error(StatusCode::BAD_REQUEST, "not JSON") };
-    engine.seen.lock().push(body.clone());
+    let named = headers.get("x-data-parallel-rank").and_then(|rank| rank.to_str().ok()?.parse::<usize>().ok());
+    engine.seen.lock().push((named, body.clone()));
     if engine.fails.load(Ordering::SeqCst) {
         return error(StatusCode::INTERNAL_SERVER_ERROR, "EngineCore encountered an issue.");
     }
@@ -253,6 +303,16 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
         return error(StatusCode::BAD_REQUEST, "This model's maximum context length is 4096 tokens.");
     }
     let number = engine.next.fetch_add(1, Ordering::SeqCst);
+    // If a request names no rank, vLLM's load balancer chooses one.
+    let Some(rank) = engine.ranks.get(named.unwrap_or(number as usize % engine.ranks.len())) else {
+        return error(StatusCode::BAD_REQUEST, "data_parallel_rank is out of range");
+    };
+    let lora = match body["model"].as_str().filter(|model| *model != engine.settings.model) {
+        Some(model) if !engine.loras.lock().iter().any(|lora| lora == model) => {
+            return error(StatusCode::NOT_FOUND, &format!("The model `{model}` does not exist."));
+        }
+        lora => lora.map(str::to_owned),
+    };
     let id = headers.get("x-request-id").and_then(|id| id.to_str().ok()).map_or_else(|| number.to_string(), str::to_owned);
     let id = format!("generate-tokens-{id}");
     let (aborted, is_aborted) = watch::channel(false);
@@ -279,8 +339,9 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
     let salt = text(&body["cache_salt"]);
     let context = pulled.clone().unwrap_or_else(|| tokens.clone());
     tokio::time::sleep(engine.settings.step).await;
-    let stored = engine.cache.lock().store(&context, &salt, report_hits, !wants_prompt);
-    if let Some(publisher) = engine.publisher.as_ref().filter(|_| !stored.events.is_empty()) {
+    let prompt = Prompt { tokens: &context, salt: &salt, lora: lora.as_deref() };
+    let stored = rank.cache.lock().store(prompt, report_hits, !wants_prompt);
+    if let Some(publisher) = rank.publisher.as_ref().filter(|_| !stored.events.is_empty()) {
         let _ = publisher.publish(stored.events).await;
     }
     let cached = if pulled.is_some() {
@@ -289,12 +350,13 @@ async fn generate(State(engine): State<Arc<Engine>>, headers: HeaderMap, body: B
         stored.cached_tokens as u64
     };
     if pulled.is_none() {
-        engine.prompt_tokens.fetch_add(tokens.len() as u64, Ordering::SeqCst);
-        engine.cached_tokens.fetch_add(stored.cached_tokens as u64, Ordering::SeqCst);
+        rank.prompt_tokens.fetch_add(tokens.len() as u64, Ordering::SeqCst);
+        rank.cached_tokens.fetch_add(stored.cached_tokens as u64, Ordering::SeqCst);
     }
     let details = engine.settings.reports_cached_tokens.then(|| json!({ "cached_tokens": cached }));
     let usage = json!({ "prompt_tokens": tokens.len(), "prompt_tokens_details": details });
-    let generation = Generation { run, context, params: params.clone(), max_tokens, generated: 0, is_aborted, usage };
+    let lora = lora.unwrap_or_default();
+    let generation = Generation { run, context, lora, params: params.clone(), max_tokens, generated: 0, is_aborted, usage };
     if body["stream"] == true {
         return generation.streamed();
     }
@@ -310,10 +372,11 @@ fn streamed(events: Vec<Value>) -> Response {
     Body::from_stream(stream::iter(events.map(Ok::<_, Infallible>).collect::<Vec<_>>())).into_response()
 }
 
-/// A request whose tokens are being generated.
 struct Generation {
     run: Run,
     context: Vec<u32>,
+    /// The name of the LoRA; empty if the request names none.
+    lora: String,
     params: Value,
     max_tokens: usize,
     generated: usize,
@@ -329,7 +392,7 @@ impl Generation {
         tokio::select! {
             biased;
             _ = self.is_aborted.wait_for(|aborted| *aborted) => {
-                // Like vLLM, the fake loses the count of a request without tokens.
+                // vLLM loses the count of cached tokens of a request without generated tokens, so the fake server does, too.
                 if let Some(cached) = self.usage.pointer_mut("/prompt_tokens_details/cached_tokens").filter(|_| self.generated == 0) {
                     *cached = 0.into();
                 }
@@ -338,7 +401,7 @@ impl Generation {
             () = tokio::time::sleep(step) => {}
         }
         let seed = (self.params["temperature"] != 0.0).then(|| self.params["seed"].as_u64().unwrap_or(0));
-        let token = next_token(&self.context, seed);
+        let token = next_token_of(&self.lora, &self.context, seed);
         self.context.push(token);
         self.generated += 1;
         let stops = self.params["stop_token_ids"].as_array().is_some_and(|stops| stops.contains(&token.into()));

@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::{Map, json};
 use std::path::Path;
 
-/// The token that ends an answer; the fake engine never generates it.
+/// The id of the token that ends an answer. The fake engine never generates it.
 pub const END: u32 = 256;
 
 /// Writes the files of the fake model that a frontend needs into a directory. They include no weights.
@@ -36,5 +36,5 @@ fn character(byte: u8) -> char {
         return byte.into();
     }
     let number = (0..byte).filter(|before| !is_shown(*before)).count() as u32;
-    char::from_u32(256 + number).expect("there are 68 of them")
+    char::from_u32(256 + number).expect("the table has 68 codes above 255")
 }

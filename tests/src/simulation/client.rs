@@ -18,7 +18,6 @@ const RETRYABLE: [&str; 5] = ["no_worker", "router_unreachable", "attempts_exhau
 /// The code of the error with which a draining frontend refuses requests.
 const DRAINING: &str = "draining";
 
-/// The response that a client received for its request.
 #[derive(Default)]
 pub(super) struct Outcome {
     status: Option<u16>,
@@ -29,15 +28,13 @@ pub(super) struct Outcome {
     pub(super) end: End,
 }
 
-/// How the request ended.
+/// The way in which the request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum End {
     /// The client disconnected before the end of the response.
     #[default]
     ClientLeft,
-    /// The connection could not be opened, or it broke.
     ConnectionBroke,
-    /// The response is complete.
     Complete,
 }
 
@@ -87,7 +84,7 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
         }
         anyhow::Ok(())
     };
-    // The result of the connection is not needed: if the connection fails, the exchange of request and response fails, too.
+    // If the connection fails, the exchange of request and response fails, too, so the connection's result is not needed.
     join(exchange, connection).await.0
 }
 

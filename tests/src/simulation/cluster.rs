@@ -36,12 +36,11 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// This limit and the next one have the same values as in production (`tandem/cluster/parts`).
+/// `TICKET_WAIT` and `FIRST_TOKEN_WAIT` have the same values as in production (`tandem/cluster/parts`).
 const TICKET_WAIT: Duration = Duration::from_secs(10);
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
 const OBSERVER: &str = "observer";
-/// The secret from which the cluster key is derived.
 const SECRET: &[u8] = b"the secret of every simulated cluster";
 
 /// All hosts, their network, and the faults that are active.
@@ -55,7 +54,6 @@ pub(super) struct SimulatedCluster {
     engine: EngineSettings,
     sim: SimSettings,
     prefill: PrefillPlace,
-    /// The faults that are active now.
     faults: Vec<Fault>,
 }
 
@@ -63,7 +61,7 @@ pub(super) struct SimulatedCluster {
 pub(super) struct Host {
     pub(super) name: Name,
     role: Role,
-    /// Time that is added to each step of the host's engine.
+    /// This time is added to each step of the host's engine.
     extra_step_ms: Arc<AtomicU64>,
     process: Option<Process>,
 }
@@ -107,12 +105,11 @@ impl SimulatedCluster {
         Ok(cluster)
     }
 
-    /// Returns the number of the first host with this role.
     pub(super) fn first_host(&self, role: Role) -> usize {
         self.hosts.iter().position(|host| host.role == role).expect("there is a host of each role")
     }
 
-    /// Returns the number by which a fault names the clients' host.
+    /// Returns the number of the clients' host, by which faults name it.
     pub(super) fn client(&self) -> usize {
         self.hosts.len()
     }
@@ -173,7 +170,6 @@ impl SimulatedCluster {
         self.hosts[host].process = Some(Process { engine, shutdown, tasks });
     }
 
-    /// Kills the host's process, if one runs.
     fn kill(&mut self, host: usize) {
         let Host { name, process, .. } = &mut self.hosts[host];
         if let Some(Process { shutdown, .. }) = process.take() {
@@ -183,7 +179,7 @@ impl SimulatedCluster {
         }
     }
 
-    /// Starts a fault. A host that another fault has stopped stays down.
+    /// Starts a fault. A host that is down because of another fault stays down.
     pub(super) fn begin(&mut self, fault: Fault, lasts: Duration) {
         self.log.record(format_args!("begins, for {lasts:?}: {}", self.describe(fault)));
         self.faults.push(fault);
@@ -202,7 +198,6 @@ impl SimulatedCluster {
         }
     }
 
-    /// Ends a fault.
     pub(super) fn end(&mut self, fault: Fault) {
         self.log.record(format_args!("ends: {}", self.describe(fault)));
         if let Some(at) = self.faults.iter().position(|other| *other == fault) {
@@ -224,7 +219,6 @@ impl SimulatedCluster {
         }
     }
 
-    /// Applies all active faults to the links.
     fn update_links(&self) {
         let number = |name: &Name| self.hosts.iter().position(|host| host.name == *name).unwrap_or(self.hosts.len());
         self.network.set(|from, to| {
@@ -264,7 +258,6 @@ impl SimulatedCluster {
         Ok(RouterClient::new(self.network.of(&OBSERVER.into()).connect_lazy(&endpoint(&address)?)))
     }
 
-    /// Returns the key with which the engines hash blocks.
     pub(super) fn hash_key(&self) -> HashKey {
         self.engine.hash_key
     }
@@ -310,7 +303,8 @@ impl SimulatedCluster {
             model: "sim".to_owned(),
             sequence_hashes: hashes.iter().map(|hash| hash.0).collect(),
             prompt_tokens,
-            prompt_logits: false,
+            samples: 1,
+            ..Default::default()
         };
         let mut router = self.router().map_err(|error| error.to_string())?;
         let explained =

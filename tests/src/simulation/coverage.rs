@@ -5,22 +5,22 @@ use std::ops::AddAssign;
 use tandem::audit::Samples;
 use tandem_node::Metrics;
 
-/// Counters over one seed or many.
+/// Counters of the events that one simulation, or several of them, exercised.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Coverage {
-    /// Requests that were sent.
+    /// The number of requests that were sent.
     pub requests: u64,
-    /// Requests with a complete answer.
+    /// The number of requests with a complete answer.
     pub answered: u64,
-    /// Attempts that failed before their first token.
+    /// The number of attempts that failed before their first token.
     pub attempts_failed: u64,
-    /// Answers that another worker resumed.
+    /// The number of answers that another worker resumed.
     pub migrations: u64,
-    /// Preempted sequences.
+    /// The number of preempted sequences.
     pub preemptions: u64,
-    /// Prompt tokens that were found in a cache.
+    /// The number of prompt tokens that were found in a cache.
     pub cached_tokens: u64,
-    /// Bytes of blocks transferred between workers.
+    /// The number of bytes of blocks that were transferred between workers.
     pub transferred_bytes: u64,
 }
 
@@ -45,7 +45,7 @@ impl Coverage {
         [requests, answered, attempts_failed, migrations, preemptions, cached_tokens, transferred_bytes]
     }
 
-    /// Whether every counter reaches its minimum.
+    /// Returns whether every counter reaches its minimum.
     pub fn reaches(mut self, mut minimum: Self) -> bool {
         self.counters().iter().zip(minimum.counters()).all(|(count, minimum)| **count >= *minimum)
     }

@@ -1,23 +1,21 @@
-//! The log of a simulation: text to read, and a hash to compare two runs.
+//! The log of a simulation: a text for the reader, and a hash for comparing two runs.
 
 use parking_lot::{Mutex, MutexGuard};
 use std::{fmt::Arguments, sync::Arc};
 use tokio::time::Instant;
 
-/// The log of one simulation. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Log(Arc<Mutex<State>>);
 
 struct State {
     start: Instant,
-    /// The sum of the hashes of all records with their times. It does not depend on the order of records of the same instant. That order
+    /// The sum of the hashes of all records with their times. The sum does not depend on the order of records that have the same time. That order
     /// varies, because a draining server wakes its connections in any order.
     trace: u64,
     lines: Vec<String>,
 }
 
 impl Log {
-    /// Returns an empty log that starts now.
     pub(super) fn new() -> Self {
         Self(Arc::new(Mutex::new(State { start: Instant::now(), trace: 0, lines: Vec::new() })))
     }
@@ -41,7 +39,6 @@ impl Log {
         state.trace = state.trace.wrapping_add(hash(format!("{at} {what}").as_bytes()));
     }
 
-    /// Returns the hash and the text.
     pub(super) fn finish(&self) -> (u64, Vec<String>) {
         let mut state = self.lock();
         (state.trace, std::mem::take(&mut state.lines))

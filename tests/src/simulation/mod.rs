@@ -1,8 +1,7 @@
-//! The whole cluster on a simulated network, in simulated time. A seed determines the clients' requests and the faults.
+//! Simulates the whole cluster on a simulated network, in simulated time. A seed determines the clients' requests and the faults.
 //!
-//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the
-//! answers. `cluster` checks that all resources are released and that the router's index is correct. The usage is audited as an operator
-//! would audit it.
+//! The result of [`run`] depends on the seed only: it uses one thread, paused time, and no other source of randomness. `client` checks the answers.
+//! `cluster` checks that all resources are released and that the router's index is correct. The usage is audited as an operator would audit it.
 
 mod client;
 mod cluster;
@@ -41,25 +40,24 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-/// The longest time that a request may take after all faults have ended: the time of the last attempt on the slowest engine, from the wait
-/// for the first token to the last token.
+/// Time limit of a request after all faults have ended: the duration of the last attempt on the slowest engine, from the wait for the first token to
+/// the last token.
 const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// The time limit, from the end of the last request, until all resources are released and every process knows the state of the other
-/// processes.
+/// Time limit, after the end of the last request, for releasing all resources and for all processes to know the state of the other ones.
 const SETTLE_MAX: Duration = Duration::from_secs(90);
-/// Interval at which the cluster's state is polled.
+/// The interval at which the cluster's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The time within which a frontend must receive a complete request head on a connection; then it closes the connection. So a fault that
-/// delays a client for longer than this breaks the client's connection.
+/// A frontend closes a connection on which no complete request head has arrived within this time. So a fault that delays a client for longer breaks
+/// the client's connection.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// A time after which all circuit breakers admit requests again.
+/// After this time all circuit breakers admit requests again.
 const RECOVERY: Duration = Duration::from_secs(31);
 
 /// The result of simulating a seed.
 pub struct Report {
-    /// The seed.
+    /// The seed that was simulated.
     pub seed: u64,
-    /// The violated invariants.
+    /// The invariants that the run violated.
     pub violations: Vec<String>,
     /// The log, with one line per event. If an invariant was violated, the lines of the ledger follow.
     pub log: Vec<String>,
@@ -81,7 +79,7 @@ impl Report {
 pub fn run(seed: u64) -> Report {
     let panics = count_panics();
     let mut random = Random::new(seed);
-    // Retries take their jitter from this thread's random generator.
+    // The jitter of retries is drawn from this thread's random generator.
     fastrand::seed(seed);
     let plan = Plan::of(&mut random);
     let expected = |requests: &[RequestSpec]| requests.iter().map(oracle::expected).collect::<Vec<_>>();
@@ -145,7 +143,7 @@ pub fn run_all(seeds: std::ops::Range<u64>, on_report: impl FnMut(Report) -> boo
 struct ClusterRun {
     violations: Vec<String>,
     outcomes: Vec<Outcome>,
-    /// Whether the cluster became idle at the end of the run.
+    /// True if the cluster became idle at the end of the run.
     settled: bool,
 }
 
@@ -212,7 +210,6 @@ async fn simulate(
     Ok(ClusterRun { violations, outcomes, settled })
 }
 
-/// Running clients, each with the number of its request.
 type Clients = JoinSet<(usize, Outcome)>;
 
 fn send(cluster: &SimulatedCluster, requests: &[RequestSpec], log: &Log) -> Clients {
@@ -282,8 +279,8 @@ async fn inject_faults(plan: &Plan, cluster: &mut SimulatedCluster) {
     }
 }
 
-/// Waits until the cluster is idle and the router's view of it is correct. If this is not so at the time limit, returns a description of
-/// the first problem.
+/// Waits until the cluster is idle and the router's view of it is correct. If the time limit passes first, returns a description of the first
+/// problem.
 async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
     let deadline = Instant::now() + SETTLE_MAX;
     loop {

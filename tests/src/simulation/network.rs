@@ -1,7 +1,7 @@
-//! A simulated network in memory. Hosts have names; transfers between two hosts take time, and can be delayed or interrupted.
+//! A simulated network in memory. Hosts have names. The delivery of bytes between two hosts takes time, and can be delayed or interrupted.
 //!
-//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the
-//! connection broke. Within a connection, bytes are neither lost nor reordered.
+//! The network affects streams as an IP network affects TCP: bytes arrive late, or only when a partition has ended, or never because the connection
+//! broke. Within a connection, bytes are neither lost nor reordered.
 
 use super::{log::Log, random::Random};
 use parking_lot::{Mutex, MutexGuard};
@@ -24,16 +24,14 @@ use tokio::{
 
 /// The number of bytes that a connection can buffer at each end, and that can be in flight in each direction.
 const BUFFER_BYTES: usize = 64 << 10;
-/// The most connections of a host that have not been accepted yet. Further connections are refused, as by an operating system.
+/// Maximum number of connections of a host that have not been accepted yet. Further connections are refused, as an operating system does.
 const BACKLOG: usize = 1_024;
 
-/// A host's name.
 pub(super) type Name = Arc<str>;
 
 /// The properties of one direction between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Link {
-    /// Whether bytes are delivered.
     pub(super) open: bool,
     /// The shortest delay of a chunk. A random time of up to half this delay is added for each chunk.
     pub(super) delay: Duration,
@@ -42,13 +40,10 @@ pub(super) struct Link {
     pub(super) pause: Duration,
 }
 
-/// The simulated network. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct SimulatedNetwork {
     state: Arc<Mutex<State>>,
-    /// The tasks of all connections.
     tasks: Shutdown,
-    /// The key of the cluster on this network.
     key: ClusterKey,
     log: Log,
 }
@@ -68,18 +63,17 @@ struct Gate {
     opened: Notify,
 }
 
-/// A connection that can be broken.
 struct Open {
     ends: (Name, Name),
     broken: oneshot::Sender<Broken>,
 }
 
-/// Why a connection breaks.
+/// The cause of the break of a connection.
 enum Broken {
     /// A fault between the connection's ends: both ends detect it at once.
     Cut,
-    /// One host is down: the dialled host if `dialled`, otherwise the dialling host. The remaining host detects this when the network
-    /// delivers a packet.
+    /// One host is down: if `dialled` is true, the host to which the connection was made, otherwise the host that made it. The other host detects
+    /// this when the network delivers a packet.
     HostDown { dialled: bool },
 }
 
@@ -103,7 +97,7 @@ impl SimulatedNetwork {
         self.state.lock()
     }
 
-    /// Returns the network as this host uses it: connections are opened from this host.
+    /// Returns the network from which this host connects to other hosts.
     pub(super) fn of(&self, host: &Name) -> Network {
         Network::memory(self.dial_from(host), self.key.clone())
     }
@@ -134,7 +128,6 @@ impl SimulatedNetwork {
         });
     }
 
-    /// Breaks all connections between the two hosts.
     pub(super) fn cut(&self, one: &Name, other: &Name) {
         self.break_matching(|(dialling, dialled)| {
             ((dialling, dialled) == (one, other) || (dialling, dialled) == (other, one)).then_some(Broken::Cut)
@@ -147,12 +140,11 @@ impl SimulatedNetwork {
             state.connections.iter().filter_map(|(id, open)| Some((*id, how((&open.ends.0, &open.ends.1))?))).collect();
         for (id, how) in broken {
             let open = state.connections.remove(&id).expect("the connection exists");
-            // The send fails if the connection has just ended by itself.
+            // Sending fails only if the connection has just ended by itself.
             let _ = open.broken.send(how);
         }
     }
 
-    /// Sets every link to the value that `link_between` returns.
     pub(super) fn set(&self, link_between: impl Fn(&Name, &Name) -> Link) {
         for ((from, to), gate) in &self.lock().links {
             let now = link_between(from, to);
@@ -163,7 +155,6 @@ impl SimulatedNetwork {
         }
     }
 
-    /// Adds a link without faults.
     pub(super) fn add_link(&self, from: &Name, to: &Name) {
         self.lock()
             .links
@@ -205,7 +196,6 @@ impl SimulatedNetwork {
     }
 }
 
-/// One direction of one connection.
 struct Direction {
     gate: Arc<Gate>,
     random: Random,
@@ -223,7 +213,7 @@ impl Direction {
 
     async fn open(&self) {
         while !self.link().open {
-            // There is one thread, so the link cannot open between the check and the wait.
+            // The simulation has only one thread, so the link cannot open between the check and the wait.
             self.gate.opened.notified().await;
         }
     }
@@ -272,7 +262,6 @@ impl Direction {
     }
 }
 
-/// A connection; the log identifies it by its name.
 struct Connection {
     network: SimulatedNetwork,
     id: u64,
@@ -333,7 +322,7 @@ mod tests {
         dial: Arc<Dial>,
     }
 
-    /// A network with host `a`, which dials, and host `b`, which listens.
+    /// A network with two hosts: `a` connects, and `b` listens.
     fn two_hosts() -> TwoHosts {
         let network = SimulatedNetwork::new(Random::new(7), ClusterKey::default(), Log::new());
         let names: [Name; 2] = ["a".into(), "b".into()];
@@ -357,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Reads all that arrives within this time.
+    /// Reads all bytes that arrive within this time.
     async fn read(from: &mut DuplexStream, within: Duration) -> Vec<u8> {
         let mut all = Vec::new();
         let _ = tokio::time::timeout(within, from.read_to_end(&mut all)).await;
@@ -409,7 +398,7 @@ mod tests {
         let mut byte = [0];
         assert!(
             tokio::time::timeout(LONG, near.read(&mut byte)).await.is_err(),
-            "the crash is not known while packets do not pass"
+            "the crash is not detected while no packet is delivered"
         );
         hosts.set(1, Link::CLEAR);
         assert_eq!(near.read(&mut byte).await.expect("the end of the stream is not an error"), 0);

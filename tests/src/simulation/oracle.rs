@@ -10,7 +10,6 @@ use tandem_engine::{
 use tandem_kv::Namespace;
 use tandem_model::sim::IM_END;
 
-/// The choices of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Expected {
     pub(super) choices: Vec<Choice>,
@@ -58,7 +57,7 @@ pub(super) fn expected(spec: &RequestSpec) -> Expected {
                     Event::Token { sample, token, .. } => generated[sample as usize].0.push(token),
                     Event::Finished { sample, reason } => {
                         generated[sample as usize].1 = match reason {
-                            FinishReason::Stop(_) => "stop",
+                            FinishReason::Stop(_) | FinishReason::Complete => "stop",
                             FinishReason::Length => "length",
                         };
                     }

@@ -6,9 +6,8 @@ use std::time::Duration;
 use tandem_engine::{EngineSettings, sim::SimSettings};
 use tandem_router::PrefillPlace;
 
-/// The period, from the start of the simulation, in which all faults start and all requests but [`Plan::afterwards`], in milliseconds.
+/// The first period of the simulation, in milliseconds. All faults start in it, and all requests are sent in it except [`Plan::afterwards`].
 const ACTIVE_MS: u64 = 12_000;
-/// Tokens of a block in the cluster.
 pub(super) const BLOCK_SIZE: u32 = 16;
 /// The maximum number of faults in one plan.
 const FAULTS_MAX: u64 = 10;
@@ -22,12 +21,9 @@ pub(super) enum Role {
     Frontend,
 }
 
-/// The number of hosts of each role.
 pub(super) const HOSTS: [(Role, usize); 4] = [(Role::Prefill, 2), (Role::Decode, 2), (Role::Router, 1), (Role::Frontend, 1)];
-/// The host of all clients.
 pub(super) const CLIENT: &str = "client";
 
-/// The plan of one simulation.
 pub(super) struct Plan {
     pub(super) engine: EngineSettings,
     pub(super) sim: SimSettings,
@@ -38,7 +34,6 @@ pub(super) struct Plan {
     pub(super) afterwards: Vec<RequestSpec>,
 }
 
-/// A request of a client.
 #[derive(Clone, Debug)]
 pub(super) struct RequestSpec {
     pub(super) at: Duration,
@@ -50,7 +45,7 @@ pub(super) struct RequestSpec {
     pub(super) stop: Option<String>,
     pub(super) ignore_end: bool,
     pub(super) stream: bool,
-    /// The time after which the client disconnects; `None`: the client waits for the end of the answer.
+    /// The time after which the client disconnects; `None` if the client waits for the end of the answer.
     pub(super) disconnect_after: Option<Duration>,
 }
 
@@ -85,7 +80,7 @@ pub(super) enum Fault {
     Slow { between: (usize, usize), delay: Duration },
     /// Delivers one chunk of bytes at a time between two hosts, with a pause between the chunks, in both directions.
     Throttle { between: (usize, usize), pause: Duration },
-    /// Delivers no bytes from `from` to `to`; if `both_ways`, also none from `to` to `from`.
+    /// Delivers no bytes from `from` to `to`. If `both_ways` is true, no bytes are delivered from `to` to `from` either.
     Partition { from: usize, to: usize, both_ways: bool },
     /// Delivers no bytes to or from the host.
     Isolation { host: usize },
@@ -93,9 +88,9 @@ pub(super) enum Fault {
     Cut { between: (usize, usize) },
     /// Kills the process, which restarts later.
     Crash { host: usize },
-    /// Stops the host without closing its connections: its peers detect that when the process restarts.
+    /// Stops the host without closing its connections. Its peers detect this only when the process restarts.
     PowerLoss { host: usize },
-    /// Shuts the process down gracefully; it restarts later.
+    /// Shuts the process down gracefully. The process restarts later.
     Restart { host: usize },
     /// Adds this time to every step of an engine.
     Busy { host: usize, step: Duration },
@@ -104,25 +99,25 @@ pub(super) enum Fault {
 impl Plan {
     pub(super) fn of(random: &mut Random) -> Self {
         let speedup = *random.of(&[0.1, 0.3, 1.0, 4.0]);
-        // The smallest cache has little more capacity than the largest request needs, so that sequences are preempted.
+        // The smallest cache has little more capacity than the largest request needs. So it causes preemptions.
         let capacity_blocks = *random.of(&[80, 80, 80, 120, 640]);
         let texts: Vec<String> = (0..random.within(2..5)).map(|_| text(random, 40..480)).collect();
         let count = random.within(10..26);
         let mut requests: Vec<RequestSpec> = (0..count).map(|_| request(random, &texts)).collect();
         if random.chance(40) {
-            // All requests arrive almost together.
+            // In this variant all requests arrive almost together.
             let at = requests[0].at;
             requests.iter_mut().for_each(|request| request.at = at + random.millis(0..300));
         }
         if random.chance(30) {
-            // Several requests have the same prompt and arrive together.
+            // In this variant several requests have the same prompt and arrive together.
             let RequestSpec { at, prompt, .. } = requests[0].clone();
             requests.iter_mut().take(6).for_each(|request| (request.at, request.prompt) = (at, prompt.clone()));
         }
         let faults = faults(random);
         for request in &mut requests {
             if random.chance(50) && !faults.is_empty() {
-                // Many requests arrive at about the time at which a fault starts.
+                // In this variant many requests arrive at about the time at which a fault starts.
                 request.at = random.of(&faults).at.saturating_sub(random.millis(0..1_500)) + random.millis(0..500);
             }
         }
@@ -146,7 +141,7 @@ impl Plan {
         }
     }
 
-    /// Whether every request must be answered, because there are no faults and the queue has enough capacity.
+    /// Returns whether every request must be answered: there are no faults, and the queue has enough capacity.
     pub(super) fn must_answer_all(&self) -> bool {
         self.faults.is_empty() && self.engine.queue_max > 26
     }
@@ -175,7 +170,7 @@ fn request(random: &mut Random, texts: &[String]) -> RequestSpec {
     }
 }
 
-/// Chooses the faults of a plan. They are of a few kinds only, because faults of all kinds together hide some bugs.
+/// Chooses the faults of a plan. A plan has only a few kinds of faults, because faults of all kinds together hide some bugs.
 fn faults(random: &mut Random) -> Vec<PlannedFault> {
     let kinds: Vec<u64> = (0..9).filter(|_| random.chance(35)).collect();
     if kinds.is_empty() {
@@ -192,13 +187,12 @@ fn faults(random: &mut Random) -> Vec<PlannedFault> {
     planned
 }
 
-/// Returns the role of every host, by number.
 fn hosts() -> Vec<Role> {
     HOSTS.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count)).collect()
 }
 
-/// Returns the pairs of hosts that communicate, in both orders. Hosts are numbered in the order of `hosts`; the number after the last one
-/// is the host of the clients.
+/// Returns the pairs of hosts that communicate, in both orders. Hosts are numbered in the order of `hosts`; the number after the last one is the
+/// clients' host.
 fn pairs(hosts: &[Role]) -> Vec<(usize, usize)> {
     let communicate = |one: usize, other: usize| {
         matches!(
@@ -236,7 +230,7 @@ fn fault(random: &mut Random, kind: u64) -> Fault {
 }
 
 impl Fault {
-    /// Returns the properties of the direction `from` → `to` while the fault lasts; `link` has the properties without the fault.
+    /// Returns the properties of the direction from `from` to `to` while the fault lasts. `link` has the properties without the fault.
     pub(super) fn on(&self, link: Link, from: usize, to: usize) -> Link {
         let is = |(one, other)| (from, to) == (one, other) || (to, from) == (one, other);
         match *self {
@@ -252,7 +246,7 @@ impl Fault {
         }
     }
 
-    /// Whether the fault may break connections between clients and the frontend.
+    /// Returns whether the fault may break connections between clients and the frontend.
     pub(super) fn breaks_clients_connections(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Cut { between: (one, other) } => (one, other) == (frontend, client) || (other, one) == (frontend, client),
@@ -263,7 +257,7 @@ impl Fault {
         }
     }
 
-    /// Whether the fault blocks at least one direction between clients and the frontend.
+    /// Returns whether the fault blocks at least one direction between clients and the frontend.
     pub(super) fn blocks_clients(&self, frontend: usize, client: usize) -> bool {
         match *self {
             Self::Partition { from, to, .. } => (from, to) == (frontend, client) || (to, from) == (frontend, client),

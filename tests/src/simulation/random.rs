@@ -2,7 +2,7 @@
 
 use std::{ops::Range, time::Duration};
 
-/// The generator SplitMix64.
+/// The pseudo-random number generator SplitMix64.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 

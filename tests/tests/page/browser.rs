@@ -1,4 +1,4 @@
-//! A headless Chromium with one page, controlled over its DevTools protocol on a pair of pipes.
+//! A headless Chromium with one page. The tests control it over its DevTools protocol on a pair of pipes.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use base64::{Engine, prelude::BASE64_STANDARD};
@@ -11,15 +11,15 @@ use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Time limit for each reply of the browser, which may start slowly on a busy machine.
+/// Time limit for each reply of the browser. On a busy machine it may start slowly.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Interval of polling for states that cannot be awaited.
+/// The interval of polling for a state that cannot be awaited.
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
 
 /// Runs the browser with the protocol's pipes as its file descriptors 3 and 4.
 const SHELL: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#;
 
-/// `--no-sandbox` is needed as root, and safe because the browser opens our own page only.
+/// `--no-sandbox` is needed when the tests run as root. It is safe because the browser opens no page but ours.
 const FLAGS: [&str; 9] = [
     "--headless",
     "--no-sandbox",
@@ -39,7 +39,6 @@ pub struct Browser {
     replies: mpsc::UnboundedReceiver<Value>,
     calls: u64,
     session: Option<String>,
-    /// Warnings and errors on the page's console.
     console_errors: Vec<String>,
     folder: TempDir,
 }
@@ -77,7 +76,6 @@ impl Browser {
         Ok(browser)
     }
 
-    /// Calls a method of the protocol.
     pub async fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         self.calls += 1;
         let mut request = json!({ "id": self.calls, "method": method, "params": params });
@@ -102,7 +100,6 @@ impl Browser {
         anyhow!("Chromium has ended ({:?}); if it is missing: apt-get install chromium\n{log}", self.process.try_wait())
     }
 
-    /// Opens a URL in the page.
     pub async fn open(&mut self, url: &str) -> Result<()> {
         let opened = self.call("Page.navigate", json!({ "url": url })).await?;
         ensure!(opened["errorText"].is_null(), "{url}: {}", opened["errorText"]);
@@ -123,7 +120,6 @@ impl Browser {
         Ok(found["result"]["value"].clone())
     }
 
-    /// Waits until an expression is true.
     pub async fn until(&mut self, expression: &str) -> Result<()> {
         let deadline = Instant::now() + TIMEOUT;
         while self.value(expression).await? != true {
@@ -153,7 +149,6 @@ impl Browser {
         self.call("Input.dispatchKeyEvent", event).await.map(drop)
     }
 
-    /// Types a text into the focused element.
     pub async fn write(&mut self, text: &str) -> Result<()> {
         self.call("Input.insertText", json!({ "text": text })).await.map(drop)
     }
@@ -166,13 +161,12 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", scheme).await.map(drop)
     }
 
-    /// Returns a screenshot as a PNG: of the whole page if `whole`, else of the window.
+    /// Returns a screenshot as a PNG. It shows the whole page if `whole` is true, otherwise the window.
     pub async fn picture(&mut self, whole: bool) -> Result<Vec<u8>> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": whole })).await?;
         Ok(BASE64_STANDARD.decode(shot["data"].as_str().context("the screenshot has no data")?)?)
     }
 
-    /// Returns the errors and warnings on the page's console so far.
     pub fn console_errors(&self) -> &[String] {
         &self.console_errors
     }
@@ -180,7 +174,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Chromium's other processes end with this process. `kill` fails if this process has already ended by itself.
+        // Chromium's other processes end with this process. Killing fails if the process has already ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -1,4 +1,4 @@
-//! A cluster of simulated workers whose names may be any text, which the command line would not allow.
+//! A cluster of simulated workers whose names may be any text. The command line would not allow some of these names.
 
 use anyhow::Result;
 use std::net::SocketAddr;
@@ -10,10 +10,9 @@ use tandem_frontend::{FrontendSettings, ServedModel};
 use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::services::{Services, engine_settings, worker_settings};
 
-/// Limit on prompt tokens of a step, so that prompts are computed in several steps.
+/// Maximum number of prompt tokens in a step. It is so small that prompts are computed in several steps.
 pub const CHUNK_BUDGET: u32 = 64;
 
-/// Starts a cluster that prefills remotely. Also returns the frontend's address.
 pub async fn start(model: &str, prefill: &[&str], decode: &[&str]) -> Result<(Services, SocketAddr)> {
     let (services, sim) = (Services::default(), SimSettings { speedup: 20.0, ..Default::default() });
     let start_engine = || {

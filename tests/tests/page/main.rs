@@ -1,4 +1,4 @@
-//! The page at `/dashboard` in a real browser, on a cluster that has served requests.
+//! Tests of the page at `/dashboard` in a real browser, on a cluster that has served requests.
 //!
 //! With `PAGE_SHOTS=FOLDER` the tests write screenshots to the folder: light, dark, as wide as a phone, and a request's timeline.
 
@@ -14,7 +14,7 @@ use std::time::Duration;
 use tandem_tests::{Client, Endpoint, prose, sum, wait_until};
 use tokio::time::Instant;
 
-/// These names would be interpreted as markup if the page did not escape them.
+/// The names contain markup, which would be interpreted if the page did not escape it.
 const MODEL: &str = r#"<img src="x" onerror="document.title='owned'">"#;
 const DECODE: &str = "<script>document.title='owned'</script>";
 const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
@@ -22,7 +22,7 @@ const WORKERS: [&str; 3] = ["prefill-0", "prefill-1", DECODE];
 const SECRET: &str = "wisteria";
 /// Time limit until the page shows the current numbers.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Interval of polling the page.
+/// The interval of polling the page.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const PHONE: (u32, u32) = (390, 844);
 const DESK: (u32, u32) = (1280, 900);
@@ -30,7 +30,7 @@ const DESK: (u32, u32) = (1280, 900);
 /// Sends sixty prompts about seven documents. Then one client disconnects, and one sends an invalid request.
 async fn traffic(client: &Client) -> Result<()> {
     let send_request = async |number: u64| {
-        // Each prompt has a unique end longer than a block, so that something is always computed and transferred.
+        // Each prompt has a unique end that is longer than a block, so that some KV is always computed and transferred.
         let document = prose(&(number % 7).to_string(), 100 + 60 * (number as usize % 7));
         let text = format!("{document} {number} {SECRET} {}", prose(&format!("end {number}"), 20));
         let endpoint = if number.is_multiple_of(3) { Endpoint::Chat } else { Endpoint::Completions };
@@ -220,7 +220,7 @@ async fn shows_chunks(browser: &mut Browser, client: &Client) -> Result<()> {
     }
     browser.press("Escape").await?;
     browser.until("!document.getElementById('request').open").await?;
-    // Removes the filter for the checks that follow.
+    // The filter must be removed for the checks that follow.
     browser.value(&filter(&json!(""))).await?;
     Ok(())
 }
@@ -230,6 +230,7 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     let text = format!("{}{SECRET} again", prose("3", 280));
     let body = Endpoint::Completions.request(MODEL, &text, json!({ "max_tokens": 1 }));
     let expected = client.explain(Endpoint::Completions.path(), &body).await?["prompts"][0].clone();
+    assert_eq!(browser.value("document.getElementById('explain-model').value").await?, MODEL);
     browser.value("document.getElementById('prompt').focus()").await?;
     browser.write(&text).await?;
     let mut steps = 0;
@@ -255,7 +256,7 @@ async fn fits_every_window(browser: &mut Browser) -> Result<()> {
         let back = browser.value("getComputedStyle(document.body).backgroundColor").await?;
         let expected = if scheme == "dark" { "rgb(18, 22, 27)" } else { "rgb(246, 247, 249)" };
         assert_eq!(back, expected, "{name}");
-        // Waits until the charts are redrawn for the width.
+        // The charts are redrawn when the width changes.
         browser.until("document.documentElement.scrollWidth <= window.innerWidth").await?;
         if let Some(folder) = &shots {
             std::fs::write(format!("{folder}/{name}.png"), browser.picture(true).await?)?;

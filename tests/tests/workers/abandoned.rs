@@ -1,4 +1,4 @@
-//! Clients that disconnect: both workers release everything that they hold for the request.
+//! Tests of clients that disconnect: both workers must release all resources of the request.
 
 use crate::harness::{Cluster, Setup, prompt};
 use tandem_proto::v1::generate_reply::Message;
@@ -54,7 +54,7 @@ async fn blocks_are_released_when_the_client_disconnects_during_generation() {
         let mut replies = cluster.open(request).await;
         replies.scheduled().await;
         replies.started().await;
-        // For a remote prompt, the next message may be the report of its chunks.
+        // If the prompt is remote, the next message may be the report of its chunks.
         let message = match replies.next().await {
             Some(Message::PrefillTimeline(_)) => replies.next().await,
             message => message,

@@ -1,4 +1,4 @@
-//! Processes on the cluster's network that request access to a worker's GPU memory. They receive it only with a ticket under which
+//! Tests of processes on the cluster's network that request access to a worker's GPU memory. They receive access only with a ticket under which
 //! blocks were written.
 
 use crate::{
@@ -25,9 +25,9 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-/// The most communicators that a prefill worker joins at a time.
+/// A prefill worker joins at most this many communicators at the same time.
 const JOINS_MAX: u64 = 4;
-/// The most `NcclControl` streams that a worker serves at a time.
+/// A worker serves at most this many `NcclControl` streams at the same time.
 const CONTROL_STREAMS_MAX: usize = 256;
 
 fn setup(access: &DeviceAccess) -> Setup {
@@ -51,7 +51,6 @@ fn ticket_requesting_access(address: &str, communicator: u32) -> v1::Ticket {
     }
 }
 
-/// Prefills a prompt whose blocks are sent under this ticket.
 async fn prefill_with_ticket(cluster: &Cluster, number: u32, ticket: v1::Ticket) -> Result<PrefillDone, FailureReason> {
     let mut decode_worker = FakeDecodeWorker::start(cluster, prompt(number, 50)).await;
     let Ok(Some(Message::TransferCapabilities(capabilities))) = decode_worker.next().await else {
@@ -68,7 +67,7 @@ async fn prefill_with_ticket(cluster: &Cluster, number: u32, ticket: v1::Ticket)
     }
 }
 
-/// Waits until this many joins have begun.
+/// Waits until the joining of this many communicators has begun.
 async fn wait_for_joins(access: &DeviceAccess, count: u64) {
     let mut joins = access.joins_started.subscribe();
     let reached = tokio::time::timeout(TIMEOUT, joins.wait_for(|joins| *joins >= count)).await;
@@ -130,7 +129,7 @@ async fn ticket_with_unsigned_address_gives_no_access() {
     wait_for_joins(&access, 1).await;
 }
 
-/// Prefills a prompt with this ticket on a cluster with a key, and returns the prefill worker's last message.
+/// Prefills a prompt with this ticket on a cluster with a key. Returns the prefill worker's last message.
 async fn last_prefill_message(channel: &Channel, instance_id: &str, ticket: v1::Ticket) -> Result<Option<Message>, Status> {
     let start = v1::PrefillStart { instance_id: instance_id.to_owned(), prompt: prompt(1, 50), ..Default::default() };
     let messages = [prefill_request::Message::Start(start), prefill_request::Message::Ticket(ticket)];
@@ -181,15 +180,18 @@ async fn number_of_concurrent_communicator_joins_is_bounded() {
     for peer in &peers[..JOINS_MAX as usize] {
         peer.control_stream_opened().await;
     }
-    assert_eq!(*access.joins_started.borrow(), JOINS_MAX, "the other peers' blocks were sent over TCP, and no join is queued");
-    // The worker is not joining a communicator any more, so it can join another one.
+    assert_eq!(
+        *access.joins_started.borrow(),
+        JOINS_MAX,
+        "the blocks for the other peers were sent over TCP, and no communicator is queued to be joined"
+    );
+    // The worker has joined this communicator or failed to join it, so it can join another one.
     let last = AcceptingReceiver::start().await;
     prefill_with_ticket(&cluster, 100, ticket_requesting_access(&last.address, 100)).await.expect("the blocks are accepted");
     wait_for_joins(&access, JOINS_MAX + 1).await;
     cluster.idle().await;
 }
 
-/// A `NcclControl` stream. Dropping it closes it.
 struct ControlStream {
     _requests: mpsc::Sender<NcclControlRequest>,
     _replies: Streaming<NcclControlReply>,
@@ -218,7 +220,7 @@ async fn control_stream_of_unknown_communicator_is_refused() {
 #[tokio::test]
 async fn number_of_control_streams_is_bounded() {
     let decode = Worker::decode(&setup(&all_paths())).await;
-    // A stream without a first message occupies a place until the worker stops waiting for that message.
+    // A stream without a first message occupies a place until the worker's time limit for that message has passed.
     let silent = (0..CONTROL_STREAMS_MAX + 10).map(|_| async {
         let mut client = TransferClient::new(channel(&decode.address).await);
         client.nccl_control(futures::stream::pending::<NcclControlRequest>()).await.err().map(|status| status.code())
@@ -226,11 +228,10 @@ async fn number_of_control_streams_is_bounded() {
     let ends = tokio::time::timeout(TIMEOUT, futures::future::join_all(silent)).await.expect("the streams end in time");
     let count = |code| ends.iter().filter(|end| **end == Some(code)).count();
     assert_eq!((count(Code::ResourceExhausted), count(Code::InvalidArgument)), (10, CONTROL_STREAMS_MAX));
-    // Streams that have ended occupy no place.
+    // Streams that have ended no longer count towards the limit.
     assert_eq!(open_control_stream(&decode.address, b"any").await.err().map(|status| status.code()), Some(Code::NotFound));
 }
 
-/// A receiver that accepts all blocks, and all control streams.
 struct AcceptingReceiver {
     address: String,
     control_streams: tokio::sync::watch::Receiver<u32>,
@@ -253,7 +254,6 @@ impl AcceptingReceiver {
         Self { address, control_streams, _serving: serving }
     }
 
-    /// Waits until the prefill worker has opened a control stream.
     async fn control_stream_opened(&self) {
         let mut control_streams = self.control_streams.clone();
         tokio::time::timeout(TIMEOUT, control_streams.wait_for(|control_streams| *control_streams > 0))
@@ -267,7 +267,6 @@ struct Accepting(tokio::sync::watch::Sender<u32>);
 
 #[tonic::async_trait]
 impl Transfer for Accepting {
-    /// A stream that stays open without a reply.
     type NcclControlStream = futures::stream::Pending<Result<NcclControlReply, Status>>;
 
     async fn push(&self, request: Request<Streaming<PushRequest>>) -> Result<Response<PushReply>, Status> {

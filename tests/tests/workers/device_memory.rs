@@ -1,4 +1,4 @@
-//! Simulated GPUs of one process: each can access the KV memory of the others without copies through host memory.
+//! Simulated GPUs of one process. Each can access the KV memory of the others without copies through host memory.
 
 use crate::harness::{Gate, TIMEOUT};
 use std::{
@@ -20,37 +20,25 @@ pub struct DeviceAccess {
     pub ipc: bool,
     /// Whether the device supports NCCL.
     pub nccl: bool,
-    /// While this gate is closed, no copy over IPC ends and no blocks are received over NCCL.
+    /// While this gate is closed, no copy over IPC ends, and no blocks are received over NCCL.
     pub copy_gate: Gate,
-    /// The number of memories of peers that the device has open.
+    /// The number of peers whose memories the device has open.
     pub open_memories: watch::Sender<usize>,
-    /// 1 if the next call that sends blocks over NCCL must break its communicator, else 0.
+    /// The value is 1 if the next call that sends blocks over NCCL must break its communicator, otherwise 0.
     pub break_next_batch: Arc<AtomicU64>,
-    /// The number of communicators that a sending end has begun to join.
+    /// The number of communicators that sending workers have begun to join.
     pub joins_started: watch::Sender<u64>,
-    /// While this gate is closed, no sending end joins a communicator.
+    /// While this gate is closed, no sending worker joins a communicator.
     pub join_gate: Gate,
 }
 
-impl DeviceAccess {
-    /// Waits until the device has no peer's memory open.
-    pub async fn closed(&self) {
-        let mut open = self.open_memories.subscribe();
-        tokio::time::timeout(TIMEOUT, open.wait_for(|open| *open == 0))
-            .await
-            .expect("all memories are closed in time")
-            .expect("the sender exists");
-    }
-}
-
-/// A device's blocks as its peers see them, and the writes of peers that the device's engine has not applied yet.
+/// The blocks of a device as its peers see them, and the peers' writes that the device's engine has not applied yet.
 #[derive(Default)]
 struct Blocks {
     visible: BTreeMap<u32, Vec<u8>>,
     peer_writes: BTreeMap<u32, Vec<u8>>,
 }
 
-/// A device's KV memory as its peers access it.
 #[derive(Clone)]
 pub struct DeviceMemory {
     access: DeviceAccess,
@@ -63,7 +51,7 @@ fn next_number() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// All memories of the process, by the number in their IPC handle.
+/// Returns the memories of all devices in the process, by the number in their IPC handle.
 fn all_memories() -> &'static Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>> {
     static ALL: OnceLock<Mutex<BTreeMap<u64, Weak<Mutex<Blocks>>>>> = OnceLock::new();
     ALL.get_or_init(Mutex::default)
@@ -84,7 +72,6 @@ impl DeviceMemory {
         }
     }
 
-    /// Makes blocks that the engine has written visible to peers.
     pub fn publish(&self, engine: &SimEngine, blocks: &[BlockId]) {
         for block in blocks {
             let mut bytes = vec![0; engine.describe().block_bytes];
@@ -101,7 +88,6 @@ impl DeviceMemory {
         }
     }
 
-    /// Reads a block as the device's peers see it, including their writes.
     pub fn read_into(&self, block: BlockId, into: &mut [u8]) {
         into.copy_from_slice(&Self::read(&self.blocks, block));
     }
@@ -127,7 +113,7 @@ impl KvMemory for DeviceMemory {
     }
 
     fn open_peer(&self, handle: &[u8]) -> Result<Arc<dyn PeerMemory>, DeviceTransferError> {
-        let unreachable = || DeviceTransferError::Unreachable("another host".to_owned());
+        let unreachable = || DeviceTransferError::OtherHost;
         if !self.access.ipc {
             return Err(unreachable());
         }
@@ -159,7 +145,7 @@ impl KvMemory for DeviceMemory {
         static ENDS: Mutex<BTreeMap<Vec<u8>, Ends>> = Mutex::new(BTreeMap::new());
         let mut ends = ENDS.lock().expect("no test panics with the lock");
         let (sender, receiver) = ends.entry(name.to_vec()).or_insert_with(|| {
-            // The channel is unbounded: as with NCCL while its buffers have capacity, the sender does not wait for the receiver.
+            // The channel is unbounded, so that the sender does not wait for the receiver. NCCL does not wait either while its buffers have capacity.
             let (sender, receiver) = mpsc::channel();
             (Some(sender), Some(receiver))
         });

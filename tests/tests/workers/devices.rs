@@ -1,4 +1,4 @@
-//! Transfers from device to device: the decode worker copies blocks, or the prefill worker sends them over an NCCL communicator.
+//! Tests of transfers from device to device: the decode worker copies blocks, or the prefill worker sends them over an NCCL communicator.
 
 use crate::{
     device_memory::DeviceAccess,
@@ -9,12 +9,12 @@ use tandem_engine::sim::SimSettings;
 use tandem_proto::v1::{FailureReason, generate_reply::Message};
 use tandem_transfer::TransferMode;
 
-/// Returns the device access of workers on one host: the decode worker can open the prefill worker's memory.
+/// Returns the settings of devices on one host, on which the decode worker can open the prefill worker's memory.
 fn one_host() -> DeviceAccess {
     DeviceAccess { ipc: true, ..DeviceAccess::default() }
 }
 
-/// Returns the device access of workers on two hosts: they use NCCL.
+/// Returns the settings of devices on two hosts, which transfer blocks over NCCL.
 fn two_hosts() -> DeviceAccess {
     DeviceAccess { nccl: true, ..DeviceAccess::default() }
 }
@@ -27,14 +27,13 @@ async fn cluster(access: &DeviceAccess) -> Cluster {
     Cluster::start(setup(access), setup(access)).await
 }
 
-/// Returns the number of bytes that a worker has sent or received over this transfer path.
 fn transferred_bytes(worker: &Worker, transport: &str) -> f64 {
     let (name, direction) = (&worker.info.worker_id, if worker.info.role == 1 { "sent" } else { "received" });
     let labels = format!(r#"{{worker="{name}",transport="{transport}",direction="{direction}"}}"#);
     worker.metric(&format!("tandem_worker_kv_transfer_bytes_total{labels}"))
 }
 
-/// Returns the metric label of the transfer path between two workers with this access, once the path is prepared.
+/// Returns the metric label of the transfer path between two workers with these devices, once the path is prepared.
 fn path_label(access: &DeviceAccess) -> &'static str {
     match access {
         DeviceAccess { ipc: true, .. } => "cuda_ipc",
@@ -79,11 +78,12 @@ async fn every_transfer_path_gives_the_text_of_local_prefill() {
         let sent: u64 = [1_u64, 15, 16, 32, 99, 999].iter().map(|tokens| tokens.div_ceil(16) * BLOCK_BYTES).sum();
         assert_eq!(transferred_bytes(&cluster.decode, path) - before, sent as f64, "{path}");
         assert_eq!(transferred_bytes(&cluster.prefill, path), transferred_bytes(&cluster.decode, path));
-        // Received blocks are cached like computed blocks.
+        // Received blocks must be cached like computed blocks.
         let again = cluster.answer(cluster.local(prompt(7, 1_000), 4)).await;
         assert_eq!(again.cached_tokens(), Some(992), "{path}");
         cluster.idle().await;
-        access.closed().await;
+        let open = *access.open_memories.borrow();
+        assert!(open <= 1, "{open} memories are open: one stays open for the peer's next prompt");
     }
 }
 
@@ -113,11 +113,11 @@ async fn blocks_being_written_are_kept_until_the_write_ends() {
         prompts_until_path_is_used(&cluster, &access, 100).await;
         cluster.idle().await;
         access.copy_gate.close();
-        // The prompt is one chunk, so all of its blocks are in flight.
+        // The prompt is one chunk, so all of its blocks are in flight at the same time.
         let mut leaving = cluster.open(cluster.remote(prompt(1, 60), 4)).await;
         leaving.scheduled().await;
         access.copy_gate.reached().await;
-        // The transfer continues after the client has disconnected.
+        // The transfer must continue after the client has disconnected.
         drop(leaving);
         cluster.prefill.idle().await;
         cluster.decode.until(|load| load.waiting_requests == 0 && load.running_sequences == 0 && load.in_use_blocks == 4).await;
@@ -158,7 +158,7 @@ async fn broken_communicator_fails_one_attempt_and_is_replaced() {
     let lost = (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone());
     assert_eq!(cluster.failure(cluster.remote(prompt(1, 100), 4)).await, lost);
     cluster.idle().await;
-    // Both ends have closed the communicator: the blocks of the next prompts are sent over TCP until there is a new one.
+    // Both workers have closed the communicator. The blocks of the next prompts are sent over TCP until there is a new communicator.
     assert!(prompts_until_path_is_used(&cluster, &access, 150).await > 0);
     cluster.idle().await;
 }
@@ -215,7 +215,7 @@ async fn engine_that_fails_during_a_copy_confirms_no_block() {
     replies.scheduled().await;
     access.copy_gate.reached().await;
     cluster.prefill.gate.fail_next();
-    // The step of another prompt fails, and the engine drops everything that it holds.
+    // The step of another prompt fails, so the engine drops all of its jobs and blocks.
     assert!(cluster.answer(cluster.remote(prompt(2, 30), 4)).await.failure.is_some());
     access.copy_gate.open();
     let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copied blocks must not be confirmed") };
@@ -250,6 +250,7 @@ async fn clients_that_disconnect_at_any_moment_leak_no_blocks_and_break_no_commu
         cluster.idle().await;
         assert_eq!(transferred_bytes(&cluster.decode, "tcp"), over_tcp, "all blocks took the device path");
         assert_eq!(cluster.refused_live_writes(), 0.0, "late blocks of disconnected clients do not count as an attack");
-        access.closed().await;
+        let open = *access.open_memories.borrow();
+        assert!(open <= 1, "{open} memories are open: one stays open for the peer's next prompt");
     }
 }

@@ -1,4 +1,4 @@
-//! Failures of workers and transfers, and the reasons that workers report.
+//! Tests of failures of workers and transfers, and of the reasons that workers report.
 
 use crate::{
     harness::{Cluster, Setup, TIMEOUT, prompt},
@@ -14,7 +14,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming, transport::Server};
 
-/// A decode worker whose messages to the prefill worker are sent by the test.
+/// A fake decode worker, whose messages to the prefill worker the test sends.
 pub struct FakeDecodeWorker {
     requests: mpsc::Sender<PrefillRequest>,
     replies: Streaming<PrefillReply>,
@@ -92,7 +92,7 @@ async fn unreachable_prefill_worker_is_reported_lost() {
     cluster.decode.idle().await;
 }
 
-/// A prefill worker of a newer version. It sends a message of an unknown kind, and then a failure because it drains.
+/// A fake prefill worker of a newer version. It sends a message of an unknown kind, and then a failure because it drains.
 struct NewerPrefillWorker;
 
 #[tonic::async_trait]
@@ -149,7 +149,7 @@ async fn prefill_worker_that_crashes_during_prefill_is_reported_lost() {
 }
 
 #[tokio::test]
-async fn crashed_decode_worker_releases_the_prefill_worker() {
+async fn prefill_worker_releases_blocks_when_the_decode_worker_crashes() {
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut replies = cluster.open(cluster.remote(prompt(1, 10_000), 10)).await;
     replies.scheduled().await;
@@ -294,7 +294,7 @@ async fn writes_without_a_ticket_are_refused() {
 
 #[tokio::test]
 async fn draining_worker_finishes_running_requests_and_refuses_new_requests() {
-    // The prefill takes 3 chunks of 320 ms, so the workers drain during it.
+    // The prefill takes 3 chunks of 320 ms each, so the workers drain while it runs.
     let mut cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut running = cluster.open(cluster.remote(prompt(1, 200), 10)).await;
     running.scheduled().await;

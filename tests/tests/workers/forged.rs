@@ -1,5 +1,5 @@
-//! An attacker on the cluster's network writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket changes
-//! an answer, and forged blocks are never cached.
+//! Tests of an attacker on the cluster's network that writes forged KV into the decode worker's memory. Neither a guessed nor a stolen ticket may
+//! change an answer, and forged blocks must never be cached.
 
 use crate::{
     harness::{BLOCK_BYTES, Cluster, Setup, Worker, channel, prompt},
@@ -36,15 +36,14 @@ impl Cluster {
     }
 }
 
-/// Returns the request's answer without an attack.
 async fn answer_alone(request: &GenerateRequest) -> Vec<u32> {
     let alone = Cluster::start(Setup::default(), Setup::default()).await;
     let local = GenerateRequest { prefill: None, instance_id: alone.decode.info.instance_id.clone(), ..request.clone() };
     alone.answer(local).await.tokens[&0].clone()
 }
 
-/// Returns the ticket that would follow `ticket` if each ticket were a counter that is mixed twice with the finaliser of SplitMix64. An
-/// attacker could compute this, because the finaliser is invertible.
+/// Returns the ticket that would follow `ticket` if tickets were numbers of a counter, mixed twice with the finaliser of SplitMix64. An attacker
+/// could compute this, because the finaliser is invertible.
 fn successor(ticket: u64) -> u64 {
     const ODD: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
     const WORD: u64 = 0x7469_636b_6574;
@@ -85,7 +84,7 @@ fn guesses(seen: &[[u8; 16]]) -> Vec<[u8; 16]> {
 async fn guessed_ticket_writes_no_block() {
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let mut attacker = TicketRelay::start(channel(&cluster.prefill.address).await).await;
-    // A client of the decode worker's gRPC service may name any prefill worker. The attacker names itself, and so reads tickets.
+    // A client of the decode worker's gRPC service may name any prefill worker. The attacker names its own server, which receives tickets.
     let mut seen = Vec::new();
     for number in 0..3 {
         let own = cluster.open(cluster.through(&attacker, prompt(100 + number, 40))).await;
@@ -142,7 +141,7 @@ async fn forged_blocks_are_dropped_without_confirmation() {
     let seen = relay.ticket().await;
     let all: Vec<u32> = (0..BLOCKS).collect();
     write(&cluster.decode.address, seen.secret(), &all, garbage()).await.expect("the ticket belongs to the victim");
-    // All blocks are written, but decode does not start, because the prefill worker has not confirmed them.
+    // All blocks are written, but the generation does not start, because the prefill worker has not confirmed them.
     assert_eq!(cluster.decode.engine.load().running_sequences, 1);
     let same_prompt = cluster.answer(GenerateRequest { prefill: None, samples: 2, ..request.clone() });
     let leaving = async {
@@ -174,7 +173,7 @@ async fn write_of_an_unexpected_block_or_size_ends_the_reservation() {
     }
 }
 
-/// The attacker reads the traffic of all prefill workers. The client receives the correct answer.
+/// The attacker reads the traffic of all prefill workers. The client must receive the correct answer.
 #[tokio::test]
 async fn attempt_with_forged_blocks_is_retried_with_a_correct_answer() {
     for prefill_workers in [1, 2] {
@@ -216,7 +215,7 @@ async fn attempt_with_forged_blocks(prefill_workers: usize) {
     };
     let (answer, ()) = tokio::join!(complete("the victim's"), attacking);
     assert_eq!((answer.status, cluster.refused_writes("not_missing")), (200, 1.0));
-    // Without an attack the answer is the same, with the victim's salt and with another one.
+    // The answer must be the same without an attack, with the victim's salt and with another one.
     for salt in ["the victim's", "another"] {
         let (again, ()) = tokio::join!(complete(salt), async { drop(ticket().await) });
         assert_eq!(again.text(0), answer.text(0), "salt {salt}");

@@ -1,4 +1,4 @@
-//! Helpers that start workers with simulated engines, and a client of their gRPC services.
+//! Starts workers with simulated engines, and calls their gRPC services.
 
 use crate::device_memory::{DeviceAccess, DeviceMemory};
 use std::{
@@ -25,7 +25,7 @@ use tandem_proto::{
         generate_reply::Message, prefill_client::PrefillClient,
     },
 };
-use tandem_tests::services::{engine_settings, worker_settings};
+use tandem_tests::services::{engine_settings, sim_tokens, worker_settings};
 use tandem_transfer::TransferMode;
 use tandem_worker::WorkerSettings;
 use tokio::net::TcpListener;
@@ -37,10 +37,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const BLOCK_BYTES: u64 = 128;
 
-/// The settings of a test worker.
 #[derive(Clone)]
 pub struct Setup {
-    /// The worker's number within its role.
+    /// The number of the worker among the workers of its role.
     pub number: usize,
     pub sim: SimSettings,
     pub engine: EngineSettings,
@@ -48,7 +47,7 @@ pub struct Setup {
     pub ticket_wait: Duration,
     pub receive_timeout: Duration,
     pub remote_waiting_max: usize,
-    /// The access of other workers to the memory of this worker's device; `None`: they have no access.
+    /// The access of other workers to the memory of this worker's device; `None` if they have no access.
     pub access: Option<DeviceAccess>,
     pub transfer_mode: TransferMode,
 }
@@ -95,11 +94,11 @@ impl Setup {
         let gate = Gate::default();
         let memory = self.access.clone().map(DeviceMemory::new);
         let engine = Gated { engine: SimEngine::new(self.sim).in_real_time(), gate: gate.clone(), memory };
-        (EngineHandle::start(Box::new(engine), self.engine), gate)
+        (EngineHandle::start(Box::new(engine), self.engine).with_vocabulary(sim_tokens()), gate)
     }
 }
 
-/// A gate that a test closes to make threads wait, such as an engine's thread before its next step.
+/// A gate that a test closes so that threads wait at it. An engine's thread, for example, waits before its next step.
 #[derive(Clone, Default)]
 pub struct Gate(Arc<(Mutex<bool>, Condvar, watch::Sender<usize>, AtomicBool)>);
 
@@ -113,7 +112,6 @@ impl Gate {
         self.0.1.notify_all();
     }
 
-    /// Blocks the thread until the gate is open.
     pub fn pass(&self) {
         let closed = self.0.0.lock().expect("no test panics with the lock");
         self.0.2.send_modify(|waiting| *waiting += 1);
@@ -121,12 +119,10 @@ impl Gate {
         self.0.2.send_modify(|waiting| *waiting -= 1);
     }
 
-    /// Makes the next step of the engine behind this gate fail.
     pub fn fail_next(&self) {
         self.0.3.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until a thread is blocked by the closed gate.
     pub async fn reached(&self) {
         let mut waiting = self.0.2.subscribe();
         tokio::time::timeout(TIMEOUT, waiting.wait_for(|waiting| *waiting > 0))
@@ -136,7 +132,7 @@ impl Gate {
     }
 }
 
-/// A simulated device that can hang and fail, and whose memory other workers may access.
+/// A simulated device that a test can make hang or fail, and whose memory other workers may access.
 struct Gated {
     engine: SimEngine,
     gate: Gate,
@@ -186,16 +182,15 @@ impl Engine for Gated {
     }
 }
 
-/// A worker in its own runtime, which can be killed.
+/// A worker in a runtime of its own, so that a test can kill it.
 pub struct Worker {
     pub info: WorkerInfo,
     pub address: String,
     pub engine: EngineHandle,
-    /// The gate through which the engine's thread passes before each step.
     pub gate: Gate,
     pub metrics: Metrics,
     pub shutdown: Shutdown,
-    /// Receives whether `run` returned without an error.
+    /// Receives true when `run` has returned without an error, and false when it has returned an error.
     pub ended: oneshot::Receiver<bool>,
     runtime: Option<tokio::runtime::Runtime>,
 }
@@ -240,7 +235,7 @@ impl Worker {
         runtime.spawn(async move {
             let listener = TcpListener::from_std(listener).expect("the listener joins the runtime");
             let ok = run(listener, parts.0, parts.1, parts.2).await;
-            // The send fails if the test no longer waits for the result.
+            // Sending fails if the test no longer waits for the result.
             let _ = end.send(ok);
         });
         let mut control = ControlClient::new(channel(&address).await);
@@ -270,17 +265,14 @@ impl Worker {
         self.runtime.take().expect("the worker runs").shutdown_background();
     }
 
-    /// Waits until all blocks are released and no request waits.
     pub async fn idle(&self) {
         tandem_tests::engine_idle(&self.engine).await.unwrap_or_else(|busy| panic!("{}: {busy:#}", self.info.worker_id));
     }
 
-    /// Waits until the engine's load meets a condition.
     pub async fn until(&self, condition: impl FnMut(&tandem_kv::Load) -> bool) {
         tokio::time::timeout(TIMEOUT, self.engine.wait_for_load(condition)).await.expect("the load meets the condition in time");
     }
 
-    /// Returns a metric's value; 0 if it is not exported.
     pub fn metric(&self, series: &str) -> f64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
@@ -308,7 +300,6 @@ pub async fn channel(address: &str) -> Channel {
     tokio::time::timeout(TIMEOUT, connecting).await.expect("the server listens")
 }
 
-/// A prefill worker and a decode worker, with a client of each.
 pub struct Cluster {
     pub prefill: Worker,
     pub decode: Worker,
@@ -359,7 +350,6 @@ impl Cluster {
         Replies(self.client.clone().generate(request).await.expect("the request is accepted").into_inner())
     }
 
-    /// Runs a request and returns its answer.
     pub async fn answer(&self, request: GenerateRequest) -> Answer {
         self.open(request).await.answer().await
     }
@@ -394,7 +384,6 @@ impl Replies {
         }
     }
 
-    /// Returns the tokens of the remaining messages.
     pub async fn tokens(&mut self) -> Vec<u32> {
         let mut tokens = Vec::new();
         while let Some(message) = self.next().await {
@@ -405,7 +394,6 @@ impl Replies {
         tokens
     }
 
-    /// Receives all messages, and checks their order.
     pub async fn answer(mut self) -> Answer {
         let mut answer = Answer::default();
         while let Some(message) = self.next().await {
@@ -453,7 +441,6 @@ impl Replies {
     }
 }
 
-/// All messages of one stream.
 #[derive(Debug, Default)]
 pub struct Answer {
     pub scheduled: Option<Scheduled>,
@@ -470,7 +457,6 @@ impl Answer {
         self.scheduled.as_ref().expect("Scheduled was sent").cached_tokens
     }
 
-    /// Returns the tokens of all prefilled chunks.
     pub fn prefilled_tokens(&self) -> u32 {
         self.chunks.iter().flatten().map(|chunk| chunk.tokens).sum()
     }

@@ -1,4 +1,4 @@
-//! Requests whose prompts are computed on the decode worker, and the descriptions and caches that workers report.
+//! Tests of requests whose prompts are computed on the decode worker, and of the descriptions and caches that workers report.
 
 use crate::harness::{Cluster, Setup, TIMEOUT, prompt};
 use tandem_kv::{HashKey, KvBatch, Namespace, sequence_hashes};
@@ -161,7 +161,7 @@ async fn requests_that_can_never_run_are_refused_as_invalid() {
     let decode = cluster.decode.info.instance_id.clone();
     let mut requests = vec![cluster.local(prompt(1, 50), u32::MAX), cluster.local(vec![], 1), cluster.local(vec![u32::MAX], 1)];
     requests.extend([cluster.remote(vec![u32::MAX], 1), cluster.local(prompt(1, 70_000), 1)]);
-    // The decode worker refuses the following remote requests because it can never run them, so no prefill worker computes their prompts.
+    // The decode worker refuses the following remote requests, because it can never run them. So no prefill worker computes their prompts.
     let mut samples = cluster.remote(prompt(1, 50), 1_000);
     samples.samples = 128;
     requests.extend([cluster.remote(prompt(1, 50), u32::MAX), cluster.remote(prompt(1, 70_000), 1), samples]);

@@ -1,4 +1,4 @@
-//! A relay between the workers. It reads their messages, as an attacker would to obtain a ticket.
+//! A relay between the workers. It reads their messages, as an attacker would do to obtain a ticket.
 
 use std::sync::{Arc, Mutex};
 use tandem_proto::v1::{
@@ -18,7 +18,6 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming, transport::Channel};
 
-/// Forwards requests and replies between a decode worker and the real prefill worker, and holds back each ticket.
 #[derive(Clone)]
 struct RelayService {
     to: Channel,
@@ -26,13 +25,12 @@ struct RelayService {
     forwarding: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// A ticket that the relay holds back. The relay forwards the ticket when this value is dropped.
+/// A ticket that the relay holds back. It is forwarded when this value is dropped.
 pub struct HeldTicket {
     pub ticket: v1::Ticket,
     _hold: oneshot::Sender<()>,
 }
 
-/// The relay's server, which runs until it is dropped.
 pub struct TicketRelay {
     pub address: String,
     tickets: mpsc::UnboundedReceiver<HeldTicket>,
@@ -54,7 +52,6 @@ impl TicketRelay {
         Self { address, tickets, _serving: serving }
     }
 
-    /// Waits for the next ticket.
     pub async fn ticket(&mut self) -> HeldTicket {
         tokio::time::timeout(crate::harness::TIMEOUT, self.tickets.recv())
             .await
@@ -99,7 +96,7 @@ impl Prefill for RelayService {
             while let Ok(Some(message)) = messages.message().await {
                 if let Some(Message::Ticket(ticket)) = &message.message {
                     let (hold, released) = oneshot::channel();
-                    // The send fails if the test has ended.
+                    // Sending fails if the test has ended.
                     let _ = held_tickets.send(HeldTicket { ticket: ticket.clone(), _hold: hold });
                     let _ = released.await;
                 }

@@ -1,4 +1,4 @@
-//! Requests whose prompts are computed on the prefill worker.
+//! Tests of requests whose prompts are computed on the prefill worker.
 
 use crate::harness::{BLOCK_BYTES, Cluster, Setup, prompt};
 
@@ -27,7 +27,7 @@ async fn remote_prefill_gives_the_tokens_of_local_prefill() {
 #[tokio::test]
 async fn cached_tokens_are_those_of_the_prefill_worker_only() {
     let cluster = Cluster::start(Setup::default(), Setup::default()).await;
-    // The decode worker caches the whole prompt; the prefill worker has never seen it.
+    // The decode worker has cached the whole prompt, and the prefill worker has cached none of it.
     cluster.answer(cluster.local(prompt(1, 100), 4)).await;
     let first = cluster.answer(cluster.remote(prompt(1, 100), 4)).await;
     assert_eq!(first.cached_tokens(), Some(0), "the decode worker's overlap does not count");
@@ -72,7 +72,7 @@ async fn concurrent_requests_get_the_same_answers_as_single_requests() {
 
 #[tokio::test]
 async fn blocks_are_transferred_while_later_chunks_are_computed() {
-    // A chunk of 64 tokens takes 320 ms, so the first of 4 chunks is written long before the last one is computed.
+    // A chunk of 64 tokens takes 320 ms. The blocks of the first of 4 chunks must be written long before the last chunk is computed.
     let cluster = Cluster::start(Setup::slow(), Setup::default()).await;
     let answer = cluster.answer(cluster.remote(prompt(1, 257), 1)).await;
     let started = answer.started.expect("decode has started");

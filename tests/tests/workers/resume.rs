@@ -1,4 +1,4 @@
-//! Workers that crash or hang while a frontend and a router use them. Every answer must be the same as without the fault.
+//! Tests of workers that crash or hang while a frontend and a router use them. Every answer must be the same as without the fault.
 
 use crate::harness::{Setup, TIMEOUT, Worker};
 use serde_json::{Value, json};
@@ -13,7 +13,6 @@ use tandem_router::{PrefillPlace, RouterSettings};
 use tandem_tests::{Answer, Client, Endpoint, prose, services::Services};
 use tokio::task::JoinSet;
 
-/// Two workers of each role, a router and a frontend.
 struct Cluster {
     prefills: Vec<Worker>,
     decodes: Vec<Worker>,
@@ -45,7 +44,6 @@ impl Cluster {
         cluster
     }
 
-    /// Waits until the router has this many workers and no bookings.
     async fn wait_for_members(&self, count: usize) {
         let waiting = async {
             loop {
@@ -90,7 +88,6 @@ impl Cluster {
         answers.into_iter().map(|(_, answer)| answer).collect()
     }
 
-    /// Waits until the sum of a metric over all series reaches a value.
     async fn wait_for_metric(&self, name: &str, at_least: f64) {
         let counting = async {
             while self.client().metric(name, "").await.expect("the server answers") < at_least {
@@ -107,7 +104,8 @@ impl Cluster {
 
 fn requests(count: usize, prompt_tokens: usize, max_tokens: u32) -> Vec<Value> {
     let request = |number: usize| {
-        let sampling = match number % 4 {
+        let sampling = match number % 5 {
+            4 => json!({ "seed": number, "n": 2, "regex": format!("([a-z ]{{1,9}}[0-9])*[a-z]{{{},}}", max_tokens / 2) }),
             0 => json!({ "temperature": 0 }),
             1 => json!({ "seed": number, "n": 2 }),
             2 => json!({ "seed": number, "frequency_penalty": 0.8, "presence_penalty": 0.3, "logit_bias": { "97": 2 } }),
@@ -115,7 +113,7 @@ fn requests(count: usize, prompt_tokens: usize, max_tokens: u32) -> Vec<Value> {
         };
         let mut request = Endpoint::Completions.request("sim", &prose(&number.to_string(), prompt_tokens / 6), sampling);
         request["max_tokens"] = max_tokens.into();
-        request["ignore_eos"] = (number % 4 != 3).into();
+        request["ignore_eos"] = (number % 5 != 3).into();
         request["stream"] = true.into();
         request["stream_options"] = json!({ "include_usage": true });
         request
@@ -131,13 +129,13 @@ async fn answers_survive_a_decode_worker_that_crashes_during_streams() {
         let expected = cluster.answers(cluster.send_all(&requests)).await;
         assert_eq!(cluster.client().metric("tandem_frontend_migrations_total", "").await.expect("the server answers"), 0.0);
         let pending = cluster.send_all(&requests);
-        // All streams have started.
+        // The fault occurs after all streams have started.
         cluster.wait_for_metric("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
         cluster.decodes[0].kill();
         assert!(cluster.answers(pending).await == expected, "{place:?}: an answer differs");
         cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
         cluster.wait_for_metric("tandem_frontend_request_cached_tokens_count", 32.0).await;
-        // Later requests succeed, and the workers hold nothing.
+        // Later requests must succeed, and the workers must release all blocks.
         assert!(cluster.answers(cluster.send_all(&requests)).await == expected);
         cluster.wait_for_members(3).await;
         cluster.decodes[1].idle().await;
@@ -181,7 +179,7 @@ async fn requests_fail_over_from_a_hung_decode_worker_within_the_keep_alive_limi
     cluster.stop().await;
 }
 
-/// The process of the hung engine still answers pings and calls.
+/// Only the engine hangs: its process still answers pings and calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_engine_is_avoided_and_used_again_after_recovery() {
     let mut impatient = Setup::default();
@@ -210,4 +208,43 @@ async fn hung_engine_is_avoided_and_used_again_after_recovery() {
     }
     cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
     cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn constrained_answers_stay_valid_when_their_decode_worker_crashes() {
+    for place in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let mut cluster = Cluster::start(10.0, place).await;
+        // A tree of arrays may have any depth, so answers are long. An answer is complete when all of its arrays are closed.
+        let tree = json!({ "$ref": "#/$defs/a", "$defs": { "a": { "type": "array", "minItems": 25, "items": {
+            "anyOf": [{ "type": "integer", "minimum": 0, "maximum": 999 }, { "enum": ["tea", "oat"] }, { "type": "string", "maxLength": 9 }]
+        } } } });
+        let requests: Vec<Value> = (0..16)
+            .map(|number| {
+                let sampling = json!({
+                    "seed": number, "n": 2, "max_tokens": 900, "stream": true, "stream_options": { "include_usage": true },
+                    "guided_json": tree, "frequency_penalty": 0.3,
+                });
+                Endpoint::Completions.request("sim", &prose(&number.to_string(), 50), sampling)
+            })
+            .collect();
+        let expected = cluster.answers(cluster.send_all(&requests)).await;
+        let pending = cluster.send_all(&requests);
+        cluster.wait_for_metric("tandem_frontend_time_to_first_token_seconds_count", 32.0).await;
+        cluster.decodes[0].kill();
+        let answers = cluster.answers(pending).await;
+        assert!(answers == expected, "{place:?}: an answer differs");
+        cluster.wait_for_metric("tandem_frontend_migrations_total", 1.0).await;
+        let mut complete = 0;
+        for text in answers.iter().flat_map(|(texts, _)| texts) {
+            // An answer that has reached the limit of tokens is the beginning of such a tree.
+            if text.ends_with(']') {
+                let list: Vec<Value> = serde_json::from_str(text).expect("a complete answer is JSON");
+                assert!(list.len() >= 25 && list.iter().all(|item| item.is_u64() || item.is_string()));
+                complete += 1;
+            }
+        }
+        assert!(complete > 1, "only {complete} answers are complete");
+        cluster.decodes[1].idle().await;
+        cluster.stop().await;
+    }
 }

@@ -1,8 +1,9 @@
-//! Jobs of an external engine that prefills its own prompts, the queue of jobs, and the reports about the engine's cache.
+//! Tests of jobs of an external engine that prefills its own prompts, of the queue of jobs, and of the reports about the engine's cache.
 
 use super::*;
+use serde_json::{Value, json};
 use tandem_engine::{Generated, Refusal};
-use tandem_kv::{Change, sequence_hashes};
+use tandem_kv::sequence_hashes;
 
 fn on_device(tokens: u32) -> Option<Option<CachedTokens>> {
     Some(Some(CachedTokens::on_device(tokens)))
@@ -25,69 +26,6 @@ async fn job_reports_the_engines_tokens_and_cached_tokens() -> Result<()> {
     }
     assert_eq!(fake.counted(), (200, 96));
     until("the engine is idle", || fake.running() == 0).await
-}
-
-#[tokio::test]
-async fn prompts_of_different_namespaces_share_no_cached_blocks() -> Result<()> {
-    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let prompt = prompt(1, 100);
-    run(&adapter, generate(&prompt, 1)).await?;
-    let other = Generate { namespace: Namespace::new("fake", "", "", "other"), ..generate(&prompt, 1) };
-    assert_eq!(run(&adapter, other).await?.cached, on_device(0));
-    Ok(())
-}
-
-#[tokio::test]
-async fn cached_tokens_are_reported_before_a_sample_finishes() -> Result<()> {
-    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let mut job = adapter.generate(generate(&prompt(1, 40), 3)).await?;
-    let mut counted = false;
-    while let Some(event) = next(&mut *job).await? {
-        counted |= matches!(event, Event::Scheduled { .. });
-        assert!(counted || !matches!(event, Event::Finished { .. }));
-    }
-    assert!(counted);
-    Ok(())
-}
-
-#[tokio::test]
-async fn each_sample_has_its_own_seed_and_the_prompt_counts_once() -> Result<()> {
-    let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let prompt = prompt(2, 70);
-    let sampling = Sampling { max_tokens: Some(4), temperature: 1.0, seed: 7, ..Sampling::default() };
-    let report = run(&adapter, Generate { samples: 3, sampling, ..generate(&prompt, 4) }).await?;
-    for sample in 0..3 {
-        assert_eq!(report.tokens_of(sample), continuation(&prompt, 4, Some(7 + u64::from(sample))));
-    }
-    assert_eq!((report.cached, report.started, report.finished.len()), (on_device(0), 1, 3));
-    let seeds: Vec<u64> = fake.seen().iter().filter_map(|body| body["sampling_params"]["seed"].as_u64()).collect();
-    assert_eq!(seeds.len(), 3);
-    Ok(())
-}
-
-#[tokio::test]
-async fn resumed_samples_continue_after_their_generated_tokens() -> Result<()> {
-    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let prompt = prompt(3, 50);
-    let whole = continuation(&prompt, 9, None);
-    let generated = vec![Generated { sample: 1, tokens: whole[..4].to_vec() }, Generated { sample: 2, tokens: whole.clone() }];
-    let report = run(&adapter, Generate { samples: 3, generated, ..generate(&prompt, 9) }).await?;
-    assert_eq!(report.tokens_of(1), whole[4..]);
-    assert!(report.tokens_of(2).is_empty());
-    assert_eq!(report.finished.len(), 2);
-    Ok(())
-}
-
-#[tokio::test]
-async fn stop_token_ends_a_sample_and_is_reported() -> Result<()> {
-    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let prompt = prompt(4, 20);
-    let whole = continuation(&prompt, 3, None);
-    let mut request = generate(&prompt, 50);
-    request.sampling.stop_token_ids = vec![whole[2]];
-    let report = run(&adapter, request).await?;
-    assert_eq!((report.tokens_of(0), report.finished), (whole.clone(), vec![(0, FinishReason::Stop(whole[2]))]));
-    Ok(())
 }
 
 #[tokio::test]
@@ -143,10 +81,10 @@ async fn cancelled_job_reports_cached_tokens_and_a_dropped_job_is_aborted() -> R
     Ok(())
 }
 
-/// Only the first sample reports the number of cached tokens. It must be reported whichever sample ends first. Before its first token there is
-/// no number, because vLLM reports 0 then, whatever it has found.
+/// Only the first sample reports the number of cached tokens, whichever sample ends first. A cancellation before its first token leaves no number,
+/// because vLLM then reports 0 cached tokens even if it had found some.
 #[tokio::test]
-async fn cancelled_samples_end_with_their_count() -> Result<()> {
+async fn cancelled_samples_report_cached_tokens_once() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     for round in 0..20 {
@@ -158,7 +96,7 @@ async fn cancelled_samples_end_with_their_count() -> Result<()> {
                 begun[sample as usize] = true;
             }
         }
-        until("the engine has it", || fake.running() > 0).await?;
+        until("the engine runs the request", || fake.running() > 0).await?;
         job.cancel();
         let report = read(&mut *job).await?;
         let has_begun = round % 2 == 0 || !report.tokens_of(0).is_empty();
@@ -178,7 +116,7 @@ async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
     assert!(matches!(next(&mut *first).await?, Some(Event::Submitted)));
     let mut second = adapter.generate(generate(&prompt(2, 40), 1)).await?;
     assert!(matches!(adapter.generate(generate(&prompt(3, 40), 1)).await, Err(Refusal::Full)));
-    until("the first runs", || fake.running() == 1).await?;
+    until("the engine runs the first request", || fake.running() == 1).await?;
     assert_eq!(fake.seen().len(), 1, "the second job waits in the worker");
     drop(first);
     assert!(matches!(next(&mut *second).await?, Some(Event::Submitted)));
@@ -187,43 +125,33 @@ async fn request_is_submitted_when_the_engine_has_a_free_slot() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_and_unsupported_requests_are_reported_with_their_reason() -> Result<()> {
+async fn error_of_the_engine_fails_the_job() -> Result<()> {
     let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
     fake.fail(true);
     assert_eq!(run(&adapter, generate(&prompt(1, 40), 1)).await?.other, ["Failed"]);
-    fake.fail(false);
-    let mut too_long = generate(&prompt(1, 40), 1);
-    too_long.sampling.max_tokens = Some(5_000);
-    assert!(matches!(adapter.generate(too_long).await, Err(Refusal::BeyondContext { .. })));
-    let remote = Generate { kv: KvSource::Remote, ..generate(&prompt(1, 40), 1) };
-    assert!(matches!(adapter.generate(remote).await, Err(Refusal::Unsupported(_))));
     Ok(())
 }
 
-/// Returns the sequence hashes of the prompt's blocks, which the worker must report.
+/// A request whose model is not the name of a LoRA is computed by the base model.
+#[tokio::test]
+async fn engine_receives_the_name_of_the_requested_lora() -> Result<()> {
+    let fake = FakeSettings { loras: vec!["sql".to_owned()], ..FakeSettings::default() };
+    let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
+    assert_eq!(adapter.loras(), ["sql"]);
+    for (model, lora) in [("sql", json!("sql")), ("fake", Value::Null), ("any name of the base model", Value::Null)] {
+        let request = Generate { namespace: Namespace::new(model, "", "", ""), ..generate(&prompt(1, 100), 1) };
+        assert_eq!(run(&adapter, request).await?.cached, on_device(0), "{model}");
+        assert_eq!(fake.seen().last().context("the engine has received the request")?["model"], lora, "{model}");
+    }
+    fake.unload_lora("sql");
+    let request = Generate { namespace: Namespace::new("sql", "", "", ""), ..generate(&prompt(1, 100), 1) };
+    let report = run(&adapter, request).await?;
+    assert!(report.other[0].contains("does not serve the LoRA"), "{report:?}");
+    Ok(())
+}
+
 fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
     sequence_hashes(&HashKey::new([7; 16]), &namespace(), 16, tokens)
-}
-
-#[tokio::test]
-async fn watch_reports_the_engines_blocks_as_sequence_hashes() -> Result<()> {
-    let External { adapter, fake: _fake, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
-    let mut watch = adapter.watch().await.context("the engine has ended")?;
-    assert!(watch.snapshot.stored.is_empty());
-    // An engine's block of 32 tokens is two blocks of the cluster. The generated token does not fill another block.
-    let prompt = prompt(1, 100);
-    run(&adapter, generate(&prompt, 1)).await?;
-    let mut stored = Vec::new();
-    while stored.len() < 6 {
-        for event in &timeout(LIMIT, watch.batches.recv()).await??.events {
-            let Change::Stored(chain) = &event.change else { panic!("{event:?}") };
-            stored.extend_from_slice(&chain.sequence_hashes);
-        }
-    }
-    assert_eq!(stored, hashes(&prompt)[..6]);
-    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
-    assert_eq!(snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect::<Vec<_>>(), stored);
-    Ok(())
 }
 
 #[tokio::test]
@@ -248,5 +176,26 @@ async fn restart_of_the_engine_ends_the_workers_instance() -> Result<()> {
     let ended = timeout(LIMIT, follower.join_next()).await?.context("the follower has ended")??;
     assert!(matches!(ended, EngineEnded::Restarted));
     assert!(adapter.watch().await.is_none());
+    Ok(())
+}
+
+#[tokio::test]
+async fn constraint_reaches_the_engine_and_a_partly_generated_text_is_refused() -> Result<()> {
+    let External { fake, adapter, follower: _follower } = external(FakeSettings::default(), |_| {}).await?;
+    let constraint = Some(tandem_grammar::Kind::Choice(vec!["yes".to_owned(), "no".to_owned()]).into());
+    let constrained = |seed| {
+        let job = generate(&prompt(seed, 40), 3);
+        Generate { sampling: Sampling { constraint: constraint.clone(), ..job.sampling.clone() }, ..job }
+    };
+    run(&adapter, constrained(1)).await?;
+    run(&adapter, generate(&prompt(2, 40), 3)).await?;
+    let seen = fake.seen();
+    let sent: Vec<_> = seen.iter().map(|body| &body["sampling_params"]["structured_outputs"]["choice"]).collect();
+    assert_eq!(sent, [&serde_json::json!(["yes", "no"]), &serde_json::Value::Null]);
+    let begun = Generate { generated: vec![Generated { sample: 0, tokens: vec![5] }], ..constrained(3) };
+    let refusal = adapter.generate(begun).await.err().expect("the engine cannot continue the text");
+    assert!(matches!(&refusal, Refusal::Unsupported(why) if why.contains("another worker has begun")), "{refusal}");
+    let not_begun = Generate { generated: vec![Generated { sample: 0, tokens: Vec::new() }], ..constrained(3) };
+    run(&adapter, not_begun).await?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A router, a frontend and a decode worker with an external engine: clients receive the engine's own count of cached tokens.
+//! Tests of a router, a frontend and a decode worker with an external engine: clients must receive the engine's own count of cached tokens.
 
 use super::*;
 use serde_json::{Value, json};
@@ -14,7 +14,6 @@ use tandem_tests::{
 use tandem_worker::{Ledger, WorkerSettings};
 use tempfile::TempDir;
 
-/// The number of tokens in a block of the fake engine.
 const BLOCK_SIZE: u64 = 32;
 
 struct Cluster {
@@ -39,7 +38,6 @@ impl Cluster {
         Ok(Self { services, client, external, folder })
     }
 
-    /// Sends a request, and checks that its counts are those of the engine.
     async fn answer(&self, endpoint: Endpoint, request: &Value) -> Result<Answer> {
         let (prompts, cached) = self.external.fake.counted();
         let answer = self.client.answer(endpoint.path(), request).await?;
@@ -80,8 +78,8 @@ async fn usage_has_the_engines_count_of_cached_tokens() -> Result<()> {
                 options["stream_options"] = json!({ "include_usage": true });
             }
             if stopped {
-                // The engine ignores stop strings: the frontend finds them in the text. Each generated token is a stop string with a
-                // probability of 1/64.
+                // The engine ignores stop strings; the frontend finds them in the text. Each generated token is a stop string with a probability of
+                // 1/64.
                 (options["stop"], options["max_tokens"]) = (json!(stops), json!(1_500));
             }
             let request = endpoint.request("fake", &prose(&name, 300), options);
@@ -104,13 +102,13 @@ async fn usage_has_the_engines_count_of_cached_tokens() -> Result<()> {
     }
     let checked = cluster.assert_usage_reconciles().await?;
     assert_eq!((checked.answers, checked.estimates), (answers, 0));
-    // The router has compared the engine's counts with its predictions. It had predicted the cold prompts' counts exactly.
+    // The router has compared the engine's counts with its predictions. Its predictions for prompts without cached tokens were exact.
     assert_eq!(cluster.client.metric("tandem_router_overlap_over_tokens_total", "").await?, 0.0);
     Ok(())
 }
 
 #[tokio::test]
-async fn count_that_the_engine_does_not_report_is_an_estimate() -> Result<()> {
+async fn cached_tokens_that_the_engine_does_not_report_are_estimated() -> Result<()> {
     let cluster = Cluster::start(FakeSettings { reports_cached_tokens: false, ..FakeSettings::default() }).await?;
     for stop in [json!(null), json!(["e", "t", "a", "o"])] {
         let options = json!({ "max_tokens": 1_000, "temperature": 0, "stop": stop });
@@ -123,14 +121,13 @@ async fn count_that_the_engine_does_not_report_is_an_estimate() -> Result<()> {
     Ok(())
 }
 
-/// The prompt is counted in the ledger although its client has disconnected.
 #[tokio::test]
-async fn disconnected_clients_prompt_is_counted() -> Result<()> {
+async fn prompt_of_a_disconnected_client_is_counted_in_the_ledger() -> Result<()> {
     let cluster = Cluster::start(FakeSettings { step: Duration::from_millis(5), ..FakeSettings::default() }).await?;
     let options = json!({ "max_tokens": 1_500, "stream": true });
     let request = Endpoint::Completions.request("fake", &prose("disconnected", 300), options);
     let mut response = cluster.client.send(Endpoint::Completions.path(), &request).await?;
-    response.chunk().await?.context("it has begun")?;
+    response.chunk().await?.context("the answer has begun")?;
     drop(response);
     until("the engine has ended the request", || cluster.external.fake.running() == 0).await?;
     wait_until("the prompt is counted", async || {

@@ -1,6 +1,8 @@
-//! Workers whose back end is an external engine. The adapter is tested against fake vLLM and llama.cpp servers, over real sockets.
+//! Tests of the back ends of workers. `conformance` tests the behaviour that all of them share; the other modules test properties of external
+//! engines. The adapter is tested with fake vLLM and llama.cpp servers, over real sockets.
 
 mod cluster;
+mod conformance;
 mod exchange;
 mod jobs;
 mod llama_cpp;
@@ -20,7 +22,6 @@ use tokio::{task::JoinSet, time::timeout};
 /// Time limit of every wait. Only a failing test waits this long.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A fake engine, the adapter that is connected to it, and the task that follows its events.
 struct External {
     fake: FakeVllm,
     adapter: Adapter,
@@ -75,7 +76,6 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
     }
 }
 
-/// The events that a job has reported, by kind.
 #[derive(Debug, Default, PartialEq)]
 struct Report {
     cached: Option<Option<CachedTokens>>,
@@ -106,7 +106,6 @@ async fn next(job: &mut dyn Job) -> Result<Option<Event>> {
     timeout(LIMIT, job.next()).await.context("the job reports nothing")
 }
 
-/// Reads the events of a job until it ends.
 async fn read(job: &mut dyn Job) -> Result<Report> {
     let mut report = Report::default();
     while let Some(event) = next(job).await? {
@@ -128,7 +127,6 @@ fn continuation(prompt: &[TokenId], tokens: usize, seed: Option<u64>) -> Vec<Tok
     all.split_off(prompt.len())
 }
 
-/// Polls until the condition holds.
 async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
     let polling = async {
         while !holds() {

@@ -4,7 +4,6 @@ use super::*;
 use tandem_engine::{KvHandle, Prefill};
 use tandem_worker::KvExchange;
 
-/// Returns two engines on the same network, one for prefill and one for decode.
 async fn pair() -> Result<(External, External)> {
     let fake = FakeSettings::default();
     Ok((external(fake.clone(), |_| {}).await?, external(fake, |_| {}).await?))
@@ -48,7 +47,7 @@ async fn pulled_prompt_is_continued_and_only_the_prefilling_engine_counts_the_pr
 }
 
 #[tokio::test]
-async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
+async fn loss_of_held_kv_fails_only_the_pull_of_that_kv() -> Result<()> {
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);
     let (_, handle) = export(&prefill.adapter, &prompt).await?;
@@ -59,16 +58,16 @@ async fn lost_kv_fails_its_pull_but_no_later_pull() -> Result<()> {
     Ok(())
 }
 
-/// vLLM reports 0 then, although it has found the prompt.
+/// For a cancelled request vLLM reports 0 cached tokens, even if it had found some, so the count must not be used.
 #[tokio::test]
-async fn cancelled_prefill_ends_without_a_count_and_a_handle() -> Result<()> {
+async fn cancelled_prefill_reports_neither_cached_tokens_nor_a_handle() -> Result<()> {
     let fake = FakeSettings { step: Duration::from_millis(50), ..FakeSettings::default() };
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     export(&adapter, &prompt).await?;
     let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
     let mut job = adapter.prefill(prefill).await?;
-    until("the engine has it", || fake.running() == 1).await?;
+    until("the engine runs the request", || fake.running() == 1).await?;
     job.cancel();
     let report = read(&mut *job).await?;
     assert_eq!(report, Report { cached: Some(None), ..Report::default() });
@@ -76,7 +75,7 @@ async fn cancelled_prefill_ends_without_a_count_and_a_handle() -> Result<()> {
 }
 
 #[tokio::test]
-async fn transfer_time_begins_when_the_handle_has_come() -> Result<()> {
+async fn transfer_time_begins_with_the_arrival_of_the_handle() -> Result<()> {
     const PREFILL: Duration = Duration::from_secs(1);
     let (prefill, decode) = pair().await?;
     let prompt = prompt(1, 100);

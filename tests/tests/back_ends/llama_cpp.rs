@@ -1,16 +1,14 @@
-//! llama.cpp servers as back ends of workers.
+//! Tests of llama.cpp servers as back ends of workers.
 
 use super::*;
 use tandem_adapter::{
     ConnectError,
     llama_cpp::{LlamaCppSettings, connect, inspect},
 };
-use tandem_engine::{Generated, Refusal};
-use tandem_kv::sequence_hashes;
+use tandem_engine::Refusal;
 use tandem_tests::fake_llama_cpp::{END_TOKEN, FakeLlamaCpp, LlamaCppFake};
 use tandem_worker::KvExchange;
 
-/// A connected engine.
 struct LlamaCpp {
     fake: FakeLlamaCpp,
     adapter: Adapter,
@@ -71,14 +69,14 @@ async fn generation_reports_the_servers_tokens_and_its_count_of_cached_tokens() 
 }
 
 #[tokio::test]
-async fn count_is_reported_before_the_first_token() -> Result<()> {
+async fn cached_tokens_are_reported_before_the_first_token() -> Result<()> {
     let LlamaCpp { adapter, fake: _fake, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
     let mut job = adapter.generate(request(&prompt(1, 40), 3)).await?;
     assert!(matches!(next(&mut *job).await?, Some(Event::Submitted)));
     assert!(matches!(next(&mut *job).await?, Some(Event::Scheduled { cached: Some(_) })));
     assert!(matches!(next(&mut *job).await?, Some(Event::Started(_))));
     let rest = read(&mut *job).await?;
-    assert_eq!((rest.tokens.len(), rest.cached), (3, None), "it is reported once");
+    assert_eq!((rest.tokens.len(), rest.cached), (3, None), "the cached tokens are reported once");
     Ok(())
 }
 
@@ -96,7 +94,7 @@ async fn tokens_that_end_within_a_character_are_not_lost() -> Result<()> {
 }
 
 #[tokio::test]
-async fn stop_tokens_and_the_end_of_sequence_end_a_sample_and_are_named() -> Result<()> {
+async fn finish_reason_names_the_stop_or_end_of_sequence_token() -> Result<()> {
     for divides_characters in [false, true] {
         let fake = LlamaCppFake { divides_characters, ..LlamaCppFake::default() };
         let LlamaCpp { fake, adapter, follower: _follower } = llama_cpp(fake, |_| {}).await?;
@@ -117,31 +115,7 @@ async fn stop_tokens_and_the_end_of_sequence_end_a_sample_and_are_named() -> Res
 }
 
 #[tokio::test]
-async fn samples_have_seeds_of_their_own_and_one_count() -> Result<()> {
-    let LlamaCpp { adapter, fake: _fake, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
-    let prompt = prompt(2, 70);
-    let sampling = Sampling { max_tokens: Some(4), temperature: 1.0, seed: 7, ..Sampling::default() };
-    let report = run(&adapter, Generate { samples: 3, sampling, ..request(&prompt, 4) }).await?;
-    for sample in 0..3 {
-        assert_eq!(report.tokens_of(sample), continuation(&prompt, 4, Some(7 + u64::from(sample))));
-    }
-    assert_eq!((report.cached, report.started, report.finished.len()), (cached(0), 1, 3));
-    Ok(())
-}
-
-#[tokio::test]
-async fn resumed_samples_continue_where_they_stopped() -> Result<()> {
-    let LlamaCpp { adapter, fake: _fake, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
-    let prompt = prompt(3, 50);
-    let whole = continuation(&prompt, 9, None);
-    let generated = vec![Generated { sample: 1, tokens: whole[..4].to_vec() }];
-    let report = run(&adapter, Generate { samples: 2, generated, ..request(&prompt, 9) }).await?;
-    assert_eq!(report.tokens_of(1), whole[4..]);
-    Ok(())
-}
-
-#[tokio::test]
-async fn cancelled_job_has_its_count_and_a_dropped_one_leaves_nothing() -> Result<()> {
+async fn cancelled_job_reports_cached_tokens_and_dropped_job_leaves_no_request() -> Result<()> {
     let fake = LlamaCppFake { step: Duration::from_millis(5), ..LlamaCppFake::default() };
     let LlamaCpp { fake, adapter, follower: _follower } = llama_cpp(fake, |_| {}).await?;
     for cancels in [true, false] {
@@ -168,7 +142,7 @@ async fn cancelled_job_has_its_count_and_a_dropped_one_leaves_nothing() -> Resul
 async fn request_that_waits_for_a_slot_can_be_cancelled() -> Result<()> {
     let fake = LlamaCppFake { slots: 1, step: Duration::from_millis(5), ..LlamaCppFake::default() };
     let LlamaCpp { fake, adapter, follower: _follower } = llama_cpp(fake, |_| {}).await?;
-    // Another client of the server has the slot.
+    // Another client of the server occupies its only slot.
     let (other, _following) = connect(settings(&fake)).await?.into_parts();
     let mut first = other.generate(request(&prompt(1, 40), 1_500)).await?;
     while !matches!(next(&mut *first).await?, Some(Event::Token { .. })) {}
@@ -176,7 +150,7 @@ async fn request_that_waits_for_a_slot_can_be_cancelled() -> Result<()> {
     assert!(matches!(next(&mut *second).await?, Some(Event::Submitted)));
     until("the server has the request", || fake.seen().len() == 2).await?;
     second.cancel();
-    assert_eq!(read(&mut *second).await?.cached, Some(None), "the server has not counted it");
+    assert_eq!(read(&mut *second).await?.cached, Some(None), "the server has not counted the prompt");
     Ok(())
 }
 
@@ -188,15 +162,15 @@ async fn requests_wait_in_the_worker_while_all_slots_are_taken() -> Result<()> {
     assert!(matches!(next(&mut *first).await?, Some(Event::Submitted)));
     let mut second = adapter.generate(request(&prompt(2, 40), 1)).await?;
     assert!(matches!(adapter.generate(request(&prompt(3, 40), 1)).await, Err(Refusal::Full)));
-    until("the first runs", || fake.running() == 1).await?;
-    assert_eq!(fake.seen().len(), 1, "the second waits in the worker");
+    until("the server runs the first request", || fake.running() == 1).await?;
+    assert_eq!(fake.seen().len(), 1, "the second request waits in the worker");
     drop(first);
     assert_eq!(read(&mut *second).await?.finished, [(0, FinishReason::Length)]);
     Ok(())
 }
 
 #[tokio::test]
-async fn clients_with_caches_of_their_own_are_refused_unless_nothing_is_cached() -> Result<()> {
+async fn isolated_clients_are_refused_unless_prefix_caching_is_off() -> Result<()> {
     let prompt = prompt(1, 100);
     let separate = [Namespace::new("fake", "", "", "tenant"), shared().of_account("tenant")];
     let LlamaCpp { fake, adapter, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
@@ -217,7 +191,7 @@ async fn clients_with_caches_of_their_own_are_refused_unless_nothing_is_cached()
 }
 
 #[tokio::test]
-async fn what_the_server_does_not_support_is_refused() -> Result<()> {
+async fn requests_that_the_server_does_not_support_are_refused() -> Result<()> {
     let LlamaCpp { fake, adapter, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
     assert_eq!(adapter.kv_exchange().family(), KvExchange::NO_FAMILY);
     let prompt = prompt(1, 40);
@@ -240,18 +214,6 @@ async fn what_the_server_does_not_support_is_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn blocks_of_answered_prompts_are_assumed_to_be_cached() -> Result<()> {
-    let LlamaCpp { adapter, fake: _fake, follower: _follower } = llama_cpp(LlamaCppFake::default(), |_| {}).await?;
-    let prompt = prompt(1, 100);
-    run(&adapter, request(&prompt, 1)).await?;
-    let watch = adapter.watch().await.context("the engine runs")?;
-    assert_eq!(adapter.info().capacity_blocks, 2 * 2_048 / 16);
-    let stored: Vec<_> = watch.snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
-    assert_eq!(stored, sequence_hashes(&HashKey::new([7; 16]), &shared(), 16, &prompt)[..6]);
-    Ok(())
-}
-
-#[tokio::test]
 async fn adapter_waits_until_the_model_is_loaded() -> Result<()> {
     let fake = FakeLlamaCpp::start(LlamaCppFake::default()).await?;
     fake.load(true);
@@ -266,7 +228,7 @@ async fn adapter_waits_until_the_model_is_loaded() -> Result<()> {
 }
 
 #[tokio::test]
-async fn server_without_slots_is_no_engine() -> Result<()> {
+async fn server_without_slots_is_refused() -> Result<()> {
     let fake = FakeLlamaCpp::start(LlamaCppFake { slots: 0, ..LlamaCppFake::default() }).await?;
     assert!(matches!(connect(settings(&fake)).await, Err(ConnectError::NoSlots)));
     Ok(())
