@@ -1,5 +1,10 @@
-"""Checks the results of the CUDA back end against transformers and measures its speed. Run by bench/gpu.sh."""
+"""Checks the CUDA back end and measures its speed, part by part. bench/gpu.sh runs it and describes the parts.
 
+Every result is a line of JSON in results.jsonl, which is written at once. A part that fails or takes too long hides nothing: the other parts
+run, and the report lists what was measured.
+"""
+
+import argparse
 import json
 import os
 import pathlib
@@ -9,307 +14,316 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 
+import gpu_report
 import numpy
-import tokenizers
-import torch
-import transformers
 import turns
+from gpu_reference import Config, error_of, forward, small_models, write_large_model, write_model
 
-FOLDER = pathlib.Path(sys.argv[1]).resolve()
-OURS = FOLDER / "cuda"
-# Limits on the norm of the logits' error, relative to the logits' norm.
-ERROR_MAX = {torch.bfloat16: 1e-2, torch.float16: 3e-3}
+# The seconds after which a part is ended.
+LIMITS = {"smoke": 240, "right": 240, "kernels": 200, "speed": 480, "handoff": 150, "turns": 300, "sanitize": 400}
+# Limits on the norm of the logits' error, relative to the logits' norm, as in engine/src/cuda/tests/models.rs.
+ERROR_MAX = {"bfloat16": 2e-2, "float16": 3e-3}
 # Logits that differ by less than this many standard deviations of their row are a tie.
 TIE = 5e-2
-# The shape of Qwen3-8B.
-LARGE = dict(vocab_size=151_936, hidden_size=4_096, intermediate_size=12_288, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-LAYERS = int(os.environ.get("BENCH_LAYERS", "36"))
-# Goals for prefill and decode, as fractions of the card's highest measured rates.
-PREFILL_GOAL, DECODE_GOAL = 0.6, 0.8
-# Goals for transfers: the minimum fraction of a plain copy's bandwidth, and the maximum fraction that a handoff adds to a prompt's TTFT.
-COPY_GOAL, HANDOFF_GOAL = 0.7, 0.05
+QWEN3_8B = Config("qwen3", 4_096, 12_288, 36, 32, 8, 128, 151_936)
+# The steps whose kernels are timed, and the workloads, for the card and for a dry run.
+KERNELS = "ceilings:8192:1073741824 prompt:8192:8192 prompt:32768:128 decode:1:2048 decode:32:2048 decode:256:2048".split()
+SPEED = ["prefill:4096 prefill:16384 prefill:65536", "cached:32768:128", "decode:1:2048:greedy decode:1:2048:drawn", "decode:32:2048:greedy decode:32:2048:drawn"]
+DRY_MODEL = Config("qwen3", 64, 128, 2, 4, 2, 16, 512)
+DRY_KERNELS = "ceilings:64:1048576 prompt:48:32 decode:3:40".split()
+DRY_SPEED = ["prefill:64", "cached:64:16", "decode:2:70:greedy decode:2:70:drawn"]
 DECODE_STEPS = 16
-# Benchmarks are ended at this time, so that the whole run takes less than eight minutes.
-DEADLINE = time.monotonic() + 470
 
 
-def run_with_limit(command, seconds, errors=subprocess.STDOUT):
-    """Runs a command. Returns its exit status and output; the status is None after the time limit. Its child processes end with it."""
-    run = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+class Bench:
+    """The programs that bench/gpu.sh has built, and the file of results."""
+
+    def __init__(self, folder, part, dry):
+        self.folder, self.part, self.dry = folder, part, dry
+        self.program, self.results = folder / "cuda", folder / "results.jsonl"
+        self.model = DRY_MODEL if dry else QWEN3_8B
+        self.deadline = time.monotonic() + LIMITS[part]
+        # In a dry run nothing is tuned, because times mean nothing.
+        self.options = ["--untuned"] if dry else []
+
+    def record(self, kind, **fields):
+        line = json.dumps({"part": self.part, "kind": kind, **fields, "time": time.strftime("%Y-%m-%dT%H:%M:%S")})
+        with open(self.results, "a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def check(self, name, ok, found):
+        self.record("check", name=name, ok=bool(ok), found=found)
+
+    def run(self, *arguments, seconds=60, program=None, on_line=None):
+        """Runs a program in a process group of its own. Returns its exit status (None after the time limit) and its output."""
+        seconds = max(min(seconds, self.deadline - time.monotonic()), 1)
+        command = [*map(str, program or [self.program, *self.options]), *map(str, arguments)]
+        late = threading.Event()
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+
+            def end():
+                late.set()
+                os.killpg(child.pid, signal.SIGKILL)
+
+            timer, lines = threading.Timer(seconds, end), []
+            timer.start()
+            try:
+                for line in child.stdout:
+                    lines.append(line)
+                    if on_line and line.startswith("{"):
+                        on_line(json.loads(line))
+                status = child.wait()
+            finally:
+                timer.cancel()
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
+            errors.seek(0)
+            output = ("".join(lines) + errors.read()).strip()
+        if late.is_set():
+            return None, f"{output} (ended after {seconds:.0f} seconds)"
+        return status, output
+
+    def expect(self, name, *arguments, wanted=None, seconds=60):
+        """Runs the benchmark program, and records whether its output is the wanted one. Returns the output, or None."""
+        status, output = self.run(*arguments, seconds=seconds)
+        ok = status == 0 and (wanted is None or output.startswith(wanted))
+        self.check(name, ok, " ".join(output.split())[-400:])
+        return output if ok else None
+
+    def measure(self, what, *arguments, seconds):
+        """Runs the benchmark program, and records each line of JSON that it prints."""
+        status, output = self.run(*arguments, seconds=seconds, on_line=lambda line: self.record(what, **line))
+        if status != 0:
+            self.check(" ".join(map(str, arguments[:1] + arguments[2:])), False, " ".join(output.split())[-400:])
+
+    def drawn_model(self):
+        """Returns the argument for the large model with weights that are made on the GPU."""
+        folder = self.folder / "large"
+        write_large_model(folder, self.model, with_weights=False)
+        return f"drawn:{folder}"
+
+
+def check_logits(bench, name, config, folder, chunks, length):
+    """Compares logits, computed in chunks of several sizes, and greedy tokens with the reference."""
+    weights = write_model(folder, config)
+    tokens = numpy.random.default_rng(1).integers(0, config.vocab_size, length)
+    expected = forward(config, weights, tokens)
+    for chunk in chunks:
+        out = folder / "logits"
+        status, output = bench.run("logits", folder, ",".join(map(str, tokens)), chunk, out)
+        what = f"{name}, {config.torch_dtype}, chunks of {chunk}"
+        if status != 0:
+            bench.check(what, False, " ".join(output.split())[-400:])
+            continue
+        wrong = error_of(numpy.fromfile(out, dtype=numpy.float32).reshape(expected.shape), expected)
+        greedy = [int(token) for token in output.split(",")]
+        rows = forward(config, weights, numpy.concatenate([tokens, greedy[:-1]]))[len(tokens) - 1 :]
+        lost = [step for step, (row, token) in enumerate(zip(rows, greedy)) if row.max() - row[token] > TIE * row.std()]
+        found = f"logits wrong by {wrong:.1e} of their size (limit {ERROR_MAX[config.torch_dtype]:.0e})"
+        bench.check(what, wrong < ERROR_MAX[config.torch_dtype] and not lost, found + (f"; greedy tokens {lost} differ" if lost else "; greedy tokens equal"))
+
+
+def dry_models():
+    return {"qwen3": Config("qwen3", 64, 128, 2, 4, 2, 16, 512)}
+
+
+def smoke(bench):
+    """Finds the first fault: versions, one small model, every way of a transfer."""
+    bench.expect("versions", "versions")
+    models = dry_models() if bench.dry else small_models()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        check_logits(bench, "qwen3", models["qwen3"], folder, (40, 1) if bench.dry else (700, 64, 1), 40 if bench.dry else 700)
+        bench.expect("replayed steps equal direct steps", "replayed", folder, wanted="equal", seconds=40)
+        bench.expect("blocks moved through host memory", "transfer", folder, wanted="equal", seconds=40)
+        bench.expect("blocks copied from another process", "transports", folder, 100, wanted='{"what":"cuda_ipc"', seconds=40)
+        bench.expect("NCCL, from the card to itself", "nccl", folder, wanted="equal", seconds=40)
+
+
+def right(bench):
+    """Compares all small models with the references."""
+    for name, config in (dry_models() if bench.dry else small_models()).items():
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            check_logits(bench, name, config, folder, (40, 7) if bench.dry else (700, 193, 64, 1), 40 if bench.dry else 700)
+            for command in () if bench.dry else ("replayed", "transfer"):
+                bench.expect(f"{name}: {command}", command, folder, wanted="equal")
+
+
+def kernels(bench):
+    model = bench.drawn_model()
+    for case in DRY_KERNELS if bench.dry else KERNELS:
+        bench.measure("kernel", "kernels", model, case, seconds=90)
+
+
+def speed(bench):
+    model = bench.drawn_model()
+    bench.measure("kernel", "kernels", model, (DRY_KERNELS if bench.dry else KERNELS)[0], seconds=60)
+    for cases in DRY_SPEED if bench.dry else SPEED:
+        bench.measure("speed", "speed", model, *cases.split(), seconds=120)
+    if bench.dry:
+        return
+    status, output = bench.run("transformers", program=[sys.executable, __file__, bench.folder, "--inside"], seconds=150, on_line=lambda line: bench.record("transformers", **line))
+    if status != 0:
+        bench.check("transformers", False, " ".join(output.split())[-400:])
+
+
+def transformers_speed():
+    """Prints the seconds of a decode step of transformers, with weights that are made on the GPU."""
+    import torch
+    import transformers
+
+    torch.set_default_dtype(torch.bfloat16)
+    fields = {name: value for name, value in QWEN3_8B.json().items() if name not in ("model_type", "architectures", "torch_dtype")}
+    with torch.device("cuda"), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**fields)).eval()
+        for batch in (1, 32):
+            prompt = torch.randint(0, 1_000, (batch, 2_048))
+            cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+            times = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(DECODE_STEPS):
+                    model(prompt[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - began) / DECODE_STEPS)
+            print(json.dumps({"what": "decode", "batch": batch, "context": 2_048, "seconds": sorted(times)[1]}), flush=True)
+            del cache
+
+
+def handoff(bench):
+    model, tokens = bench.drawn_model(), 100 if bench.dry else 4_096
+    bench.measure("speed", "speed", model, f"prefill:{tokens}", seconds=60)
+    bench.measure("handoff", "transports", model, tokens, seconds=90)
+
+
+def write_tokenizer(path, size):
+    """Writes a tokenizer whose first ids are bytes and whose other ids are numbers, because random weights generate no text anyway."""
+    # GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others are numbered from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    words = letters + [f"Ġ{number}" for number in range(size - len(letters))]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": [], "byte_fallback": False, "fuse_unk": False, "ignore_merges": False}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}))
+
+
+def measure_turns(bench):
+    """Measures conversations on a prefill worker and a decode worker that share the card."""
+    folder = pathlib.Path(tempfile.mkdtemp())
     try:
-        output = run.communicate(timeout=max(seconds, 0))
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
-        output = run.communicate()
-        return subprocess.CompletedProcess(command, None, *output)
-    return subprocess.CompletedProcess(command, run.returncode, *output)
+        write_large_model(folder, bench.model, with_weights=True)
+        write_tokenizer(folder / "tokenizer.json", bench.model.vocab_size)
+        command = [bench.folder / "tandem", "up", "--engine", "cuda", "--model", folder, "--prefill-workers", 1, "--prefill", "remote"]
+        command += ["--listen", "127.0.0.1:0", "--log", "error", "--kv-capacity-tokens", 4_096 if bench.dry else 200_000]
+        command += ["--no-gpu-tuning", "--prefill-chunk-budget", 256, "--batch-max", 8] if bench.dry else []
+        cluster = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            for line in cluster.stdout:
+                if found := re.search(r"frontend +http://(\S+)", line):
+                    break
+            else:
+                bench.check("tandem up", False, f"ended with status {cluster.wait()}: its error is above")
+                return
+            small = ["--conversations", "2", "--turns", "2", "--first", "64", "--added", "32", "--answer", "4", "--concurrency", "2", "--vocabulary", "500"]
+            _, shape = turns.shape_of(small if bench.dry else ())
+            bench.record("turns", **turns.measure(found[1], shape))
+        finally:
+            os.killpg(cluster.pid, signal.SIGKILL)
+            cluster.wait()
+    finally:
+        shutil.rmtree(folder)
 
 
-def run_bench(*arguments, seconds=60):
-    """Runs engine/benches/cuda.rs. Returns its output, or None and an error if it failed or reached the time limit."""
-    seconds = min(seconds, DEADLINE - time.monotonic())
-    done = run_with_limit([OURS, *arguments], seconds, subprocess.PIPE)
-    if done.returncode is None:
-        return None, f"{arguments[0]}: not finished after {max(seconds, 0):.0f} seconds. {done.stdout}{done.stderr}"
-    if done.returncode:
-        return None, f"{arguments[0]}: {done.stdout}{done.stderr}"
-    return done.stdout, ""
-
-
-def small_models():
-    """Returns small models: their names, configurations and types of weights."""
-    common = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=512, max_position_embeddings=4_096)
-    llama = transformers.LlamaConfig(**common, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False)
-    odd = transformers.LlamaConfig(**{**common, "hidden_size": 576}, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
-    qwen2 = transformers.Qwen2Config(**common, num_attention_heads=14, num_key_value_heads=2, head_dim=64)
-    qwen3 = transformers.Qwen3Config(**common, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
-    return [
-        ("llama", llama, torch.bfloat16),
-        ("llama, 9 heads, tied", odd, torch.float16),
-        ("qwen2", qwen2, torch.bfloat16),
-        ("qwen3", qwen3, torch.bfloat16),
-    ]
-
-
-def random_model(config, dtype):
-    torch.manual_seed(7)
-    # Releases of transformers have different names for the argument that sets the type, but all use torch's default type.
-    torch.set_default_dtype(dtype)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    torch.set_default_dtype(torch.float32)
-    # Biases and norms start as zeros and ones, which would hide errors in their use.
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            parameter.data.add_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
-
-
-def check_model(name, config, dtype, folder):
-    """Compares logits, computed in one chunk and in many, and greedy tokens with the same weights in single precision."""
-    model = random_model(config, dtype)
-    model.save_pretrained(folder)
-    model = model.float()
-    tokens = torch.randint(0, config.vocab_size, (700,), device="cuda")
-    listed, failures = ",".join(map(str, tokens.tolist())), []
-    with torch.no_grad():
-        expected = model(tokens[None]).logits[0].cpu().numpy()
-    worst = 0.0
-    for chunk in (700, 193, 64, 1):
-        output, error = run_bench("logits", folder, listed, chunk, folder / "logits")
-        if error:
-            failures.append(" ".join(error.split()))
-            break
-        found = numpy.fromfile(folder / "logits", dtype=numpy.float32).reshape(expected.shape)
-        worst = max(worst, float(numpy.linalg.norm(found - expected) / numpy.linalg.norm(expected)))
-        sequence = tokens.tolist()
-        for step, token in enumerate(map(int, output.split(","))):
-            with torch.no_grad():
-                row = model(torch.tensor([sequence], device="cuda")).logits[0, -1]
-            if row.max() - row[token] > TIE * row.std():
-                failures.append(f"chunks of {chunk}: greedy token {step} is {token}, not {int(row.argmax())}")
-                break
-            sequence.append(token)
-    if not worst < ERROR_MAX[dtype]:
-        failures.append(f"logits are wrong by {worst:.2e} of their size")
-    # These checks compare the tokens of sequences that are decoded together, and blocks that are received from another engine.
-    for check in ("replayed", "transfer"):
-        output, error = run_bench(check, folder)
-        if error or output.strip() != "equal":
-            failures.append(" ".join((error or f"{check}: {output}").split()))
-    print(f"| {name} | {str(dtype).removeprefix('torch.')} | {worst:.1e} | {'; '.join(failures) or 'equal'} |", flush=True)
-    return not failures
-
-
-def sanitizer():
-    """Returns the path of compute-sanitizer: the machine's, or the one that `bench/gpu.sh build` has downloaded."""
-    if found := shutil.which("compute-sanitizer"):
+def sanitizer(bench):
+    """Returns the path of compute-sanitizer: the machine's, or the one that `bench/gpu.sh build` has downloaded; None if there is none."""
+    if found := os.environ.get("BENCH_SANITIZER") or shutil.which("compute-sanitizer", path=os.environ["PATH"] + ":/usr/local/cuda/bin"):
         return found
-    for wheel in FOLDER.glob("nvidia_cuda_sanitizer_api-*.whl"):
-        zipfile.ZipFile(wheel).extractall(FOLDER / "sanitizer")
-    for found in (FOLDER / "sanitizer").glob("**/compute-sanitizer/compute-sanitizer"):
+    for wheel in bench.folder.glob("nvidia_cuda_sanitizer_api-*.whl"):
+        zipfile.ZipFile(wheel).extractall(bench.folder / "sanitizer")
+    for found in (bench.folder / "sanitizer").glob("**/compute-sanitizer/compute-sanitizer"):
         for file in found.parent.iterdir():
             file.chmod(0o755)
         return found
-    sys.exit("compute-sanitizer is missing: run bench/gpu.sh build again")
+    return None
 
 
-def sanitize(tool, folder):
-    """Returns whether compute-sanitizer has no findings: accesses out of bounds, races in shared memory. Runs until the deadline."""
-    print("\n| compute-sanitizer | Model | Findings |\n|---|---|---|")
-    passed = True
-    for name, config, dtype in small_models()[1::2]:
-        model = folder / re.sub(r"\W+", "-", name)
-        random_model(config, dtype).save_pretrained(model)
-        for check in ("memcheck", "racecheck"):
-            left = DEADLINE - time.monotonic()
-            done = run_with_limit([tool, "--tool", check, "--error-exitcode", "9", OURS, "exercise", model], left)
-            status = done.returncode
-            found = "none" if status == 0 else "not known: the time limit was reached" if status is None else " ".join(done.stdout.splitlines()[-12:])
-            passed &= found == "none"
-            print(f"| {check} | {name} | {found} |", flush=True)
-    return passed
+def sanitize(bench):
+    """Runs every feature under compute-sanitizer: accesses out of bounds, races in shared memory, wrong barriers, uninitialised memory."""
+    tool = sanitizer(bench)
+    if not tool:
+        bench.check("compute-sanitizer", False, "not found: run bench/gpu.sh build again")
+        return
+    models = dry_models() if bench.dry else {name: small_models()[name] for name in ("qwen3", "llama, 9 heads, tied")}
+    for name, config in models.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(pathlib.Path(folder), config)
+            for check in ("memcheck",) if bench.dry else ("memcheck", "racecheck", "synccheck"):
+                program = [tool, "--tool", check, "--error-exitcode", "9", bench.program, "--untuned"]
+                status, output = bench.run("exercise", folder, program=program, seconds=90)
+                found = "no findings" if status == 0 else " ".join(output.splitlines()[-12:])[-600:]
+                bench.check(f"{check}: {name}", status == 0, found)
 
 
-def tokenizer_file(path, size):
-    """Writes a tokenizer whose first ids are bytes and whose other ids are numbers, because random weights generate no text anyway."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    words = letters + [f"Ġ{number}" for number in range(size - len(letters))]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(path))
+def compile_kernels(folder):
+    """Compiles the kernels of all models for Hopper and the driver R580, on a machine without a GPU."""
+    with tempfile.TemporaryDirectory() as models:
+        for number, config in enumerate([QWEN3_8B, *small_models().values()]):
+            model = pathlib.Path(models) / str(number)
+            write_large_model(model, config, with_weights=False)
+            subprocess.run([folder / "cuda", "compile", model, "sm_90a", "13000", str(227 << 10)], check=True)
 
 
-def measure_conversations(model):
-    """Measures conversations on a prefill worker and a decode worker that share the card."""
-    tokenizer_file(model / "tokenizer.json", LARGE["vocab_size"])
-    command = [FOLDER / "tandem", "up", "--engine", "cuda", "--model", model, "--prefill-workers", "1", "--prefill", "remote"]
-    command += ["--listen", "127.0.0.1:0", "--log", "error", "--kv-capacity-tokens", "200000"]
-    cluster = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+PARTS = {"smoke": smoke, "right": right, "kernels": kernels, "speed": speed, "handoff": handoff, "turns": measure_turns, "sanitize": sanitize}
+
+
+def run_part(folder, part, dry):
+    """Runs a part in a process of its own, which is ended at the part's limit. Returns whether it has ended by itself."""
+    bench, began = Bench(folder, part, dry), time.monotonic()
+    child = subprocess.Popen([sys.executable, __file__, folder, "--inside", part, *(["--dry-run"] if dry else [])], start_new_session=True)
     try:
-        for line in cluster.stdout:
-            if found := re.search(r"frontend +http://(\S+)", line):
-                break
-        else:
-            print(f"tandem up ended with status {cluster.wait()}: its error is above")
-            return False
-        print("\nTwo workers on one card, Qwen3-8B's shape. ", end="")
-        turns.measure(found[1], turns.shape_of()[1])
+        status = child.wait(timeout=LIMITS[part] + 10)
+    except subprocess.TimeoutExpired:
+        status = None
     finally:
-        cluster.kill()
-        cluster.wait()
-    return True
-
-
-def seconds_of(work, rounds=5):
-    """Returns the median time of a function on the GPU, after one run that is not measured."""
-    work()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
-
-
-def measure_ceilings():
-    """Measures the card's highest rates. Returns floating-point operations per second and bytes per second."""
-    a, b = (torch.randn(8_192, 8_192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * 8_192**3 / seconds_of(lambda: a @ b)
-    block = torch.empty(1 << 30, device="cuda", dtype=torch.int8)
-    other = torch.empty_like(block)
-    return flops, 2 * block.numel() / seconds_of(lambda: other.copy_(block))
-
-
-def prefill_operations(config, tokens):
-    """Returns the floating-point operations of a prefill without logits."""
-    heads = config.num_attention_heads * config.head_dim
-    kv = 2 * config.num_key_value_heads * config.head_dim
-    matrices = config.hidden_size * (2 * heads + kv + 3 * config.intermediate_size)
-    return config.num_hidden_layers * (2 * tokens * matrices + 2 * tokens * tokens * heads)
-
-
-def measure_speed(folder):
-    """Measures prefill, decode and handoff on Qwen3-8B's shape. Returns whether all goals are met."""
-    flops, bandwidth = measure_ceilings()
-    print(f"\nCeilings: {flops / 1e12:.0f} TFLOP/s (bf16, 8192³), {bandwidth / 1e12:.2f} TB/s (copy, read + write)\n")
-    config = transformers.Qwen3Config(**LARGE, num_hidden_layers=LAYERS, max_position_embeddings=131_072, tie_word_embeddings=False)
-    model = random_model(config, torch.bfloat16)
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
-    model.save_pretrained(folder, max_shard_size="20GB")
-    theirs = transformers_speed(model)
-    del model
-    torch.cuda.empty_cache()
-    print("| Qwen3-8B's shape | ours | of the ceiling | goal | transformers | ours ÷ theirs |\n|---|---|---|---|---|---|")
-    met, prefill = True, {}
-    output, error = run_bench("speed", folder, seconds=240)
-    if error:
-        print(f"\n{error}", flush=True)
-        return False
-    for line in output.splitlines():
-        found = json.loads(line)
-        seconds = found["seconds"]
-        if found["what"] == "prefill":
-            name, share, goal = f"prefill {found['tokens']}", prefill_operations(config, found["tokens"]) / seconds / flops, PREFILL_GOAL
-            rate, other = f"{found['tokens'] / seconds:.0f} tok/s", theirs.get(name)
-            prefill[found["tokens"]] = seconds
-        else:
-            kv = found["batch"] * found["context"] * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
-            name, share, goal = f"decode {found['batch']} × {found['context']}", (weights + kv) / seconds / bandwidth, DECODE_GOAL
-            name, other = f"{name}, {found['sampling']}", theirs.get(name)
-            rate = f"{seconds * 1e3:.2f} ms a step"
-        met &= share >= goal
-        compared = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "– | –"
-        print(f"| {name} | {rate} | {share:.0%} | {goal:.0%} | {compared} |", flush=True)
-    return measure_handoff(folder, prefill[4_096]) and met
-
-
-def measure_handoff(folder, prefill):
-    """Measures the copy of a prompt of 4,096 tokens from another process's memory on the same card. Returns whether the goals are met."""
-    output, error = run_bench("transports", folder, 4_096, seconds=120)
-    if error:
-        print(f"\ncuda_ipc: {error}", flush=True)
-        return False
-    found = json.loads(output.splitlines()[-1])
-    rate, share = 2 * found["bytes"] / found["seconds"], found["plain_seconds"] / found["seconds"]
-    added = found["seconds"] / prefill
-    print("\n| 4,096 tokens from another process | goal |\n|---|---|")
-    print(f"| cuda_ipc: {rate / 1e12:.2f} TB/s (read + write), {share:.0%} of a plain copy | {COPY_GOAL:.0%} |")
-    print(f"| adds {added:.1%} to the time of its prefill | {HANDOFF_GOAL:.0%} |")
-    print(f"| decode from the copied blocks: {'equal' if found['equal'] else 'DIFFERENT'} | equal |", flush=True)
-    return found["equal"] and share >= COPY_GOAL and added <= HANDOFF_GOAL
-
-
-def transformers_speed(model):
-    """Returns the seconds that transformers needs for each workload: prompts with the last token's logits, and decode steps."""
-    found = {}
-    with torch.no_grad():
-        for tokens in (4_096, 16_384):
-            prompt = torch.randint(0, 1_000, (1, tokens), device="cuda")
-            found[f"prefill {tokens}"] = seconds_of(lambda: model(prompt, use_cache=False, logits_to_keep=1), rounds=2)
-        for batch in (1, 32):
-            prompt = torch.randint(0, 1_000, (batch, 2_048), device="cuda")
-            cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
-            token = prompt[:, :1]
-
-            def steps():
-                for _ in range(DECODE_STEPS):
-                    model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-            found[f"decode {batch} × 2048"] = seconds_of(steps, rounds=2) / DECODE_STEPS
-            del cache
-    return found
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    bench.record("part", name=part, ok=status == 0, status=status, seconds=round(time.monotonic() - began, 1))
+    return status == 0
 
 
 def main():
-    card = torch.cuda.get_device_properties(0)
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    print(f"{time.strftime('%Y-%m-%d')}, {card.name}, driver {driver.stdout.strip()}, torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print("| Model | Weights | Largest error of the logits | Greedy tokens, replayed steps and moved blocks |\n|---|---|---|---|")
-    # The reference is computed in single precision, not in TF32.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    passed, tool = True, sanitizer()
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (name, config, dtype) in enumerate(small_models()):
-            passed &= check_model(name, config, dtype, pathlib.Path(folder) / str(i))
-        output, error = run_bench("nccl", pathlib.Path(folder) / "0")
-        print(f"\nNCCL, from the card to itself (it refuses two ranks on one card): {(output or error).strip()}", flush=True)
-        passed &= not error and output.startswith("equal")
-    large = pathlib.Path(tempfile.mkdtemp())
-    try:
-        passed &= measure_speed(large)
-        passed &= measure_conversations(large)
-    finally:
-        shutil.rmtree(large)
-    with tempfile.TemporaryDirectory() as folder:
-        passed &= sanitize(tool, pathlib.Path(folder))
-    return 0 if passed else 1
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=pathlib.Path, help="the folder that bench/gpu.sh build has written")
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} [default: all]; report; or compile")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes, for a GPU that is emulated")
+    parser.add_argument("--inside", metavar="PART", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    if given.inside == "transformers":
+        return transformers_speed()
+    if given.inside:
+        return PARTS[given.inside](Bench(folder, given.inside, given.dry_run))
+    if given.parts == ["compile"]:
+        return compile_kernels(folder)
+    parts = given.parts or list(PARTS)
+    if unknown := set(parts) - {*PARTS, "report"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
+    ended = [run_part(folder, part, given.dry_run) for part in parts if part != "report"]
+    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    text, passed = gpu_report.report(results, DRY_MODEL if given.dry_run else QWEN3_8B)
+    print("\n" + text, flush=True)
+    return 0 if passed and all(ended) else 1
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -60,7 +60,7 @@ def run_conversation(seed, address, model, shape):
 
 
 def measure(address, shape):
-    """Runs all conversations, some of them concurrently, and prints a table."""
+    """Runs all conversations, some of them concurrently, and prints a table. Returns the medians in milliseconds."""
     connection = http.client.HTTPConnection(address)
     connection.request("GET", "/v1/models")
     model = json.loads(connection.getresponse().read())["data"][0]["id"]
@@ -75,14 +75,17 @@ def measure(address, shape):
         f"answers of {shape.answer} tokens\n"
     )
     print("| Turn | Prompt tokens | cached | TTFT, ms (median) | TTFT, ms (worst) |\n|--:|--:|--:|--:|--:|")
+    medians = []
     for turn in range(shape.turns):
         ttft, _, prompt, cached = zip(*(conversation[turn] for conversation in conversations))
         share = sum(cached) / sum(prompt)
+        medians.append(round(statistics.median(ttft), 1))
         print(f"| {turn + 1} | {prompt[0]:,} | {share:.0%} | {statistics.median(ttft):.0f} | {max(ttft):.0f} |")
     between = sorted(turn[1] for conversation in conversations for turn in conversation)
     tokens = sum(turn[2] + shape.answer for conversation in conversations for turn in conversation)
     print(f"\nTPOT: median {statistics.median(between):.2f} ms, p99 {between[min(len(between) * 99 // 100, len(between) - 1)]:.2f} ms.")
     print(f"{tokens / seconds:,.0f} tokens a second, prompts and answers together.", flush=True)
+    return {"ttft_ms": medians, "tpot_ms": round(statistics.median(between), 2), "tokens_per_second": round(tokens / seconds)}
 
 
 def shape_of(arguments=()):

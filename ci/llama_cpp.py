@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -59,7 +60,8 @@ class Checks:
 
     def start(self, name, *command):
         log = open(self.folder / f"{name}.log", "ab")
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        # `tandem up` keeps its key in the state folder.
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "XDG_STATE_HOME": str(self.folder)})
         self.processes.append(process)
         return process
 

@@ -67,25 +67,31 @@ model() {
     printf '%s\n' "$TANDEM_MODEL"
 }
 
-# Downloads NVIDIA's compiler NVRTC, with which a test compiles the GPU kernels: a library of 90 MB that needs no GPU, stored in target/.
+# Downloads NVIDIA's compiler NVRTC, with which a test compiles the GPU kernels (a library of 90 MB that needs no GPU), and the tools with
+# which a test reads the machine code (6 MB). They are stored in target/.
 nvrtc() {
-    local version=13.0.88 folder
+    local version=13.0.88 tools=13.5.37 folder tool
     folder="$PWD/${CARGO_TARGET_DIR:-target}/ci-nvrtc"
     case "${CARGO_TARGET_DIR:-target}" in /*) folder="$CARGO_TARGET_DIR/ci-nvrtc" ;; esac
     if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
         echo "no NVRTC for $(uname -s) on $(uname -m): the test that compiles the GPU kernels is skipped"
         return
     fi
-    if [ ! -e "$folder/$version" ]; then
+    if [ ! -e "$folder/$version-$tools" ]; then
         rm -rf "$folder"
         python3 -m venv "$folder/venv" || fail "no venv: install Python 3 with venv (Debian: apt-get install python3-venv)"
-        "$folder/venv/bin/pip" install -q --no-deps --target "$folder/site" "nvidia-cuda-nvrtc==$version" ||
-            fail "NVRTC was not fetched: see what pip says above"
-        touch "$folder/$version"
+        "$folder/venv/bin/pip" install -q --no-deps --target "$folder/site" "nvidia-cuda-nvrtc==$version" \
+            "nvidia-cuda-cuobjdump==$tools" "nvidia-cuda-nvdisasm==$tools" ||
+            fail "NVRTC, cuobjdump or nvdisasm was not fetched: see what pip says above"
+        touch "$folder/$version-$tools"
     fi
     TANDEM_NVRTC="$folder/site/nvidia/cu13/lib"
     [ -e "$TANDEM_NVRTC/libnvrtc.so.13" ] || fail "the wheel of NVRTC $version has no libnvrtc.so.13 in $TANDEM_NVRTC"
-    export TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    TANDEM_CUDA_TOOLS="$folder/site/nvidia/cu13/bin"
+    for tool in cuobjdump nvdisasm; do
+        [ -x "$TANDEM_CUDA_TOOLS/$tool" ] || fail "the wheel of $tool $tools has no program in $TANDEM_CUDA_TOOLS"
+    done
+    export TANDEM_CUDA_TOOLS TANDEM_NVRTC LD_LIBRARY_PATH="$TANDEM_NVRTC${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
 # Checks the licences, bans and sources of all dependencies (deny.toml), and known vulnerabilities if the advisory database can be fetched.
@@ -108,6 +114,14 @@ dependencies() {
     fi
 }
 
+# Checks the Helm chart, and exports the folder of the rendered manifests, which tests compare with the product.
+chart() {
+    local lines
+    lines=$(ci/helm.sh) || fail "the Helm chart was not checked: see what ci/helm.sh says above"
+    printf '%s\n' "$lines"
+    if [ -d "${lines##*$'\n'}" ]; then export TANDEM_CHART_MANIFESTS="${lines##*$'\n'}"; fi
+}
+
 # Checks all shell scripts in git, which are found by their first line.
 scripts() {
     local files
@@ -126,6 +140,9 @@ RUSTDOCFLAGS="-D warnings" part "docs" cargo doc --workspace --no-deps --release
 part "build of the product and the tests" cargo test --workspace --release --locked --no-run
 part "model" model
 part "NVRTC" nvrtc
+part "GPU benchmark on an emulated GPU" ci/gpu.sh
+part "Helm chart" chart
+part "clients" ci/clients.sh
 
 timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "total without the run of the tests")")
 printf '\n== timings\n'

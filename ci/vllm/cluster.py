@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 from client import Client, wait_until
@@ -31,6 +32,8 @@ class Process:
 
         command = ["timeout", "--kill-after=10", str(LIFETIME_SECONDS), *(str(part) for part in command)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        # `tandem up` keeps its key in the state folder. With a folder for each start, no cluster finds what earlier ones have cached.
+        environment["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-", dir=folder)
         with open(self.log, "ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True, preexec_fn=limits)
