@@ -247,7 +247,7 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
     __shared__ SampleShared shared;
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
-    const SampleSettings settings = all_settings[index];
+    const SampleSettings &settings = all_settings[index];
     Row row = {scratch + index * vocab, static_cast<u32>(vocab), &shared};
     const Row original = {const_cast<float *>(raw), row.len, &shared};
     original.each([&](u32 token, float logit) { row.numbers[token] = logit; });
@@ -285,12 +285,14 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
     // Without a likeliest token, all tokens are excluded, or the logits are NaNs, for which no token is returned.
     if (token == NO_TOKEN && raw[0] == raw[0]) token = 0;
     if (settings.temperature > 0 && likeliest.value > -INFINITY_F && likeliest.value < INFINITY_F) {
-        const float least = likeliest.value + LOG_WEIGHT_MIN * settings.temperature;
+        // Held in registers: as far as the compiler knows, the stores below could change the settings.
+        const float temperature = settings.temperature, min_p = settings.min_p;
+        const float least = likeliest.value + LOG_WEIGHT_MIN * temperature;
         row.each([&](u32 candidate, float logit) {
             // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
             const bool counts = (logit > least || logit == likeliest.value) && allowed(candidate, logit);
-            const float weight = counts ? expf((logit - likeliest.value) / settings.temperature) : 0.0f;
-            row.numbers[candidate] = weight >= settings.min_p ? weight : 0.0f;
+            const float weight = counts ? expf((logit - likeliest.value) / temperature) : 0.0f;
+            row.numbers[candidate] = weight >= min_p ? weight : 0.0f;
         });
         block_sync();
         Candidates kept = {0, NO_TOKEN};
