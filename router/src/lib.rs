@@ -1,7 +1,7 @@
 //! Chooses the workers of each request, from sequence hashes and loads. The router never sees text or token ids.
 //!
 //! [`run`] serves the gRPC service `Router` and watches the workers. Two parts are pure: [`PrefixIndex`] knows which worker has
-//! cached which block, and `route::place` chooses.
+//! cached which block, and `route::place` chooses. [`VirtualRouter`] makes the same placements in virtual time, for simulations.
 
 mod answers;
 mod applied;
@@ -17,13 +17,13 @@ mod route;
 mod service;
 mod settings;
 mod subscription;
-#[cfg(test)]
-mod tests;
 mod watch;
 mod worker_bookings;
 mod worker_watch;
 
+pub use cluster::{VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter, VirtualWorker};
 pub use index::{PrefixIndex, Replacement, Skipped, WorkerSlot};
+pub use route::{Candidate, Role};
 pub use settings::{Costs, PolicyKind, PrefillPlace, RouterSettings};
 
 use cluster::{Cluster, UnavailableWorkers};

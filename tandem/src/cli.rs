@@ -7,7 +7,7 @@ mod rules;
 mod tests;
 
 #[cfg(feature = "load")]
-use crate::bench::ReplayArgs;
+use crate::bench::{ReplayArgs, SimulateArgs};
 #[cfg(feature = "chat")]
 use crate::chat::ChatArgs;
 #[cfg(feature = "model")]
@@ -137,6 +137,10 @@ pub enum BenchCommand {
     /// Replay a trace against any server with OpenAI's API, and report times, tokens, cache hits and goodput. All times count from when a
     /// request was due. Ctrl-C ends the run and prints the report
     Replay(Box<ReplayArgs>),
+
+    /// Simulate a cluster under the requests of a trace, in virtual time, with the real router's placements and those of other routers'
+    /// rules. With --plan, find the smallest cluster that meets service levels
+    Simulate(Box<SimulateArgs>),
 }
 
 /// `tandem audit`

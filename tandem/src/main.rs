@@ -57,6 +57,8 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         }
         #[cfg(feature = "load")]
         Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
+        #[cfg(feature = "load")]
+        Command::Bench { command: BenchCommand::Simulate(args) } => bench::simulate(*args)?,
         #[cfg(feature = "top")]
         Command::Top(args) => {
             if let Some(table) = top::run(args)? {

@@ -45,13 +45,14 @@ pub struct Recorder {
 }
 
 impl Slo {
-    fn is_set(&self) -> bool {
+    /// Whether any service level is set.
+    pub fn is_set(&self) -> bool {
         *self != Self::default()
     }
 
     /// Whether the answer meets all service levels that are set. An answer with fewer than two tokens meets that of the time between
     /// tokens; one without a token does not meet that of the first token.
-    fn is_met(&self, outcome: &Outcome) -> bool {
+    pub fn is_met(&self, outcome: &Outcome) -> bool {
         let Ok(answer) = &outcome.result else { return false };
         let within = |time: Option<Duration>, max: Option<Duration>, without: bool| {
             max.is_none_or(|max| time.map_or(without, |time| time <= max))

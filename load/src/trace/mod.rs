@@ -201,6 +201,11 @@ impl Trace {
         &self.path
     }
 
+    /// Returns how it is read.
+    pub fn settings(&self) -> TraceSettings {
+        self.settings
+    }
+
     /// Returns the format.
     pub fn format(&self) -> Format {
         self.format

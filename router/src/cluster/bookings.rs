@@ -44,7 +44,7 @@ impl Bookings {
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&mut Booking> {
         let booking = self.by_id.get_mut(&id)?;
         if members.on_prefilled(booking) {
-            booking.answering_since = Some(Instant::now());
+            booking.answering_since = Some(members.now());
             self.journal.record(id);
         }
         Some(booking)

@@ -97,6 +97,8 @@ pub(crate) struct Members {
     pub(super) index: Arc<PrefixIndex>,
     pub(super) predictions: Predictions,
     next_id: u64,
+    /// The time of a simulation; `None`: the time is that of the system.
+    pub(super) virtual_time: Option<Instant>,
 }
 
 impl Members {
@@ -108,7 +110,13 @@ impl Members {
             index: Arc::new(PrefixIndex::new(hash_key)),
             predictions: Predictions::new(hash_key),
             next_id: 0,
+            virtual_time: None,
         }
+    }
+
+    /// Returns the present time.
+    pub(super) fn now(&self) -> Instant {
+        self.virtual_time.unwrap_or_else(Instant::now)
     }
 
     /// Returns the role of the worker that `info` describes, if the worker may join now. `cluster` returns the identity on which all
@@ -158,7 +166,7 @@ impl Members {
         series: WorkerSeries,
         bookings: impl Iterator<Item = &'a Booking>,
     ) -> MemberId {
-        let (id, now) = (MemberId(self.next_id), Instant::now());
+        let (id, now) = (MemberId(self.next_id), self.now());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
         let (slot, mut own_bookings) = (self.index.add_worker(), WorkerBookings::default());
@@ -229,8 +237,8 @@ impl Members {
     /// Records the member's load. The caller must have applied all events that came with the load. `included` has the ids of the requests
     /// that this load includes for the first time.
     pub(super) fn report(&mut self, id: MemberId, load: Load, stats: ReportedStats, included: &[String]) {
+        let now = self.now();
         let Some(member) = self.by_id.get_mut(&id) else { return };
-        let now = Instant::now();
         if load.prefill_measurements != member.load.prefill_measurements {
             member.prefilled_at = now;
         }
@@ -348,7 +356,7 @@ impl Members {
         breakers_at: Option<Instant>,
         costs: &Costs,
     ) -> Vec<Candidate> {
-        let (overlaps, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), Instant::now());
+        let (overlaps, predicted, now) = (self.index.overlap(hashes), self.predictions.leading_blocks(hashes), self.now());
         let of = |leading: &[u32], member: &Member| leading.get(member.slot.0 as usize).copied().unwrap_or(0);
         let candidate = |member: &&Member| {
             let excluded = excluded.contains(&member.instance_id) || breakers_at.is_some_and(|at| !member.breaker.admits(at));

@@ -13,11 +13,13 @@ mod request;
 pub(crate) mod texts;
 mod unavailable;
 mod view;
+mod virtual_router;
 
 pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
 pub(crate) use request::{Excluded, PlacementError, PlacementRequest};
 pub(crate) use unavailable::UnavailableWorkers;
+pub use virtual_router::{VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter, VirtualWorker};
 
 use crate::{
     applied::{SLICE_BLOCKS, slice_len},
@@ -327,7 +329,7 @@ impl State {
         if !is_fault(reason) {
             return;
         }
-        let now = Instant::now();
+        let now = self.members.now();
         self.for_each_worker(id, |member| {
             if member.info.instance_id == instance_id && member.breaker.on_fault(id, now) {
                 tracing::warn!(worker_id = member.info.worker_id, instance_id, ?reason, "circuit breaker opened");
@@ -347,7 +349,7 @@ impl State {
     pub(crate) fn release(&mut self, id: BookingId) {
         self.for_each_worker(id, |member| member.breaker.on_released(id));
         if let Some((model, answering_since)) = self.bookings.release(id, &mut self.members) {
-            self.placer.on_released(&model, answering_since.elapsed());
+            self.placer.on_released(&model, self.members.now().duration_since(answering_since));
         }
         self.metrics.bookings.set(self.bookings.by_id.len() as f64);
     }

@@ -65,7 +65,7 @@ impl Placer {
         excluded: &Excluded,
         attempt: u32,
     ) -> Result<Decision<'a>, PlacementError> {
-        let mut decision = self.weigh(members, request, attempt, &excluded.failed, Some(Instant::now()))?;
+        let mut decision = self.weigh(members, request, attempt, &excluded.failed, Some(members.now()))?;
         if decision.choice == Err(NoEligibleWorker::AllFailed) {
             decision = self.weigh(members, request, attempt, &excluded.suspect, None)?;
         }
@@ -85,7 +85,7 @@ impl Placer {
         members: &'a Members,
         request: &'a PlacementRequest,
     ) -> Result<Decision<'a>, PlacementError> {
-        self.weigh(members, request, 1, &BTreeSet::new(), Some(Instant::now()))
+        self.weigh(members, request, 1, &BTreeSet::new(), Some(members.now()))
     }
 
     /// Records how long after its prefill a request of the model ended.

@@ -8,10 +8,7 @@ mod peers;
 mod placement;
 
 use super::*;
-use crate::{
-    Costs, PrefillPlace,
-    route::{Candidate, NoEligibleWorker},
-};
+use crate::{Costs, PrefillPlace, route::NoEligibleWorker};
 use std::collections::BTreeSet;
 use tandem_kv::{Change, KvEvent, Load, SequenceHash, StoredChain};
 use tandem_proto::v1::{Identity, worker_info};
@@ -25,32 +22,10 @@ impl Members {
 }
 
 impl State {
-    /// Applies all events of the batch at once, and then its load.
-    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
-        if let Some(worker) = self.members.indexed(id) {
-            let applied = worker.apply(&batch.events);
-            assert_eq!(applied.beyond_capacity, None);
-            self.members.on_applied(id, &applied);
-        }
-        self.members.report(id, batch.load, stats, &batch.included_request_ids);
-    }
-
-    /// Adds a worker with an empty cache.
-    pub(crate) fn join_empty(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
-        let index = self.members.index.clone();
-        self.join(info, "host:1".to_owned(), index.replacement())
-    }
-
     /// Replaces the member's cache by an empty one.
     fn empty(&mut self, id: MemberId) {
         let index = self.members.index.clone();
         self.members.replace(id, index.replacement());
-    }
-
-    /// Returns each member as a candidate for a placement. No member is excluded.
-    pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
-        let members: Vec<&Member> = self.members.values().collect();
-        self.members.candidates(&members, hashes, &BTreeSet::new(), None, &self.settings.costs)
     }
 }
 

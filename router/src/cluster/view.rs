@@ -7,7 +7,6 @@ use tandem_proto::{
     channel::OnRefused,
     v1::{self, Identity, WorkerInfo},
 };
-use tokio::time::Instant;
 
 impl State {
     /// Returns the identity on which all processes must agree: the operator's settings, with the cluster's name and version taken from the
@@ -62,7 +61,7 @@ impl State {
 
     /// Returns the router's view of the cluster: its members, bookings and unavailable workers.
     pub(crate) fn view(&self) -> v1::WorkersReply {
-        let now = Instant::now();
+        let now = self.members.now();
         let workers = self.members.values().map(|member| v1::WorkerView {
             info: Some(member.info.clone()),
             address: member.address.clone(),

@@ -6,7 +6,9 @@ use std::sync::Arc;
 /// The role of a worker. A decode worker may also prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
+    /// It computes the KV of prompts for decode workers.
     Prefill,
+    /// It generates.
     Decode,
 }
 
@@ -33,6 +35,7 @@ impl PlacementQuery {
 /// A worker as one placement sees it: its reported state, and the load of requests placed on it that its report does not include yet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
+    /// The role.
     pub role: Role,
     /// The transfer family: a prefill worker can serve only decode workers of its own family. `None`: the worker never exchanges KV.
     pub family: Option<Arc<str>>,
@@ -60,9 +63,11 @@ pub struct Candidate {
     pub answer_tokens: u64,
     /// Bytes of KV per block.
     pub block_bytes: u64,
+    /// The prefill rate; `None`: not measured.
     pub prefill_tokens_per_second: Option<Measurement>,
     /// The fixed time of a step that computes prompt tokens; `None`: not measured.
     pub prefill_fixed_ms: Option<Measurement>,
+    /// The time of a decode step; `None`: not measured.
     pub decode_step_ms: Option<Measurement>,
     /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,

@@ -1,16 +1,19 @@
-//! `tandem bench`: measures a running server under recorded load.
+//! `tandem bench`: measures a running server, or a simulated cluster, under recorded load.
 
 mod progress;
 mod replay;
+mod simulate;
 
 pub use replay::{ReplayArgs, run as replay};
+pub use simulate::{SimulateArgs, run as simulate};
 
 use anyhow::{Context, Result};
-use std::path::PathBuf;
-use tandem_load::report::{self, Report};
+use clap::Args;
+use std::{path::PathBuf, time::Duration};
+use tandem_load::report::{self, Report, Slo};
 
 /// Where a report goes besides stdout.
-#[derive(clap::Args, Clone, Debug, Default)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct ReportArgs {
     /// Also write the report to this file as JSON, with all percentiles and the course of the run
     #[arg(long, value_name = "FILE", help_heading = "Report")]
@@ -48,4 +51,32 @@ impl ReportArgs {
         }
         Ok(())
     }
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Service levels, for the goodput")]
+struct SloArgs {
+    /// Maximum time to first token
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
+    slo_ttft: Option<Duration>,
+    /// Maximum mean time between two tokens of an answer
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
+    slo_itl: Option<Duration>,
+    /// Maximum time to the end of the answer
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
+    slo_e2e: Option<Duration>,
+}
+
+impl SloArgs {
+    fn levels(&self) -> Slo {
+        Slo { ttft: self.slo_ttft, itl: self.slo_itl, e2e: self.slo_e2e }
+    }
+}
+
+fn positive(text: &str) -> Result<f64, &'static str> {
+    text.parse().ok().filter(|&number: &f64| number.is_finite() && number > 0.0).ok_or("write a number above 0")
+}
+
+fn milliseconds(text: &str) -> Result<Duration, &'static str> {
+    Duration::try_from_secs_f64(positive(text)? / 1e3).map_err(|_| "write a smaller number")
 }

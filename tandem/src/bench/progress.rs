@@ -8,13 +8,15 @@ use tandem_load::Progress;
 pub(super) struct Bar(ProgressBar);
 
 impl Bar {
-    pub(super) fn new(requests: u64) -> Self {
+    /// Returns a bar that begins with `prefix`.
+    pub(super) fn new(requests: u64, prefix: &str) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());
         }
-        let template = "[{wide_bar}] {pos}/{len} requests {elapsed}{msg}";
+        let template = "{prefix}[{wide_bar}] {pos}/{len} requests {elapsed}{msg}";
         let style = ProgressStyle::with_template(template).expect("the template is a constant");
         let bar = ProgressBar::new(requests).with_finish(ProgressFinish::AndClear).with_style(style);
+        bar.set_prefix(if prefix.is_empty() { String::new() } else { format!("{prefix} ") });
         bar.enable_steady_tick(Duration::from_millis(200));
         Self(bar)
     }

@@ -1,6 +1,6 @@
 //! `tandem bench replay`: sends the requests of a trace to a server, and reports times, tokens and cache hits.
 
-use super::{ReportArgs, progress::Bar};
+use super::{ReportArgs, SloArgs, positive, progress::Bar};
 use crate::serve::{self, Signals};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use std::{path::PathBuf, time::Duration};
 use tandem_load::{
     HeaderMap, HeaderName, HeaderValue, Pace, PromptKind, Settings,
-    report::{self, Report, Slo},
+    report::{self, Report},
     trace::{Format, Trace, TraceSettings},
 };
 use tokio_util::sync::CancellationToken;
@@ -119,20 +119,6 @@ struct RequestArgs {
     extra_body: Map<String, Value>,
 }
 
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Service levels, for the goodput")]
-struct SloArgs {
-    /// Maximum time to first token
-    #[arg(long, value_name = "MS", value_parser = milliseconds)]
-    slo_ttft: Option<Duration>,
-    /// Maximum mean time between two tokens of an answer
-    #[arg(long, value_name = "MS", value_parser = milliseconds)]
-    slo_itl: Option<Duration>,
-    /// Maximum time to the end of the answer
-    #[arg(long, value_name = "MS", value_parser = milliseconds)]
-    slo_e2e: Option<Duration>,
-}
-
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum FormatName {
     /// Lengths and `hash_ids`
@@ -199,7 +185,7 @@ impl ReplayArgs {
             extra_body: requests.extra_body.clone(),
             seed: source.seed,
             worker_header: server.worker_header.clone(),
-            slo: Slo { ttft: slo.slo_ttft, itl: slo.slo_itl, e2e: slo.slo_e2e },
+            slo: slo.levels(),
         })
     }
 }
@@ -228,7 +214,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
 async fn replay(trace: &Trace, settings: Settings) -> Result<Report> {
     let mut signals = Signals::new().context("the process cannot receive signals")?;
     let stop = CancellationToken::new();
-    let bar = Bar::new(trace.requests);
+    let bar = Bar::new(trace.requests, "");
     let replaying = tandem_load::replay(trace, settings, stop.clone(), |progress| bar.show(progress));
     let stopping = async {
         signals.next().await;
@@ -252,14 +238,6 @@ fn object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("write a JSON object: {error}"))
 }
 
-fn positive(text: &str) -> Result<f64, &'static str> {
-    text.parse().ok().filter(|&number: &f64| number.is_finite() && number > 0.0).ok_or("write a number above 0")
-}
-
 fn seconds(text: &str) -> Result<Duration, &'static str> {
     Duration::try_from_secs_f64(positive(text)?).map_err(|_| "write a smaller number")
-}
-
-fn milliseconds(text: &str) -> Result<Duration, &'static str> {
-    Duration::try_from_secs_f64(positive(text)? / 1e3).map_err(|_| "write a smaller number")
 }

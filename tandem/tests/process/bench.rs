@@ -1,4 +1,4 @@
-//! `tandem bench replay` as a process.
+//! `tandem bench replay` and `tandem bench simulate` as processes.
 
 use crate::{
     cluster::until,
@@ -84,6 +84,102 @@ fn replay_reports_wrong_rows_and_servers_without_answers() {
         (&[&*wrong, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
     ] {
         let output = tandem(&[&["bench", "replay"], args].concat()).output().expect("the binary runs");
+        let (out, errors) = text(&output);
+        assert!(!output.status.success() && errors.contains(expected), "{args:?}: {out}{errors}");
+    }
+}
+
+/// Returns a trace of pairs of equal prompts.
+fn pairs() -> (tempfile::TempDir, String) {
+    let rows: String = (0..40).map(|number| row(number * 100, &format!("{}, {}", number / 2, number / 2 + 100), 1_000)).collect();
+    trace(&rows)
+}
+
+fn simulate(args: &[&str]) -> Output {
+    tandem(&[&["bench", "simulate"], args].concat()).output().expect("the binary runs")
+}
+
+#[test]
+fn simulate_prints_the_report_and_writes_json_and_a_page() {
+    let (folder, trace) = pairs();
+    let (json, html) = (folder.path().join("s.json"), folder.path().join("s.html"));
+    let files = ["--json", json.to_str().expect("the path is UTF-8"), "--html", html.to_str().expect("the path is UTF-8")];
+    let args =
+        [&[&*trace, "--prefill-workers", "1", "--decode-workers", "2", "--speed", "2", "--slo-e2e", "5000"], &files[..]].concat();
+    let (output, again) = (simulate(&args), simulate(&args));
+    let (out, errors) = text(&output);
+    assert!(output.status.success() && errors.is_empty(), "{out}{errors}");
+    assert_eq!(output.stdout, again.stdout, "equal input has equal results");
+    for expected in [
+        "simulation of trace.jsonl",
+        "1 prefill, 2 decode",
+        "40 requests in",
+        "40 answered",
+        "had E2E ≤ 5,000 ms",
+        "counted by workers",
+    ] {
+        assert!(out.contains(expected), "{expected:?} is not in\n{out}");
+    }
+    let parsed: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(json).expect("the file was written")).expect("it is JSON");
+    assert_eq!(parsed["reports"][0]["tokens"]["output"], 320);
+    assert!(std::fs::read_to_string(html).expect("the file was written").contains("<svg"));
+}
+
+#[test]
+fn simulate_compares_policies_in_one_table() {
+    let (_folder, trace) = pairs();
+    let names = ["tandem", "round-robin", "random", "fewest-requests", "dynamo", "llm-d", "sglang"];
+    let (out, errors) = text(&simulate(&[&trace, "--workers", "4", "--policy", &names.join(",")]));
+    for name in names {
+        assert!(out.lines().any(|line| line.starts_with(name)), "{name} is not in\n{out}{errors}");
+    }
+}
+
+#[test]
+fn plan_names_the_smallest_cluster() {
+    let (_folder, trace) = pairs();
+    let (out, errors) = text(&simulate(&[&trace, "--plan", "--slo-ttft", "500", "--max-workers", "8"]));
+    assert!(out.starts_with("smallest cluster: 1 mixed\n"), "{out}{errors}");
+}
+
+#[test]
+fn simulate_refuses_wrong_flags_with_advice() {
+    let (folder, trace) = pairs();
+    let untimed = folder.path().join("untimed.jsonl");
+    std::fs::write(&untimed, "{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n").expect("the folder is writable");
+    let untimed = untimed.to_str().expect("the path is UTF-8");
+    for (args, expected) in [
+        (&["/no/such/file"][..], "/no/such/file cannot be read"),
+        (&[untimed], "set --concurrency"),
+        (&[&*trace, "--workers", "0"], "--workers"),
+        (&[&*trace, "--workers", "2", "--decode-workers", "1"], "cannot be used with"),
+        (&[&*trace, "--prefill-workers", "2"], "--decode-workers"),
+        (&[&*trace, "--decode-workers", "2"], "--prefill-workers"),
+        (&[&*trace, "--prefill", "remote"], "set --prefill-workers"),
+        (&[&*trace, "--policy", "nonsense"], "possible values: tandem, round-robin"),
+        (&[&*trace, "--speed", "0"], "write a number above 0"),
+        (&[&*trace, "--speed", "1e-300"], "longer than 10000 days"),
+        (&[&*trace, "--speed", "2", "--concurrency", "1"], "cannot be used with"),
+        (&[&*trace, "--limit", "0"], "--limit"),
+        (&[&*trace, "--block-tokens", "16"], "are not a prompt of 1000 tokens"),
+        (&[&*trace, "--kv-capacity-tokens", "511"], "smaller than a block of 512"),
+        (&[&*trace, "--batch-max", "0"], "--batch-max"),
+        (&[&*trace, "--prefill-chunk-budget", "0"], "--prefill-chunk-budget"),
+        (&[&*trace, "--sim-prefill-tokens-per-second", "-1"], "write a number above 0"),
+        (&[&*trace, "--sim-prefill-tokens-per-second", "1e-300"], "longer than 10000 days"),
+        (&[&*trace, "--sim-decode-step-ms", "1e300"], "--sim-decode-step-ms: write a smaller number"),
+        (&[&*trace, "--slo-ttft", "0"], "write a number above 0"),
+        (&[&*trace, "--slo-percent", "99"], "--plan"),
+        (&[&*trace, "--max-workers", "9"], "--plan"),
+        (&[&*trace, "--plan"], "set --slo-ttft, --slo-itl or --slo-e2e"),
+        (&[&*trace, "--plan", "--slo-ttft", "9", "--slo-percent", "101"], "write a number above 0, up to 100"),
+        (&[&*trace, "--plan", "--slo-ttft", "9", "--workers", "3"], "cannot be used with"),
+        (&[&*trace, "--plan", "--slo-ttft", "9", "--policy", "dynamo"], "--plan needs --policy tandem"),
+        (&[&*trace, "--plan", "--slo-ttft", "1", "--max-workers", "2"], "raise --max-workers or the levels"),
+        (&[&*trace, "--json", "/no/such/folder/r.json"], "/no/such/folder/r.json cannot be written"),
+    ] {
+        let output = simulate(args);
         let (out, errors) = text(&output);
         assert!(!output.status.success() && errors.contains(expected), "{args:?}: {out}{errors}");
     }

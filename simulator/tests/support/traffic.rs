@@ -1,8 +1,12 @@
 //! Made-up conversations, for simulations without a recording. Their numbers are close to those of the recorded ones: prompts of 12,000
 //! tokens on average, of which a good third repeats earlier turns, and answers of 340 tokens.
 
-use super::{Lcg, Micros, Prompt, engine::BLOCK_TOKENS};
-use tandem_kv::TokenId;
+use super::Lcg;
+use std::time::Duration;
+use tandem_simulator::Request;
+
+/// The tokens of a block.
+const BLOCK_TOKENS: u64 = 512;
 
 /// The numbers of requests in a second, in the recording.
 const RATE: f64 = 3.4;
@@ -38,13 +42,13 @@ impl Lcg {
 
 /// Returns the first `count` requests of conversations that begin at random times, `faster` times as many in a second as in the recording.
 /// Answers are `answers` times as long as there. All prompts have their first block in common.
-pub(super) fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<Prompt> {
+pub fn conversations(count: usize, faster: f64, answers: f64, seed: u64) -> Vec<Request> {
     let mut random = Lcg(seed);
-    let (mut prompts, mut began, mut next_id) = (Vec::new(), 0.0, 1_u32);
-    let mut add = |blocks: &mut Vec<TokenId>, count: f64| {
+    let (mut prompts, mut began, mut next_id) = (Vec::new(), 0.0, 1_u64);
+    let mut add = |blocks: &mut Vec<u64>, count: f64| {
         let count = (count.ceil() as usize).min(BLOCKS_MAX.saturating_sub(blocks.len()));
-        blocks.extend(next_id..next_id + count as u32);
-        next_id += count as u32;
+        blocks.extend(next_id..next_id + count as u64);
+        next_id += count as u64;
     };
     for _ in 0..count {
         began += random.exponential(1.0 / (RATE * faster * (1.0 - CONTINUES)));
@@ -52,10 +56,14 @@ pub(super) fn conversations(count: usize, faster: f64, answers: f64, seed: u64) 
         add(&mut history, random.log_normal(FIRST_BLOCKS));
         loop {
             let answer_tokens = (random.log_normal(ANSWER_TOKENS) * answers).ceil() as u64;
-            let mut blocks = history.clone();
-            // The incomplete block at the prompt's end.
-            add(&mut blocks, 1.0);
-            prompts.push(Prompt { at: (at * 1e6) as Micros, answer_tokens, max_tokens: 0, blocks: blocks.into() });
+            prompts.push(Request {
+                at: Duration::from_secs_f64(at),
+                // The prompt ends with an incomplete block.
+                prompt_tokens: (history.len() as u64 * BLOCK_TOKENS + BLOCK_TOKENS / 2) as u32,
+                blocks: history.clone().into(),
+                answer_tokens,
+                max_tokens: 0,
+            });
             if random.uniform() > CONTINUES || history.len() >= BLOCKS_MAX - 1 {
                 break;
             }

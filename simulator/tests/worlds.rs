@@ -2,52 +2,44 @@
 //! answers whose limits are known. The rules of other routers get the same input; with this router's policy, requests must not wait longer
 //! than with the best of them. Run with `--nocapture` to see the figures.
 
-use super::{
-    Lcg, Prompt,
-    engines::{Outcome, World, simulate},
-    rules::{OTHER_RULES, Rule},
-    skipped, trace, traffic,
-};
-use crate::settings::{Costs, PrefillPlace};
-use tandem_proto::v1::worker_info::Role;
+mod support;
+
+use support::{Figures, Lcg, figures, print, recorded, traffic};
+use tandem_router::{Costs, Role};
+use tandem_simulator::{Cluster, Device, Policy, Request, Size};
+
+/// The rules that this router's own is compared with.
+const OTHER_POLICIES: [Policy; 5] = [Policy::Dynamo, Policy::Sglang, Policy::LlmD, Policy::FewestRequests, Policy::RoundRobin];
 
 /// A cluster and its traffic.
 struct Case {
     name: &'static str,
-    world: World,
+    world: Cluster,
     /// How many times as fast as recorded requests arrive, and how many times as long their answers are.
     faster: f64,
     answers: u64,
 }
 
 /// Returns eight equal workers that prefill and decode, with 512 k tokens of KV each.
-fn world() -> World {
-    World {
-        rule: Rule::Tandem,
-        prefill: PrefillPlace::Local,
-        devices: vec![(Role::Decode, 1.0); 8],
-        capacity_blocks: 1_024,
-        costs: Costs::default(),
-        seed: 1,
-    }
+fn world() -> Cluster {
+    Cluster { seed: 1, ..Cluster::new(Policy::Tandem, Size::Mixed(8)) }
 }
 
-fn with_capacity(capacity_blocks: u32) -> World {
-    World { capacity_blocks, ..world() }
+fn with_capacity(capacity_blocks: u64) -> Cluster {
+    let device = Device { capacity_tokens: capacity_blocks * 512, ..Device::default() };
+    Cluster { device, ..world() }
 }
 
 /// Returns the cluster with one worker that is four times slower than the others.
-fn one_slow_worker() -> World {
-    let mut devices = world().devices;
-    devices[0].1 = 4.0;
-    World { devices, ..world() }
+fn one_slow_worker() -> Cluster {
+    let mut cluster = world();
+    cluster.workers[0].slower = 4.0;
+    cluster
 }
 
 /// Returns the cluster in which this number of the eight workers only prefill, for the others.
-fn mixed_roles(prefill_only: usize) -> World {
-    let mut devices = world().devices;
-    devices[..prefill_only].fill((Role::Prefill, 1.0));
-    World { devices, prefill: PrefillPlace::Auto, ..world() }
+fn mixed_roles(prefill: usize) -> Cluster {
+    world().with_size(Size::Split { prefill, decode: 8 - prefill })
 }
 
 fn cases() -> Vec<Case> {
@@ -63,31 +55,14 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// Returns the first recorded conversations, or `None` if the recording is missing.
-fn recorded(faster: f64, answers: u64) -> Option<Vec<Prompt>> {
-    let mut prompts = trace(1_500, faster)?;
-    prompts.iter_mut().for_each(|prompt| prompt.answer_tokens = prompt.answer_tokens.max(1) * answers);
-    Some(prompts)
-}
-
-fn print(what: &str, outcome: &Outcome) {
-    let Outcome { hit_rate, ttft_mean_s, ttft_p99_s, end_mean_s, preemptions } = outcome;
-    let line = format!(
-        "{what}: found {hit_rate:.3}, first token {ttft_mean_s:.2} s, p99 {ttft_p99_s:.1} s, end {end_mean_s:.1} s, preempted {preemptions}\n"
-    );
-    std::io::Write::write_all(&mut std::io::stdout(), line.as_bytes()).expect("stdout is writable");
-}
-
 /// Returns the outcome with this router's policy and the lowest values of the other rules. Prints all of them.
-fn compare(what: &str, world: &World, prompts: &[Prompt]) -> (Outcome, Outcome) {
-    let ours = simulate(world.clone(), prompts);
+fn compare(what: &str, world: &Cluster, prompts: &[Request]) -> (Figures, Figures) {
+    let ours = figures(world, prompts);
     print(&format!("{what}, Tandem"), &ours);
-    let has_prefill_workers = world.devices.iter().any(|(role, _)| *role == Role::Prefill);
-    let prefill = if has_prefill_workers { PrefillPlace::Remote } else { world.prefill };
-    let mut best = Outcome { ttft_mean_s: f64::INFINITY, ttft_p99_s: f64::INFINITY, end_mean_s: f64::INFINITY, ..ours };
-    for rule in OTHER_RULES {
-        let outcome = simulate(World { rule, prefill, ..world.clone() }, prompts);
-        print(&format!("{what}, {rule:?}"), &outcome);
+    let mut best = Figures { ttft_mean_s: f64::INFINITY, ttft_p99_s: f64::INFINITY, end_mean_s: f64::INFINITY, ..ours };
+    for policy in OTHER_POLICIES {
+        let outcome = figures(&Cluster { policy, ..world.clone() }, prompts);
+        print(&format!("{what}, {}", policy.name()), &outcome);
         best.ttft_mean_s = best.ttft_mean_s.min(outcome.ttft_mean_s);
         best.ttft_p99_s = best.ttft_p99_s.min(outcome.ttft_p99_s);
         best.end_mean_s = best.end_mean_s.min(outcome.end_mean_s);
@@ -96,12 +71,12 @@ fn compare(what: &str, world: &World, prompts: &[Prompt]) -> (Outcome, Outcome) 
 }
 
 /// Asserts that requests wait no longer with this router's policy than with the best other rule, up to these factors.
-fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[Prompt], mean_max: f64, p99_max: f64) {
+fn assert_no_rule_is_better(Case { name, world, .. }: &Case, prompts: &[Request], mean_max: f64, p99_max: f64) {
     let (ours, best) = compare(name, world, prompts);
     assert!(ours.ttft_mean_s <= mean_max * best.ttft_mean_s, "{name}: {ours:?} {best:?}");
     assert!(ours.ttft_p99_s <= p99_max * best.ttft_p99_s, "{name}: {ours:?} {best:?}");
     // With prefill workers the other rules never prefill on a decode worker. So they delay no running answer, and first tokens wait longer.
-    if world.prefill == PrefillPlace::Local {
+    if world.workers.iter().all(|worker| worker.role == Role::Decode) {
         assert!(ours.end_mean_s <= 1.05 * best.end_mean_s, "{name}: {ours:?} {best:?}");
     }
 }
@@ -118,7 +93,7 @@ fn cost_policy_has_the_shortest_waits_on_made_up_conversations() {
 #[test]
 fn cost_policy_has_the_shortest_waits_on_recorded_conversations() {
     for case in cases() {
-        let Some(prompts) = recorded(case.faster, case.answers) else { return skipped() };
+        let Some(prompts) = recorded(1_500, case.faster, case.answers) else { return };
         assert_no_rule_is_better(&case, &prompts, 1.0, 1.02);
     }
 }
@@ -127,10 +102,10 @@ fn cost_policy_has_the_shortest_waits_on_recorded_conversations() {
 /// queues of the other workers grew.
 #[test]
 fn interference_charged_at_a_tenth_keeps_waits_short_near_the_limit() {
-    let Some(prompts) = recorded(2.0, 8) else { return skipped() };
-    let ours = simulate(world(), &prompts);
+    let Some(prompts) = recorded(1_500, 2.0, 8) else { return };
+    let ours = figures(&world(), &prompts);
     for (interference, least) in [(1.0, 2.0), (0.3, 1.2), (0.03, 0.8), (0.0, 0.8)] {
-        let other = simulate(World { costs: Costs { interference, ..Costs::default() }, ..world() }, &prompts);
+        let other = figures(&Cluster { costs: Costs { interference, ..Costs::default() }, ..world() }, &prompts);
         print(&format!("a running answer counts {interference}"), &other);
         assert!(other.ttft_p99_s >= least * ours.ttft_p99_s, "{interference}: {other:?} {ours:?}");
     }
@@ -139,10 +114,10 @@ fn interference_charged_at_a_tenth_keeps_waits_short_near_the_limit() {
 /// Two of the eight workers only prefill, for the other six. A prompt is prefilled there when this is estimated to be faster.
 #[test]
 fn requests_wait_less_with_mixed_roles_if_interference_is_charged_at_a_tenth() {
-    let Some(prompts) = recorded(1.5, 8) else { return skipped() };
-    let ours = simulate(mixed_roles(2), &prompts);
+    let Some(prompts) = recorded(1_500, 1.5, 8) else { return };
+    let ours = figures(&mixed_roles(2), &prompts);
     print("two of eight prefill only", &ours);
-    let charged = simulate(World { costs: Costs { interference: 1.0, ..Costs::default() }, ..mixed_roles(2) }, &prompts);
+    let charged = figures(&Cluster { costs: Costs { interference: 1.0, ..Costs::default() }, ..mixed_roles(2) }, &prompts);
     print("two of eight prefill only, a running answer counts 1", &charged);
     assert!(ours.ttft_p99_s < 0.7 * charged.ttft_p99_s && ours.ttft_mean_s < 0.7 * charged.ttft_mean_s, "{ours:?} {charged:?}");
 }
@@ -157,10 +132,10 @@ fn requests_wait_less_if_limits_of_answers_are_known() {
         (prompt.answer_tokens, prompt.max_tokens) =
             if is_short { (prompt.answer_tokens.min(32), 32) } else { (prompt.answer_tokens * 16, 16_384) };
     }
-    let known = simulate(with_capacity(512), &prompts);
+    let known = figures(&with_capacity(512), &prompts);
     print("limits are known", &known);
     prompts.iter_mut().for_each(|prompt| prompt.max_tokens = 0);
-    let unknown = simulate(with_capacity(512), &prompts);
+    let unknown = figures(&with_capacity(512), &prompts);
     print("limits are not known", &unknown);
     assert!(known.ttft_mean_s <= unknown.ttft_mean_s, "{known:?} {unknown:?}");
 }

@@ -1,0 +1,201 @@
+//! The router in virtual time, for simulations of clusters: the same index, bookings, predictions and costs as in the service, without
+//! sockets and tasks. The caller sets the time.
+
+use super::*;
+use crate::route::Candidate;
+use std::{collections::BTreeSet, time::Duration};
+use tandem_kv::{KvEvent, Load, SequenceHash};
+use tandem_proto::v1::worker_info;
+
+/// The model that all workers of a [`VirtualRouter`] serve.
+const MODEL: &str = "m";
+
+/// A router in virtual time. Its workers are numbered from 0, in the order in which they join.
+pub struct VirtualRouter {
+    state: State,
+    workers: Vec<MemberId>,
+    began: Instant,
+}
+
+/// A worker that joins a [`VirtualRouter`] with an empty cache.
+#[derive(Clone, Copy, Debug)]
+pub struct VirtualWorker {
+    /// The role.
+    pub role: Role,
+    /// Tokens per block, the same for all workers.
+    pub block_size: u32,
+    /// The blocks of its cache.
+    pub capacity_blocks: u32,
+    /// Bytes of KV per block.
+    pub block_bytes: u64,
+}
+
+/// A request to a [`VirtualRouter`].
+#[derive(Clone, Debug)]
+pub struct VirtualRequest {
+    /// The request's id, by which workers report it.
+    pub id: u64,
+    /// Sequence hashes of the prompt's full blocks.
+    pub hashes: Arc<[SequenceHash]>,
+    /// The prompt's tokens.
+    pub prompt_tokens: u32,
+    /// The most tokens that the answer may have; 0: not known.
+    pub max_tokens: u32,
+}
+
+/// A request's load on the workers on which it is placed. It counts until [`VirtualRouter::release`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtualBooking(BookingId);
+
+/// The workers on which a request is placed, by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtualPlacement {
+    /// The booking.
+    pub booking: VirtualBooking,
+    /// The decode worker.
+    pub decode: usize,
+    /// The prefill worker; `None`: the decode worker prefills.
+    pub prefill: Option<usize>,
+}
+
+/// What a worker reports.
+#[derive(Clone, Debug, Default)]
+pub struct VirtualReport<'a> {
+    /// The changes of its cache since the last report.
+    pub events: Vec<KvEvent>,
+    /// Its load.
+    pub load: Load,
+    /// The requests that the load includes for the first time.
+    pub included: &'a [u64],
+    /// The tokens that it has generated since the beginning.
+    pub generated_tokens: u64,
+    /// The bandwidth of its transfers; 0: not measured.
+    pub transfer_bytes_per_second: f64,
+}
+
+impl VirtualRouter {
+    /// Returns a router without workers, at time 0.
+    pub fn new(settings: RouterSettings) -> Self {
+        let settings = RouterSettings { bookings_max: usize::MAX, ..settings };
+        let mut state = Cluster::new(settings, Metrics::default()).state.into_inner();
+        let began = Instant::now();
+        state.members.virtual_time = Some(began);
+        Self { state, workers: Vec::new(), began }
+    }
+
+    /// Sets the time since the beginning.
+    pub fn set_time(&mut self, now: Duration) {
+        self.state.members.virtual_time = Some(self.began + now);
+    }
+
+    /// Adds a worker.
+    pub fn join(&mut self, worker: VirtualWorker) {
+        let VirtualWorker { role, block_size, capacity_blocks, block_bytes } = worker;
+        let role = match role {
+            Role::Prefill => worker_info::Role::Prefill,
+            Role::Decode => worker_info::Role::Decode,
+        };
+        let id = self.workers.len().to_string();
+        let info = WorkerInfo {
+            role: role.into(),
+            worker_id: id.clone(),
+            instance_id: id,
+            model: MODEL.to_owned(),
+            block_size,
+            capacity_blocks,
+            block_bytes,
+            ..Default::default()
+        };
+        self.workers.push(self.state.join_empty(info).expect("the workers are described completely and alike"));
+    }
+
+    /// Returns each worker as the router sees it for a prompt with these hashes, by number.
+    pub fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
+        self.state.candidates(hashes)
+    }
+
+    /// Places the request. Returns `None` if no worker can take it.
+    pub fn place(&mut self, request: &VirtualRequest) -> Option<VirtualPlacement> {
+        let (booking, placement) = self.state.place(&placement_request(request), &Excluded::default(), 1).ok()?;
+        let number = |candidate: v1::Candidate| candidate.worker.and_then(|worker| worker.worker_id.parse().ok());
+        let decode = number(placement.decode?).expect("a placement names a worker of this router");
+        Some(VirtualPlacement { booking: VirtualBooking(booking), decode, prefill: placement.prefill.and_then(number) })
+    }
+
+    /// Books a request that another rule has placed. Its load counts from the workers' next reports, which must include it.
+    pub fn book(&mut self, request: &VirtualRequest, decode: usize, prefill: Option<usize>) -> VirtualPlacement {
+        let existing = v1::ExistingPlacement {
+            decode_instance_id: decode.to_string(),
+            prefill_instance_id: prefill.map(|prefill| prefill.to_string()),
+            prefilling: true,
+        };
+        let booking = self.state.rebook(&placement_request(request), existing).expect("the number of bookings is not bounded");
+        VirtualPlacement { booking: VirtualBooking(booking), decode, prefill }
+    }
+
+    /// Records what a worker reports.
+    pub fn report(&mut self, worker: usize, report: VirtualReport<'_>) {
+        let VirtualReport { events, load, included, generated_tokens, transfer_bytes_per_second } = report;
+        let steps = Some(v1::StepTotals { generated_tokens, ..Default::default() });
+        let stats = ReportedStats { transfer_bytes_per_second, steps, ..Default::default() };
+        let included_request_ids = included.iter().map(u64::to_string).collect();
+        self.state.apply(self.workers[worker], KvBatch { events, load, included_request_ids, ..Default::default() }, stats);
+    }
+
+    /// Records that the prompt has been prefilled, and how many of its tokens were cached.
+    pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: u32) {
+        self.state.on_prefilled(booking.0, Some(cached_tokens));
+    }
+
+    /// Records that the answer is complete, with this number of tokens.
+    pub fn on_answered(&mut self, booking: VirtualBooking, generated_tokens: u64) {
+        self.state.on_answered(booking.0, generated_tokens);
+    }
+
+    /// Removes the booking and its load.
+    pub fn release(&mut self, booking: VirtualBooking) {
+        self.state.release(booking.0);
+    }
+
+    /// Returns the number of bookings.
+    pub fn bookings(&self) -> usize {
+        self.state.bookings.by_id.len()
+    }
+}
+
+fn placement_request(request: &VirtualRequest) -> PlacementRequest {
+    PlacementRequest {
+        request_id: request.id.to_string().into(),
+        model: MODEL.to_owned(),
+        hashes: request.hashes.clone(),
+        prompt_tokens: request.prompt_tokens,
+        samples: 1,
+        max_tokens: request.max_tokens,
+        prompt_logits: false,
+    }
+}
+
+/// What the service does in slices, at once.
+impl State {
+    /// Applies all events of the batch, and then its load.
+    pub(crate) fn apply(&mut self, id: MemberId, batch: KvBatch, stats: ReportedStats) {
+        if let Some(worker) = self.members.indexed(id).filter(|_| !batch.events.is_empty()) {
+            let applied = worker.apply(&batch.events);
+            assert_eq!(applied.beyond_capacity, None, "a simulated worker caches no more blocks than it has");
+            self.members.on_applied(id, &applied);
+        }
+        self.members.report(id, batch.load, stats, &batch.included_request_ids);
+    }
+
+    /// Adds a worker with an empty cache.
+    pub(crate) fn join_empty(&mut self, info: WorkerInfo) -> Result<MemberId, JoinError> {
+        let index = self.members.index.clone();
+        self.join(info, "host:1".to_owned(), index.replacement())
+    }
+
+    /// Returns each member as a candidate for a placement. No member is excluded.
+    pub(crate) fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
+        let members: Vec<&Member> = self.members.values().collect();
+        self.members.candidates(&members, hashes, &BTreeSet::new(), None, &self.settings.costs)
+    }
+}

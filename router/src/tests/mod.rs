@@ -1,3 +1,0 @@
-//! Tests that involve several modules of the router.
-
-mod simulation;

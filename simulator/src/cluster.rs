@@ -1,0 +1,159 @@
+//! The simulated cluster.
+
+use crate::Policy;
+use std::{fmt, time::Duration};
+use tandem_router::{Costs, PrefillPlace, Role};
+
+/// A cluster to simulate.
+#[derive(Clone, Debug)]
+pub struct Cluster {
+    /// The rule that chooses workers.
+    pub policy: Policy,
+    /// The workers. At least one of them is a decode worker.
+    pub workers: Vec<Worker>,
+    /// The device of each worker.
+    pub device: Device,
+    /// Tokens per block.
+    pub block_tokens: u64,
+    /// Where [`Policy::Tandem`] may prefill. Other policies use prefill workers if there are any.
+    pub prefill: PrefillPlace,
+    /// The parameters of [`Policy::Tandem`].
+    pub costs: Costs,
+    /// The number of requests in flight, each of which is sent when another has ended; `None`: each arrives at its own time.
+    pub concurrency: Option<usize>,
+    /// Ties are broken, and random workers chosen, by this number.
+    pub seed: u64,
+}
+
+/// A worker of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Worker {
+    /// The role. A decode worker also prefills the prompts that are placed on it alone.
+    pub role: Role,
+    /// The factor by which it is slower than its [`Device`].
+    pub slower: f64,
+}
+
+/// A model of a device and its engine. The defaults are those of `--engine sim`: one large GPU with an 8B model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Device {
+    /// The prompt tokens computed in a second, in addition to the fixed time of a step.
+    pub prefill_tokens_per_second: f64,
+    /// The fixed time of a step that computes prompt tokens.
+    pub prefill_step: Duration,
+    /// The fixed time of a step in which sequences generate.
+    pub decode_step: Duration,
+    /// The time that each of these sequences adds to the step.
+    pub decode_sequence: Duration,
+    /// The size of a token's KV.
+    pub kv_bytes_per_token: f64,
+    /// The bandwidth of transfers between workers.
+    pub transfer_bytes_per_second: f64,
+    /// The KV memory. Default 524,288 tokens: 64 GiB with the default size of a token's KV.
+    pub capacity_tokens: u64,
+    /// The most prompt tokens of a step.
+    pub step_tokens: u64,
+    /// The most sequences of a step.
+    pub sequences_max: usize,
+}
+
+impl Default for Device {
+    fn default() -> Self {
+        Self {
+            prefill_tokens_per_second: 20_000.0,
+            prefill_step: Duration::from_millis(4),
+            decode_step: Duration::from_millis(6),
+            decode_sequence: Duration::from_micros(100),
+            kv_bytes_per_token: 131_072.0,
+            transfer_bytes_per_second: 10e9,
+            capacity_tokens: 524_288,
+            step_tokens: 2_048,
+            sequences_max: 256,
+        }
+    }
+}
+
+/// How many workers of each kind a cluster has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// Workers that prefill and generate.
+    Mixed(usize),
+    /// Workers that prefill for others, and workers that generate.
+    Split {
+        /// The number of prefill workers.
+        prefill: usize,
+        /// The number of decode workers.
+        decode: usize,
+    },
+}
+
+impl Size {
+    /// Returns the number of all workers.
+    pub fn workers(self) -> usize {
+        match self {
+            Self::Mixed(workers) => workers,
+            Self::Split { prefill, decode } => prefill + decode,
+        }
+    }
+
+    fn list(self) -> Vec<Worker> {
+        let (prefill, decode) = match self {
+            Self::Mixed(workers) => (0, workers),
+            Self::Split { prefill, decode } => (prefill, decode),
+        };
+        let all = |role, count| std::iter::repeat_n(Worker { role, slower: 1.0 }, count);
+        all(Role::Prefill, prefill).chain(all(Role::Decode, decode)).collect()
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mixed(workers) => write!(f, "{workers} mixed"),
+            Self::Split { prefill, decode } => write!(f, "{prefill} prefill, {decode} decode"),
+        }
+    }
+}
+
+impl Cluster {
+    /// Returns a cluster of equal workers with default settings.
+    pub fn new(policy: Policy, size: Size) -> Self {
+        Self {
+            policy,
+            workers: size.list(),
+            device: Device::default(),
+            block_tokens: 512,
+            prefill: PrefillPlace::Auto,
+            costs: Costs::default(),
+            concurrency: None,
+            seed: 0,
+        }
+    }
+
+    /// Returns the cluster with equal workers, as many as `size` says.
+    pub fn with_size(&self, size: Size) -> Self {
+        Self { workers: size.list(), ..self.clone() }
+    }
+
+    pub(crate) fn capacity_blocks(&self) -> u32 {
+        (self.device.capacity_tokens / self.block_tokens).try_into().unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn has_prefill_workers(&self) -> bool {
+        self.workers.iter().any(|worker| worker.role == Role::Prefill)
+    }
+
+    /// Returns the workers' names in reports, by number.
+    pub(crate) fn worker_names(&self) -> impl Iterator<Item = String> {
+        let (split, mut prefill, mut decode) = (self.has_prefill_workers(), 0, 0);
+        self.workers.iter().map(move |worker| {
+            let (name, count) = match worker.role {
+                Role::Prefill => ("prefill", &mut prefill),
+                Role::Decode if split => ("decode", &mut decode),
+                Role::Decode => ("worker", &mut decode),
+            };
+            *count += 1;
+            format!("{name}-{}", *count - 1)
+        })
+    }
+}

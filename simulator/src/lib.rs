@@ -1,0 +1,20 @@
+//! Simulates clusters in virtual time, with the placements of the real router.
+//!
+//! The index, the bookings, the costs and the prefix caches are those of a running cluster; devices are modelled by measured rates.
+//! [`simulate`] runs any requests on a [`Cluster`], [`replay`] those of a trace, and [`plan`] searches the smallest cluster that meets service
+//! levels. Equal input gives equal results.
+
+mod cluster;
+mod plan;
+mod policy;
+mod request;
+mod simulation;
+mod trace;
+mod worker;
+
+pub use cluster::{Cluster, Device, Size, Worker};
+pub use plan::{Plan, PlanSettings, Trial, plan};
+pub use policy::Policy;
+pub use request::Request;
+pub use simulation::{Totals, simulate};
+pub use trace::{Replay, SimulateError, replay};

@@ -1,0 +1,175 @@
+//! The smallest cluster that meets service levels.
+
+use crate::{Replay, SimulateError, Size, simulation::lacks_prefill_workers, trace::replay_until};
+use tandem_load::{Progress, report::Report};
+
+/// The number of ways in which the workers of one size are split into prefill and decode workers, at most.
+const SPLITS: usize = 7;
+
+/// What is searched.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlanSettings {
+    /// The share of the requests that must meet the service levels, up to 1.
+    pub share: f64,
+    /// The most workers that a cluster may have.
+    pub workers_max: usize,
+}
+
+/// A cluster that meets the service levels.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// Its workers.
+    pub size: Size,
+    /// Its report.
+    pub report: Report,
+}
+
+/// The result of a search.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// The smallest cluster of mixed workers; `None` if none is large enough.
+    pub mixed: Option<Trial>,
+    /// The smallest cluster of prefill workers and decode workers; `None` if none is large enough.
+    pub split: Option<Trial>,
+    /// The number of clusters that were simulated.
+    pub trials: usize,
+}
+
+impl Plan {
+    /// Returns the smaller of both clusters; mixed workers if both have as many workers.
+    pub fn smallest(&self) -> Option<&Trial> {
+        self.mixed.iter().chain(&self.split).min_by_key(|trial| trial.size.workers())
+    }
+}
+
+struct Search<'a> {
+    replay: &'a Replay<'a>,
+    misses_max: u64,
+    trials: usize,
+    progress: &'a mut dyn FnMut(Size, Progress),
+}
+
+/// Searches the smallest cluster of mixed workers, and the smallest cluster of prefill and decode workers, that meet the service levels of
+/// `replay` on its trace. A larger cluster is assumed to meet them as well, so sizes are doubled and then halved. Of each size, at most seven
+/// splits into prefill and decode workers are tried. The workers of `replay` are ignored. `progress` is called after each request.
+///
+/// # Errors
+/// The trace cannot be read or simulated.
+pub fn plan(
+    replay: &Replay<'_>,
+    settings: &PlanSettings,
+    progress: &mut dyn FnMut(Size, Progress),
+) -> Result<Plan, SimulateError> {
+    let misses_max = (replay.trace.requests as f64 * (1.0 - settings.share) + 1e-9).floor() as u64;
+    let mut search = Search { replay, misses_max, trials: 0, progress };
+    let only_mixed = replay.cluster.with_size(Size::Mixed(1));
+    let mixed = if lacks_prefill_workers(&only_mixed) {
+        None
+    } else {
+        smallest::<_, SimulateError>(1, settings.workers_max, &mut |workers| search.first_good(&[Size::Mixed(workers)]))?
+    };
+    let mut share = 0.5;
+    let split = smallest::<_, SimulateError>(2, settings.workers_max, &mut |workers| {
+        let found = search.first_good(&splits(workers, share))?;
+        if let Some(Size::Split { prefill, .. }) = found.as_ref().map(|trial| trial.size) {
+            share = prefill as f64 / workers as f64;
+        }
+        Ok(found)
+    })?;
+    Ok(Plan { mixed, split, trials: search.trials })
+}
+
+impl Search<'_> {
+    /// Returns the first of these clusters that meets the service levels.
+    fn first_good(&mut self, sizes: &[Size]) -> Result<Option<Trial>, SimulateError> {
+        for &size in sizes {
+            self.trials += 1;
+            let replay = Replay { cluster: self.replay.cluster.with_size(size), ..self.replay.clone() };
+            let report = replay_until(&replay, self.misses_max, &mut |state| (self.progress)(size, state))?;
+            if let Some(report) = report {
+                return Ok(Some(Trial { size, report: Report { name: size.to_string(), ..report } }));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Returns the ways in which this number of workers is split, those with nearly this share of prefill workers first.
+fn splits(workers: usize, share: f64) -> Vec<Size> {
+    let count = (workers - 1).min(SPLITS);
+    let mut prefill: Vec<usize> = (1..=count).map(|part| (part * workers).div_ceil(count + 1).min(workers - 1)).collect();
+    prefill.dedup();
+    prefill.sort_by(|one, other| {
+        let distance = |prefill: &usize| (*prefill as f64 / workers as f64 - share).abs();
+        distance(one).total_cmp(&distance(other))
+    });
+    prefill.into_iter().map(|prefill| Size::Split { prefill, decode: workers - prefill }).collect()
+}
+
+/// Returns what `good` returns for the smallest number for which it returns something, from `least` to `most`. If it does so for a number,
+/// it is assumed to do so for all larger ones.
+fn smallest<T, E>(least: usize, most: usize, good: &mut dyn FnMut(usize) -> Result<Option<T>, E>) -> Result<Option<T>, E> {
+    let (mut bad, mut next) = (least - 1, least);
+    let (mut best, mut found) = loop {
+        if next > most {
+            return Ok(None);
+        }
+        if let Some(found) = good(next)? {
+            break (next, found);
+        }
+        bad = next;
+        next = if next < most { (next * 2).min(most) } else { most + 1 };
+    };
+    while best - bad > 1 {
+        let middle = bad + (best - bad) / 2;
+        match good(middle)? {
+            Some(smaller) => (best, found) = (middle, smaller),
+            None => bad = middle,
+        }
+    }
+    Ok(Some(found))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn smallest_number_is_found_with_few_trials() {
+        for (least, most) in [(1, 1), (1, 7), (2, 100), (1, 512)] {
+            for limit in least..=most + 1 {
+                let mut tried = Vec::new();
+                let found = smallest(least, most, &mut |number| {
+                    tried.push(number);
+                    Ok::<_, ()>((number >= limit).then_some(number))
+                });
+                assert_eq!(found, Ok((limit <= most).then_some(limit)), "{least} to {most}");
+                assert!(tried.len() <= 20 && tried.iter().all(|number| (least..=most).contains(number)), "{tried:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn splits_are_different_and_use_all_workers() {
+        for workers in 2..60 {
+            let splits = splits(workers, 0.25);
+            let parts: BTreeSet<_> = splits
+                .iter()
+                .map(|size| match size {
+                    Size::Split { prefill, decode } if *prefill > 0 && *decode > 0 => (*prefill, *decode),
+                    other => panic!("{other:?}"),
+                })
+                .collect();
+            assert!(splits.iter().all(|size| size.workers() == workers));
+            assert_eq!(parts.len(), splits.len(), "{splits:?}");
+            assert_eq!(splits.len(), (workers - 1).min(SPLITS));
+        }
+    }
+
+    #[test]
+    fn splits_like_the_last_good_one_come_first() {
+        assert_eq!(splits(16, 0.2)[0], Size::Split { prefill: 4, decode: 12 });
+        assert_eq!(splits(2, 0.9), [Size::Split { prefill: 1, decode: 1 }]);
+    }
+}

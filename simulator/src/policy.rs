@@ -1,0 +1,199 @@
+//! The rules by which this router and others choose workers. The rules of the others are re-implemented from their documentation, and get
+//! the same input as this router's own rule.
+
+use clap::ValueEnum;
+use tandem_kv::mix;
+use tandem_router::Candidate;
+
+/// A rule that chooses workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Policy {
+    /// The rule of this router: the shortest estimated time to the first token, given each worker's cached blocks
+    Tandem,
+    /// One worker after the other
+    RoundRobin,
+    /// A random worker
+    Random,
+    /// The worker with the fewest requests
+    FewestRequests,
+    /// Dynamo's: the least `max(0, (active prefill tokens + prompt tokens) / block size - overlap) + decode blocks`
+    Dynamo,
+    /// llm-d's scorers: the highest weighted score, 3 for the cached prefix, 2 for the queue, 2 for free KV
+    #[value(name = "llm-d")]
+    LlmD,
+    /// SGLang's: the longest cached prefix if that is more than half of the prompt and the cluster is balanced, or else the fewest
+    /// requests
+    Sglang,
+}
+
+/// What a rule knows of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Query {
+    pub(crate) prompt_tokens: u64,
+    pub(crate) block_tokens: u64,
+    /// Whether the cached prefix is ignored, as these rules do for the decode worker of a pair.
+    pub(crate) by_load: bool,
+    /// The number of the request.
+    pub(crate) number: u64,
+    pub(crate) seed: u64,
+}
+
+/// SGLang's thresholds. The cluster is imbalanced if the highest load exceeds the lowest by more than the first number and is more than the
+/// second number times the lowest.
+const IMBALANCE: (u32, f64) = (32, 1.000_1);
+
+impl Query {
+    fn overlap(&self, worker: &Candidate) -> f64 {
+        if self.by_load { 0.0 } else { f64::from(worker.overlap_blocks) }
+    }
+
+    fn blocks(&self, tokens: u64) -> f64 {
+        tokens as f64 / self.block_tokens as f64
+    }
+
+    /// Returns a pseudo-random number for this request and the worker at a position.
+    fn random(&self, at: usize) -> u64 {
+        mix(mix(self.seed ^ self.number.wrapping_mul(0x9E37_79B9_7F4A_7C15)) ^ at as u64)
+    }
+
+    /// Returns the position of the worker with the least value, a random one of several.
+    fn least(&self, workers: &[&Candidate], of: impl Fn(&Candidate) -> f64) -> Option<usize> {
+        let ranked = workers.iter().enumerate().map(|(at, worker)| (of(worker), self.random(at), at));
+        let least = ranked.min_by(|one, other| one.0.total_cmp(&other.0).then(one.1.cmp(&other.1)));
+        least.map(|(_, _, at)| at)
+    }
+}
+
+impl Policy {
+    /// Returns the rule's name, as in the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tandem => "tandem",
+            Self::RoundRobin => "round-robin",
+            Self::Random => "random",
+            Self::FewestRequests => "fewest-requests",
+            Self::Dynamo => "dynamo",
+            Self::LlmD => "llm-d",
+            Self::Sglang => "sglang",
+        }
+    }
+
+    /// Returns the position of the chosen worker; `None` without workers, and if this router's own rule is to choose.
+    pub(crate) fn choose(self, query: &Query, workers: &[&Candidate]) -> Option<usize> {
+        match self {
+            Self::Tandem => None,
+            _ if workers.is_empty() => None,
+            Self::RoundRobin => Some((query.number % workers.len() as u64) as usize),
+            Self::Random => query.least(workers, |_| 0.0),
+            Self::FewestRequests => query.least(workers, |worker| f64::from(worker.sequences)),
+            Self::Dynamo => query.least(workers, |worker| {
+                let queued = query.blocks(worker.queued_tokens);
+                let prefill = (queued + query.blocks(query.prompt_tokens) - query.overlap(worker)).max(0.0);
+                prefill + f64::from(worker.in_use_blocks) + queued
+            }),
+            Self::Sglang => {
+                let load = |worker: &&Candidate| worker.sequences;
+                let (min, max) = (workers.iter().map(load).min()?, workers.iter().map(load).max()?);
+                let balanced = max - min <= IMBALANCE.0 || f64::from(max) <= IMBALANCE.1 * f64::from(min);
+                let longest = query.least(workers, |worker| -query.overlap(worker))?;
+                let matches = query.overlap(workers[longest]) > query.blocks(query.prompt_tokens) / 2.0;
+                if balanced && matches { Some(longest) } else { Self::FewestRequests.choose(query, workers) }
+            }
+            Self::LlmD => {
+                let queue = |worker: &Candidate| f64::from(worker.sequences.saturating_sub(worker.running));
+                let longest = workers.iter().map(|worker| queue(worker)).fold(1.0, f64::max);
+                query.least(workers, |worker| {
+                    let prefix = query.overlap(worker) / query.blocks(query.prompt_tokens);
+                    let total = f64::from((worker.in_use_blocks + worker.available_blocks).max(1));
+                    let used = f64::from(worker.in_use_blocks) / total;
+                    -(3.0 * prefix + 2.0 * (1.0 - queue(worker) / longest) + 2.0 * (1.0 - used))
+                })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_router::{Role, RouterSettings, VirtualRouter, VirtualWorker};
+
+    /// Returns idle workers with caches of 100 blocks, changed by `change`.
+    fn workers(count: usize, change: impl Fn(usize, &mut Candidate)) -> Vec<Candidate> {
+        let mut router = VirtualRouter::new(RouterSettings::default());
+        for _ in 0..count {
+            router.join(VirtualWorker { role: Role::Decode, block_size: 16, capacity_blocks: 100, block_bytes: 1 });
+        }
+        let mut workers = router.candidates(&[]);
+        for (at, worker) in workers.iter_mut().enumerate() {
+            worker.available_blocks = 100;
+            change(at, worker);
+        }
+        workers
+    }
+
+    fn choose(policy: Policy, workers: &[Candidate], number: u64, by_load: bool) -> Option<usize> {
+        let query = Query { prompt_tokens: 160, block_tokens: 16, by_load, number, seed: 1 };
+        policy.choose(&query, &workers.iter().collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn rules_choose_by_their_own_criteria() {
+        // Worker 0 has 8 of 10 blocks and a queue of 10; worker 1 has 4 blocks; worker 2 has nothing, but full caches.
+        let busy = workers(3, |at, worker| match at {
+            0 => (worker.overlap_blocks, worker.sequences, worker.running, worker.queued_tokens) = (8, 12, 2, 320),
+            1 => (worker.overlap_blocks, worker.sequences, worker.running) = (4, 2, 2),
+            _ => (worker.in_use_blocks, worker.available_blocks, worker.sequences, worker.running) = (90, 10, 1, 1),
+        });
+        for (policy, by_load, expected) in [
+            (Policy::Tandem, false, None),
+            (Policy::FewestRequests, false, Some(2)),
+            // Worker 0: 20 + 10 - 8 + 20 = 42; 1: 10 - 4 = 6; 2: 10 + 90 = 100.
+            (Policy::Dynamo, false, Some(1)),
+            (Policy::Dynamo, true, Some(1)),
+            // 0 has more than half of the prompt, and the difference of loads is below 32.
+            (Policy::Sglang, false, Some(0)),
+            (Policy::Sglang, true, Some(2)),
+            // 0: 2.4 + 0 + 2 = 4.4; 1: 1.2 + 2 + 2 = 5.2; 2: 0 + 2 + 0.2.
+            (Policy::LlmD, false, Some(1)),
+        ] {
+            assert_eq!(choose(policy, &busy, 7, by_load), expected, "{policy:?}");
+        }
+    }
+
+    #[test]
+    fn sglang_balances_when_loads_differ_too_much() {
+        let far = workers(2, |at, worker| {
+            if at == 0 {
+                (worker.overlap_blocks, worker.sequences) = (10, 33);
+            }
+        });
+        assert_eq!(choose(Policy::Sglang, &far, 1, false), Some(1));
+    }
+
+    #[test]
+    fn round_robin_alternates_and_random_reaches_all() {
+        let idle = workers(3, |_, _| {});
+        let chosen: Vec<_> = (0..6).filter_map(|number| choose(Policy::RoundRobin, &idle, number, false)).collect();
+        assert_eq!(chosen, [0, 1, 2, 0, 1, 2]);
+        for policy in [Policy::Random, Policy::FewestRequests, Policy::Dynamo, Policy::LlmD] {
+            let mut counts = [0; 3];
+            (0..300).filter_map(|number| choose(policy, &idle, number, false)).for_each(|at| counts[at] += 1);
+            assert!(counts.iter().all(|count| (60..140).contains(count)), "{policy:?}: {counts:?}");
+        }
+    }
+
+    #[test]
+    fn no_rule_chooses_without_workers() {
+        for policy in Policy::value_variants() {
+            assert_eq!(choose(*policy, &[], 1, false), None);
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_the_command_line() {
+        for policy in Policy::value_variants() {
+            assert_eq!(policy.to_possible_value().expect("no variant is hidden").get_name(), policy.name());
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! The requests of a simulation.
+
+use std::{sync::Arc, time::Duration};
+use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};
+use tandem_load::trace::Blocks;
+
+/// The tokens that stand for a block in the simulated caches: the two halves of its id.
+pub(crate) const TOKENS_OF_ID: usize = 2;
+
+/// A request to simulate.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// The time at which it arrives, from the beginning.
+    pub at: Duration,
+    /// The prompt's tokens; at least 1.
+    pub prompt_tokens: u32,
+    /// The ids of the prompt's full blocks. Prompts have the blocks in common that precede the first difference.
+    pub blocks: Arc<[u64]>,
+    /// The tokens of the answer; at least 1.
+    pub answer_tokens: u64,
+    /// The limit that the request sets for its answer, which the router learns; 0: none.
+    pub max_tokens: u32,
+}
+
+/// A request that has arrived.
+#[derive(Debug)]
+pub(crate) struct Arrived {
+    /// Its number in the order of arrival.
+    pub(crate) number: u64,
+    /// The time at which it was due, in microseconds.
+    pub(crate) at: u64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) answer_tokens: u64,
+    /// The full blocks, each as [`TOKENS_OF_ID`] tokens.
+    pub(crate) tokens: Box<[TokenId]>,
+    pub(crate) hashes: Arc<[SequenceHash]>,
+}
+
+impl Request {
+    /// Returns the request of a trace's row whose blocks have this many tokens. It sets no limit for its answer.
+    pub fn of(at: Duration, mut row: Blocks, block_tokens: u64) -> Self {
+        row.hash_ids.truncate((row.input_length / block_tokens) as usize);
+        Self {
+            at,
+            prompt_tokens: row.input_length.try_into().unwrap_or(u32::MAX),
+            blocks: row.hash_ids.into(),
+            answer_tokens: row.output_length,
+            max_tokens: 0,
+        }
+    }
+}
+
+pub(crate) fn namespace() -> Namespace {
+    Namespace::new("m", "", "", "")
+}
+
+impl Arrived {
+    pub(crate) fn new(number: u64, at: u64, request: &Request) -> Self {
+        let tokens: Box<[TokenId]> = request.blocks.iter().flat_map(|id| [*id as TokenId, (id >> 32) as TokenId]).collect();
+        let hashes = sequence_hashes(&HashKey::NONE, &namespace(), TOKENS_OF_ID, &tokens).into();
+        let (prompt_tokens, answer_tokens) = (request.prompt_tokens.into(), request.answer_tokens);
+        Self { number, at, prompt_tokens, answer_tokens, tokens, hashes }
+    }
+
+    /// Returns how many leading blocks the prompts have in common.
+    pub(crate) fn common(&self, other: &Self) -> usize {
+        self.hashes.iter().zip(&*other.hashes).take_while(|(one, other)| one == other).count()
+    }
+
+    /// Returns how many leading blocks may be found in a cache: the last token is always computed.
+    pub(crate) fn reusable_blocks(&self, block_tokens: u64) -> u32 {
+        ((self.prompt_tokens - 1) / block_tokens).min(self.hashes.len() as u64) as u32
+    }
+}

@@ -1,0 +1,176 @@
+//! Simulations of the requests of a trace.
+
+use crate::{
+    Cluster, Request,
+    simulation::{lacks_prefill_workers, simulate},
+};
+use std::{ops::ControlFlow, sync::mpsc, thread, time::Duration};
+use tandem_load::{
+    Progress,
+    report::{Fact, Recorder, Report, Roles, Slo},
+    trace::{Format, Load, Trace, TraceError},
+};
+use tandem_router::Role;
+
+/// The rows of a trace that are read ahead.
+const PREPARED: usize = 256;
+
+/// The longest time of a step, of a transfer, and between the first and the last request.
+const DAYS_MAX: u64 = 10_000;
+
+/// The simulation of a trace.
+#[derive(Clone, Debug)]
+pub struct Replay<'a> {
+    /// The trace. It names the blocks of its prompts.
+    pub trace: &'a Trace,
+    /// The cluster. Its blocks are those of the trace, whatever `block_tokens` says.
+    pub cluster: Cluster,
+    /// How many times as fast as recorded requests arrive.
+    pub speed: f64,
+    /// The service levels for the goodput.
+    pub slo: Slo,
+}
+
+/// Why a trace cannot be simulated.
+#[derive(Debug, thiserror::Error)]
+pub enum SimulateError {
+    /// The trace cannot be read.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// The trace has text instead of blocks.
+    #[error(
+        "the trace has no `hash_ids`, so the blocks that its prompts have in common are not known; simulate a Mooncake trace"
+    )]
+    NoBlocks,
+    /// The trace has no times.
+    #[error("the trace has no times (`timestamp`); set --concurrency")]
+    Untimed,
+    /// The KV memory is smaller than a block.
+    #[error("the KV memory of {capacity_tokens} tokens is smaller than a block of {block_tokens}; give each worker more")]
+    NoCapacity {
+        /// The KV memory of each worker.
+        capacity_tokens: u64,
+        /// The tokens of a block.
+        block_tokens: u64,
+    },
+    /// No worker generates.
+    #[error("the cluster has no decode worker; give it one")]
+    NoDecodeWorker,
+    /// A step, a transfer or the whole trace would take too long for the clock.
+    #[error("with these rates and this speed, something takes longer than {DAYS_MAX} days; raise them")]
+    TooSlow,
+    /// Prompts must be prefilled on prefill workers, and there are none.
+    #[error("--prefill remote needs prefill workers; set --prefill-workers")]
+    NoPrefillWorker,
+}
+
+/// Simulates the trace on the cluster. `progress` is called after each request.
+///
+/// # Errors
+/// The trace cannot be read, or the cluster cannot run it.
+pub fn replay(replay: &Replay<'_>, progress: &mut dyn FnMut(Progress)) -> Result<Report, SimulateError> {
+    Ok(replay_until(replay, u64::MAX, progress)?.expect("any number of requests may miss the service levels"))
+}
+
+/// Like [`replay`]. Returns `None` when more than `misses_max` requests have missed the service levels, and aborts the simulation then.
+pub(crate) fn replay_until(
+    replay: &Replay<'_>,
+    misses_max: u64,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Option<Report>, SimulateError> {
+    let Replay { trace, speed, slo, .. } = *replay;
+    let block_tokens = trace.settings().block_tokens;
+    let cluster = Cluster { block_tokens, ..replay.cluster.clone() };
+    check(trace, &cluster, speed)?;
+    let mut recorder = Recorder::new(slo);
+    for (name, worker) in cluster.worker_names().zip(&cluster.workers) {
+        let prefills = worker.role == Role::Prefill || !cluster.has_prefill_workers();
+        recorder.add_worker(&name, Roles { prefills, decodes: worker.role == Role::Decode });
+    }
+    let (mut state, mut misses) = (Progress { requests: trace.requests, ..Progress::default() }, 0);
+    let (sent, requests) = mpsc::sync_channel(PREPARED);
+    let (read, totals) = thread::scope(|scope| {
+        let reading = scope.spawn(move || {
+            trace.read(&mut |row| {
+                let Load::Blocks(blocks) = row.load else { unreachable!("the format was checked") };
+                let at = row.at.unwrap_or(Duration::ZERO).div_f64(speed);
+                match sent.send(Request::of(at, blocks, block_tokens)) {
+                    Ok(()) => ControlFlow::Continue(()),
+                    Err(_) => ControlFlow::Break(()),
+                }
+            })
+        });
+        let totals = simulate(&cluster, requests, &mut |outcome| {
+            recorder.add(outcome);
+            state.ended += 1;
+            state.failed += u64::from(outcome.result.is_err());
+            progress(state);
+            misses += u64::from(!slo.is_met(outcome));
+            if misses > misses_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        (reading.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), totals)
+    });
+    read?;
+    if misses > misses_max {
+        return Ok(None);
+    }
+    let mut facts = facts(replay, &cluster);
+    if totals.preemptions > 0 {
+        facts.push(Fact::new("preemptions", totals.preemptions));
+    }
+    Ok(Some(recorder.report(cluster.policy.name(), facts)))
+}
+
+fn check(trace: &Trace, cluster: &Cluster, speed: f64) -> Result<(), SimulateError> {
+    let capacity_tokens = cluster.device.capacity_tokens;
+    if trace.format() != Format::Mooncake {
+        Err(SimulateError::NoBlocks)
+    } else if !trace.timed && cluster.concurrency.is_none() {
+        Err(SimulateError::Untimed)
+    } else if cluster.capacity_blocks() == 0 {
+        Err(SimulateError::NoCapacity { capacity_tokens, block_tokens: cluster.block_tokens })
+    } else if !cluster.workers.iter().any(|worker| worker.role == Role::Decode) {
+        Err(SimulateError::NoDecodeWorker)
+    } else if takes_too_long(trace, cluster, speed) {
+        Err(SimulateError::TooSlow)
+    } else if lacks_prefill_workers(cluster) {
+        Err(SimulateError::NoPrefillWorker)
+    } else {
+        Ok(())
+    }
+}
+
+fn takes_too_long(trace: &Trace, cluster: &Cluster, speed: f64) -> bool {
+    let device = &cluster.device;
+    let prefill = device.prefill_step.as_secs_f64() + device.step_tokens as f64 / device.prefill_tokens_per_second;
+    let decode = device.decode_step.as_secs_f64() + device.decode_sequence.as_secs_f64() * device.sequences_max as f64;
+    let transfer = device.capacity_tokens as f64 * device.kv_bytes_per_token / device.transfer_bytes_per_second;
+    let longest = (prefill + decode).max(transfer).max(trace.length.as_secs_f64() / speed);
+    // A comparison with a number that is not one is false.
+    !(longest < DAYS_MAX as f64 * 86_400.0)
+}
+
+fn facts(replay: &Replay<'_>, cluster: &Cluster) -> Vec<Fact> {
+    let device = &cluster.device;
+    let prefill_workers = cluster.workers.iter().filter(|worker| worker.role == Role::Prefill).count();
+    let others = cluster.workers.len() - prefill_workers;
+    let workers = match prefill_workers {
+        0 => format!("{others} mixed"),
+        count => format!("{count} prefill, {others} decode"),
+    };
+    let pace = match cluster.concurrency {
+        Some(concurrency) => format!("closed loop, {concurrency} in flight"),
+        None => format!("open loop at the times of the trace × {}", replay.speed),
+    };
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    vec![
+        Fact::new("trace", replay.trace.path().display()),
+        Fact::new("simulated workers", workers),
+        Fact::new("policy", cluster.policy.name()),
+        Fact::new("pace", pace),
+        Fact::new("prefill", format!("{} tokens/s and {} ms a step", device.prefill_tokens_per_second, ms(device.prefill_step))),
+        Fact::new("decode", format!("{} ms a step and {} ms a sequence", ms(device.decode_step), ms(device.decode_sequence))),
+        Fact::new("KV memory", format!("{} tokens a worker", device.capacity_tokens)),
+        Fact::new("seed", cluster.seed),
+    ]
+}

@@ -1,0 +1,129 @@
+//! Simulations and plans of trace files.
+
+use std::{fmt::Write, time::Duration};
+use tandem_load::{
+    report::{Report, Slo},
+    trace::{Trace, TraceSettings},
+};
+use tandem_router::PrefillPlace;
+use tandem_simulator::{Cluster, Device, Plan, PlanSettings, Policy, Replay, SimulateError, Size, plan, replay};
+
+fn open(text: &str) -> Trace {
+    let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
+    std::fs::write(file.path(), text).expect("the file is writable");
+    let (_, path) = file.keep().expect("the file can be kept");
+    Trace::open(&path, TraceSettings::default()).expect("the trace is valid")
+}
+
+/// Returns a trace with `count` different prompts of 1,024 tokens, `gap_ms` apart, with answers of 11 tokens.
+fn steady(count: u64, gap_ms: u64) -> Trace {
+    let mut text = String::new();
+    for number in 0..count {
+        let (at, ids) = (number * gap_ms, [number * 2, number * 2 + 1]);
+        writeln!(text, "{{\"timestamp\": {at}, \"input_length\": 1024, \"output_length\": 11, \"hash_ids\": {ids:?}}}")
+            .expect("a string is writable");
+    }
+    open(&text)
+}
+
+fn simulation(trace: &Trace, cluster: Cluster) -> Replay<'_> {
+    Replay { trace, cluster, speed: 1.0, slo: Slo::default() }
+}
+
+fn mixed(workers: usize) -> Cluster {
+    Cluster::new(Policy::Tandem, Size::Mixed(workers))
+}
+
+fn run(replayed: &Replay<'_>) -> Result<Report, SimulateError> {
+    replay(replayed, &mut |_| {})
+}
+
+#[test]
+fn report_has_all_requests_workers_and_settings() {
+    let trace = steady(20, 1_000);
+    let mut seen = Vec::new();
+    let cluster = Cluster::new(Policy::Dynamo, Size::Split { prefill: 2, decode: 3 });
+    let report = replay(&simulation(&trace, cluster), &mut |state| seen.push(state.ended)).expect("the trace can be simulated");
+    assert_eq!(
+        (report.requests.sent, report.requests.answered, report.tokens.prompt, report.tokens.output),
+        (20, 20, 20 * 1_024, 220)
+    );
+    assert_eq!(seen, (1..=20).collect::<Vec<_>>());
+    let names: Vec<&str> = report.workers.iter().map(|worker| &*worker.name).collect();
+    assert_eq!(names, ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]);
+    let fact = |name: &str| report.facts.iter().find(|fact| fact.name == name).map(|fact| fact.value.as_str());
+    assert_eq!((fact("simulated workers"), fact("policy")), (Some("2 prefill, 3 decode"), Some("dynamo")));
+    assert!(report.seconds > 19.0 && report.seconds < 20.0, "{}", report.seconds);
+}
+
+#[test]
+fn speed_and_concurrency_change_the_times_of_arrival() {
+    let trace = steady(20, 1_000);
+    let faster = run(&Replay { speed: 10.0, ..simulation(&trace, mixed(4)) }).expect("the trace can be simulated");
+    assert!(faster.seconds > 1.9 && faster.seconds < 2.2, "{}", faster.seconds);
+    let closed = run(&simulation(&trace, Cluster { concurrency: Some(1), ..mixed(4) })).expect("the trace can be simulated");
+    let ttft = closed.ttft.expect("all are answered");
+    // A prefill of 1,024 tokens takes 55.2 ms, and ten steps of 6.1 ms follow.
+    assert_eq!((ttft.mean_ms, ttft.max_ms), (55.2, 55.2));
+    assert!((closed.seconds - 20.0 * (0.0552 + 0.061)).abs() < 1e-6, "{}", closed.seconds);
+}
+
+#[test]
+fn what_cannot_be_simulated_is_refused() {
+    let (timed, untimed) = (steady(1, 0), open("{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n"));
+    let chat = open("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], \"timestamp\": 1}\n");
+    let with = |device| Cluster { device, ..mixed(1) };
+    let only_prefill = Cluster::new(Policy::Tandem, Size::Split { prefill: 1, decode: 0 });
+    let slow = Device { prefill_tokens_per_second: 1e-300, ..Device::default() };
+    for (replayed, expected) in [
+        (simulation(&chat, mixed(1)), "no `hash_ids`"),
+        (simulation(&untimed, mixed(1)), "set --concurrency"),
+        (simulation(&timed, with(Device { capacity_tokens: 511, ..Device::default() })), "smaller than a block of 512"),
+        (simulation(&timed, only_prefill), "no decode worker"),
+        (simulation(&timed, with(slow)), "longer than 10000 days"),
+        (Replay { speed: 1e-300, ..simulation(&steady(2, 1), mixed(1)) }, "longer than 10000 days"),
+        (simulation(&timed, Cluster { prefill: PrefillPlace::Remote, ..mixed(1) }), "set --prefill-workers"),
+    ] {
+        let error = run(&replayed).expect_err("it is refused").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn untimed_trace_can_be_simulated_in_a_closed_loop() {
+    let trace = open("{\"input_length\": 5, \"output_length\": 1, \"hash_ids\": []}\n");
+    let report = run(&simulation(&trace, Cluster { concurrency: Some(2), ..mixed(1) })).expect("the trace can be simulated");
+    assert_eq!(report.requests.answered, 1);
+}
+
+fn search(trace: &Trace, slo: Slo, share: f64, workers_max: usize) -> Plan {
+    let replayed = Replay { slo, ..simulation(trace, mixed(1)) };
+    plan(&replayed, &PlanSettings { share, workers_max }, &mut |_, _| {}).expect("the trace can be simulated")
+}
+
+fn meets(trace: &Trace, slo: Slo, size: Size) -> f64 {
+    let report = run(&Replay { slo, ..simulation(trace, mixed(1).with_size(size)) }).expect("the trace can be simulated");
+    report.goodput.expect("levels are set").share
+}
+
+#[test]
+fn plan_finds_the_smallest_cluster() {
+    // A request every 20 ms needs 55.2 ms of prefill, so about three workers are needed.
+    let trace = steady(400, 20);
+    let slo = Slo { ttft: Some(Duration::from_millis(200)), itl: Some(Duration::from_millis(60)), e2e: None };
+    let found = search(&trace, slo, 0.95, 64);
+    let mixed = found.mixed.expect("64 workers suffice");
+    let Size::Mixed(workers) = mixed.size else { panic!("{}", mixed.size) };
+    assert!((3..=6).contains(&workers), "{workers}");
+    assert!(meets(&trace, slo, mixed.size) >= 0.95 && meets(&trace, slo, Size::Mixed(workers - 1)) < 0.95);
+    let split = found.split.expect("64 workers suffice");
+    assert!(matches!(split.size, Size::Split { .. }) && meets(&trace, slo, split.size) >= 0.95, "{}", split.size);
+    assert_eq!(mixed.report.goodput.map(|goodput| goodput.share), Some(meets(&trace, slo, mixed.size)));
+}
+
+#[test]
+fn plan_without_large_enough_cluster_finds_none() {
+    let trace = steady(50, 20);
+    let found = search(&trace, Slo { ttft: Some(Duration::from_millis(50)), ..Slo::default() }, 0.5, 4);
+    assert!(found.smallest().is_none() && found.trials > 2, "{found:?}");
+}

@@ -1,0 +1,214 @@
+//! `tandem bench simulate`: simulates a cluster under the requests of a trace, or finds the smallest one that meets service levels.
+
+use super::{ReportArgs, SloArgs, positive, progress::Bar};
+use crate::{serve, settings::SimArgs, text_table::text_table};
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use std::{path::PathBuf, time::Duration};
+use tandem_load::{
+    Progress,
+    report::{self, Fact, Report},
+    trace::{Format, Trace, TraceSettings},
+};
+use tandem_router::PrefillPlace;
+use tandem_simulator::{Cluster, Device, Plan, PlanSettings, Policy, Replay, Size};
+
+/// The arguments of `tandem bench simulate`.
+#[derive(Args, Debug)]
+pub struct SimulateArgs {
+    /// The trace: Mooncake's JSON lines (lengths and `hash_ids`)
+    #[arg(value_name = "FILE")]
+    pub trace: PathBuf,
+
+    #[command(flatten)]
+    requests: RequestArgs,
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    sim: SimArgs,
+    #[command(flatten)]
+    slo: SloArgs,
+    #[command(flatten)]
+    plan: PlanArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Requests")]
+struct RequestArgs {
+    /// Number of requests that are simulated [default: all]
+    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u64).range(1..))]
+    limit: Option<u64>,
+    /// Tokens of each block of `hash_ids`. The simulated caches have blocks of this size
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
+    block_tokens: u64,
+    /// Open loop: requests arrive at their times in the trace, which runs this many times as fast [default: 1]
+    #[arg(long, value_name = "FACTOR", value_parser = positive, conflicts_with = "concurrency")]
+    speed: Option<f64>,
+    /// Closed loop: keep this many requests in flight
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "plan")]
+    concurrency: Option<u32>,
+    /// Ties between workers are broken by this number
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    seed: u64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Cluster")]
+struct ClusterArgs {
+    /// Number of workers that prefill and generate [default: 8]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=65_536), conflicts_with_all = ["prefill_workers", "decode_workers", "plan"])]
+    workers: Option<u32>,
+    /// Number of workers that prefill for the decode workers
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=65_536), requires = "decode_workers", conflicts_with = "plan")]
+    prefill_workers: Option<u32>,
+    /// Number of workers that generate for the prefill workers
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=65_536), requires = "prefill_workers", conflicts_with = "plan")]
+    decode_workers: Option<u32>,
+    /// Rules that choose workers, separated by commas; several are compared
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "tandem")]
+    policy: Vec<Policy>,
+    /// Where the policy `tandem` may prefill if there are prefill workers. The other ones always prefill there
+    #[arg(long, value_enum, default_value_t)]
+    prefill: PrefillPlace,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Device of each worker")]
+struct DeviceArgs {
+    /// KV memory in tokens: 64 GiB with the default size of a token's KV
+    #[arg(long, value_name = "TOKENS", default_value_t = 524_288, value_parser = clap::value_parser!(u32).range(1..))]
+    kv_capacity_tokens: u32,
+    /// Prompt tokens computed in one step
+    #[arg(long, value_name = "TOKENS", default_value_t = 2_048, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    prefill_chunk_budget: u32,
+    /// Sequences in one step
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    batch_max: u32,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Plan")]
+struct PlanArgs {
+    /// Find the smallest cluster of mixed workers, and of prefill and decode workers, that meets the service levels
+    #[arg(long)]
+    plan: bool,
+    /// Percentage of the requests that must meet all service levels
+    #[arg(long, value_name = "PERCENT", default_value_t = 99.0, value_parser = percent, requires = "plan")]
+    slo_percent: f64,
+    /// Number of workers of the largest cluster that is tried
+    #[arg(long, value_name = "NUMBER", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536), requires = "plan")]
+    max_workers: u32,
+}
+
+impl SimulateArgs {
+    fn cluster(&self) -> Result<Cluster> {
+        let Self { requests, cluster, device, sim, .. } = self;
+        let size = match (cluster.prefill_workers, cluster.decode_workers) {
+            (Some(prefill), Some(decode)) => Size::Split { prefill: prefill as usize, decode: decode as usize },
+            _ => Size::Mixed(cluster.workers.unwrap_or(8) as usize),
+        };
+        let time = |name: &str, ms: f64| {
+            let time = Duration::try_from_secs_f64(ms / 1e3 / sim.sim_speedup);
+            time.with_context(|| format!("--{name}: write a smaller number of milliseconds"))
+        };
+        let device = Device {
+            prefill_tokens_per_second: sim.sim_prefill_tokens_per_second * sim.sim_speedup,
+            prefill_step: time("sim-prefill-overhead-ms", sim.sim_prefill_overhead_ms)?,
+            decode_step: time("sim-decode-step-ms", sim.sim_decode_step_ms)?,
+            decode_sequence: time("sim-decode-per-sequence-ms", sim.sim_decode_per_sequence_ms)?,
+            kv_bytes_per_token: sim.sim_kv_bytes_per_token,
+            transfer_bytes_per_second: sim.sim_transfer_bytes_per_second * sim.sim_speedup,
+            capacity_tokens: device.kv_capacity_tokens.into(),
+            step_tokens: device.prefill_chunk_budget.into(),
+            sequences_max: device.batch_max as usize,
+        };
+        Ok(Cluster {
+            device,
+            block_tokens: requests.block_tokens,
+            prefill: cluster.prefill,
+            concurrency: requests.concurrency.map(|concurrency| concurrency as usize),
+            seed: requests.seed,
+            ..Cluster::new(cluster.policy[0], size)
+        })
+    }
+}
+
+/// Simulates the trace and prints the report, the comparison of several policies, or the smallest cluster.
+///
+/// # Errors
+/// The settings or the trace cannot be simulated, no cluster is large enough, or a report cannot be written.
+pub fn run(args: SimulateArgs) -> Result<()> {
+    let cluster = args.cluster()?;
+    let slo = args.slo.levels();
+    if args.plan.plan {
+        ensure!(slo.is_set(), "--plan needs service levels: set --slo-ttft, --slo-itl or --slo-e2e");
+        ensure!(
+            cluster.policy == Policy::Tandem && args.cluster.policy.len() == 1,
+            "--plan needs --policy tandem, the rule that real routers have"
+        );
+    }
+    args.report.check()?;
+    let settings =
+        TraceSettings { format: Some(Format::Mooncake), limit: args.requests.limit, block_tokens: args.requests.block_tokens };
+    let trace = Trace::open(&args.trace, settings)?;
+    let title = format!("simulation of {}", trace.path().file_name().unwrap_or_default().to_string_lossy());
+    let replay = Replay { trace: &trace, cluster, speed: args.requests.speed.unwrap_or(1.0), slo };
+    let reports = if args.plan.plan { plan(&replay, &args.plan)? } else { compare(&replay, &args.cluster.policy, &title)? };
+    args.report.write(&title, &reports)
+}
+
+/// Simulates the trace with each policy, and prints the report or the comparison.
+fn compare(replay: &Replay<'_>, policies: &[Policy], title: &str) -> Result<Vec<Report>> {
+    let mut reports = Vec::new();
+    for &policy in policies {
+        let bar = Bar::new(replay.trace.requests, policy.name());
+        let replay = Replay { cluster: Cluster { policy, ..replay.cluster.clone() }, ..replay.clone() };
+        reports.push(tandem_simulator::replay(&replay, &mut |state| bar.show(state))?);
+    }
+    let text = match &mut reports[..] {
+        [only] => {
+            title.clone_into(&mut only.name);
+            report::text(only)
+        }
+        several => {
+            let shared = |fact: &&Fact| several.iter().all(|report| report.facts.contains(fact));
+            let facts = several[0].facts.iter().filter(shared).map(|fact| vec![fact.name.clone(), fact.value.clone()]);
+            format!("{title}\n\n{}\n{}", text_table(facts, 2), report::comparison(several))
+        }
+    };
+    serve::print(&format!("{}\n", text.trim_end()));
+    Ok(reports)
+}
+
+/// Finds the smallest clusters and prints them.
+fn plan(replay: &Replay<'_>, args: &PlanArgs) -> Result<Vec<Report>> {
+    let settings = PlanSettings { share: args.slo_percent / 100.0, workers_max: args.max_workers as usize };
+    let mut shown: Option<(Size, Bar)> = None;
+    let found = tandem_simulator::plan(replay, &settings, &mut |size: Size, state: Progress| {
+        if shown.as_ref().is_none_or(|(of, _)| *of != size) {
+            shown = Some((size, Bar::new(state.requests, &size.to_string())));
+        }
+        shown.iter().for_each(|(_, bar)| bar.show(state));
+    })?;
+    drop(shown);
+    let smallest = found.smallest().with_context(|| {
+        format!("no cluster of up to {} workers meets the service levels; raise --max-workers or the levels", args.max_workers)
+    })?;
+    let smallest = smallest.size;
+    let Plan { mixed, split, trials } = found;
+    let reports: Vec<Report> = mixed.into_iter().chain(split).map(|trial| trial.report).collect();
+    serve::print(&format!(
+        "smallest cluster: {smallest}\n{}% of the requests meet the service levels on each of these; {trials} clusters were simulated\n\n{}",
+        args.slo_percent,
+        report::comparison(&reports)
+    ));
+    Ok(reports)
+}
+
+fn percent(text: &str) -> Result<f64, &'static str> {
+    text.parse().ok().filter(|&number: &f64| number > 0.0 && number <= 100.0).ok_or("write a number above 0, up to 100")
+}
