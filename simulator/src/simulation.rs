@@ -220,7 +220,7 @@ impl<'a> Simulation<'a> {
         let lacking = sequence.request.prompt_tokens - has;
         let time = |tokens: u64| {
             let bytes = tokens as f64 * device.kv_bytes_per_token;
-            (bytes / device.transfer_bytes_per_second * 1e6) as u64
+            (bytes / device.transfer_bytes_per_second * 1e6).round() as u64
         };
         let rest = time(lacking).saturating_sub(now - sequence.admitted);
         let wait = rest.max(time(lacking.min(sequence.step_tokens)));

@@ -166,7 +166,7 @@ fn simulate_refuses_wrong_flags_with_advice() {
         (&[&*trace, "--kv-capacity-tokens", "511"], "smaller than a block of 512"),
         (&[&*trace, "--batch-max", "0"], "--batch-max"),
         (&[&*trace, "--prefill-chunk-budget", "0"], "--prefill-chunk-budget"),
-        (&[&*trace, "--sim-prefill-tokens-per-second", "-1"], "write a number above 0"),
+        (&[&*trace, "--sim-prefill-tokens-per-second", "0"], "write a number above 0"),
         (&[&*trace, "--sim-prefill-tokens-per-second", "1e-300"], "longer than 10000 days"),
         (&[&*trace, "--sim-decode-step-ms", "1e300"], "--sim-decode-step-ms: write a smaller number"),
         (&[&*trace, "--slo-ttft", "0"], "write a number above 0"),
