@@ -161,3 +161,20 @@ fn transfer_delays_the_first_token_only_by_its_last_chunk() {
     // Transfers of 500 tokens a second are slower than the computation.
     assert_eq!(ttft(bytes * 500.0), 330 * 2_000 + 6_100);
 }
+
+#[test]
+fn sequence_without_blocks_is_preempted_and_ends() {
+    let device = Device { capacity_tokens: 12 * BLOCK, ..Device::default() };
+    let cluster = Cluster { device, block_tokens: BLOCK, ..Cluster::new(Policy::Tandem, Size::Mixed(1)) };
+    let request = |id: u64| Request {
+        at: Duration::ZERO,
+        prompt_tokens: 2 * BLOCK as u32,
+        blocks: [id, id + 1].into(),
+        answer_tokens: 8 * BLOCK,
+        max_tokens: 0,
+    };
+    let (outcomes, totals) = run(&cluster, &[request(1), request(7)]);
+    assert_eq!(totals, Totals { requests: 2, preemptions: 1 });
+    let lengths: Vec<_> = outcomes.iter().filter_map(|outcome| Some(outcome.result.as_ref().ok()?.output_tokens)).collect();
+    assert_eq!(lengths, [8 * BLOCK; 2]);
+}

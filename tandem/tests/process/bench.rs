@@ -104,8 +104,8 @@ fn simulate_prints_the_report_and_writes_json_and_a_page() {
     let (folder, trace) = pairs();
     let (json, html) = (folder.path().join("s.json"), folder.path().join("s.html"));
     let files = ["--json", json.to_str().expect("the path is UTF-8"), "--html", html.to_str().expect("the path is UTF-8")];
-    let args =
-        [&[&*trace, "--prefill-workers", "1", "--decode-workers", "2", "--speed", "2", "--slo-e2e", "5000"], &files[..]].concat();
+    let args = [&[&*trace, "--prefill-workers", "1", "--decode-workers", "2", "--speed", "0.5", "--slo-e2e", "5000"], &files[..]]
+        .concat();
     let (output, again) = (simulate(&args), simulate(&args));
     let (out, errors) = text(&output);
     assert!(output.status.success() && errors.is_empty(), "{out}{errors}");
