@@ -32,6 +32,7 @@ typedef u16 half_t;
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define KERNEL(threads) extern "C" void
+#define KERNEL_ALONE(threads) extern "C" void
 #define DYNAMIC_SHARED(name) unsigned char *name = emulation::dynamic_shared()
 #define INFINITY_F INFINITY
 

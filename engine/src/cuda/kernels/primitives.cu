@@ -15,6 +15,8 @@ typedef u16 half_t;
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+/// A kernel of which a multiprocessor may run a single block, so that each thread can have more registers.
+#define KERNEL_ALONE(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 /// Dynamic shared memory, whose size is a launch parameter.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define INFINITY_F __int_as_float(0x7f800000)
