@@ -77,6 +77,21 @@ impl<D: Device> Buffers<D> {
     /// Returns the GEMM that computes this many rows of logits.
     pub fn head_gemm(&self, model: &Model<D>, rows: usize) -> (Gemm, Operands) {
         let Shape { half, width: inputs, vocab_size: outputs, .. } = model.shape;
+    /// Returns the four GEMMs of a layer, each with the operands of all layers.
+    pub fn gemms_of_layers(&self, model: &Model<D>, rows: usize) -> Vec<(Gemm, Vec<Operands>)> {
+        let mut all: Vec<(Gemm, Vec<Operands>)> = Vec::new();
+        for layer in &model.layers {
+            let Gemms { qkv, attention_out, gates, down } = self.gemms(model, layer, rows);
+            for (place, (gemm, operands)) in [qkv, attention_out, gates, down].into_iter().enumerate() {
+                match all.get_mut(place) {
+                    Some((_, of_layers)) => of_layers.push(operands),
+                    None => all.push((gemm, vec![operands])),
+                }
+            }
+        }
+        all
+    }
+
         let gemm = Gemm { half, rows, inputs, outputs, epilogue: Epilogue::StoreSingle };
         (gemm, operands(model.head(), &self.normed, &self.logits))
     }

@@ -151,8 +151,9 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
 
     fn gemm(&self, gemm: (Gemm, Operands)) -> Result<(), CudaError>;
 
-    /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Does not access the output matrices.
-    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
+    /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Each GEMM has the operands of one or several layers,
+    /// which are used in turn, so that weights are read from memory as in a step. Does not access the output matrices.
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], limit: Duration) -> Result<(), CudaError>;
 
     /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must contain nothing else, and must
     /// have been executed once before. If recording fails, the device can still be used.

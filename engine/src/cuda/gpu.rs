@@ -357,7 +357,7 @@ impl Device for Gpu {
         self.with_gemms(|gemms| gemms.run(gemm, operands, self.stream))
     }
 
-    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], limit: Duration) -> Result<(), CudaError> {
         let began = Instant::now();
         self.with_gemms(|prepared| {
             for (i, (gemm, operands)) in gemms.iter().enumerate() {
@@ -369,7 +369,7 @@ impl Device for Gpu {
                     );
                     break;
                 }
-                prepared.prepare(*gemm, *operands, self.stream)?;
+                prepared.prepare(*gemm, operands, self.stream)?;
             }
             Ok(())
         })

@@ -215,23 +215,18 @@ impl<D: Device> Rank<D> {
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps. The first
-    /// layer suffices, because all layers have the same shapes.
+    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps.
     fn prepare(&self, model: &Model<D>, rows_max: usize, prompt_rows: usize) -> Result<(), CudaError> {
-        let Some(layer) = model.layers.first() else { return Ok(()) };
-        let buffers = &self.buffers;
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
         all_rows.dedup();
-        let gemms = all_rows.into_iter().flat_map(|rows| {
-            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
-            let head = (model.shard.rank == 0).then(|| buffers.head_gemm(model, rows));
-            [qkv, attention_out, gates, down].into_iter().chain(head)
+        let of_layers = |rows| self.buffers.gemms_of_layers(model, rows);
+        let decode = all_rows.into_iter().flat_map(|rows| {
+            let (head, operands) = self.buffers.head_gemm(model, rows);
+            let head = (model.shard.rank == 0).then(|| (head, vec![operands]));
+            of_layers(rows).into_iter().chain(head)
         });
-        let prompts = prompt_steps(prompt_rows).flat_map(|rows| {
-            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
-            [qkv, attention_out, gates, down]
-        });
-        self.device.prepare(&gemms.chain(prompts).collect::<Vec<_>>(), PREPARE_MAX)
+        let prompts = prompt_steps(prompt_rows).flat_map(of_layers);
+        self.device.prepare(&decode.chain(prompts).collect::<Vec<_>>(), PREPARE_MAX)
     }
 
     /// Returns the address of this rank's shard of a block.

@@ -119,7 +119,7 @@ fn ceilings<D: Device>(
     let (weights, inputs, outputs) = (matrix()?, matrix()?, matrix()?);
     let gemm = Gemm { half: model.shape.half, rows: width, inputs: width, outputs: width, epilogue: Epilogue::StoreHalf };
     let operands = Operands { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() };
-    device.prepare(&[(gemm, operands)], super::PREPARE_MAX)?;
+    device.prepare(&[(gemm, vec![operands])], super::PREPARE_MAX)?;
     let case = TimingCase::Ceilings { width, copy_bytes }.name();
     let seconds = seconds_of(&**device, 8, |_| device.gemm((gemm, operands)))?;
     report(Timing {
@@ -254,7 +254,7 @@ impl<D: Device> Step<'_, D> {
 
     fn measure_head(&self, case: TimingCase, rows: usize, report: &mut dyn FnMut(Timing)) -> Result<(), CudaError> {
         let gemm = self.buffers.head_gemm(self.model, rows);
-        self.device.prepare(&[gemm], super::PREPARE_MAX)?;
+        self.device.prepare(&[(gemm.0, vec![gemm.1])], super::PREPARE_MAX)?;
         let (flop, bytes) = gemm_work(gemm.0);
         let seconds = seconds_of(self.device, 8, |_| self.device.gemm(gemm))?;
         report(Timing { what: "gemm head", case: case.name(), seconds, flop, bytes });

@@ -361,10 +361,12 @@ impl Device for Emulated {
     }
 
     /// Checks and remembers the GEMMs; does not time them.
-    fn prepare(&self, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
-            self.check(operands.weights, outputs * inputs * 2);
-            self.check(operands.inputs, rows * inputs * 2);
+            for operands in operands {
+                self.check(operands.weights, outputs * inputs * 2);
+                self.check(operands.inputs, rows * inputs * 2);
+            }
         }
         self.prepared.lock().unwrap().extend(gemms.iter().map(|(gemm, _)| *gemm));
         Ok(())
