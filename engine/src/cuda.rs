@@ -71,6 +71,8 @@ pub struct CudaLimits {
     pub step_tokens_max: u32,
     /// The most sequences in a step that advance by a single token.
     pub sequences_max: u32,
+    /// Whether the engine's work runs before that of engines of the same process that are not urgent.
+    pub urgent: bool,
 }
 
 /// A model's weights on one or several GPUs, shared by all engines of a process. Clones refer to the same weights.

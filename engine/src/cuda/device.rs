@@ -91,6 +91,17 @@ pub(super) enum Epilogue {
 pub(super) struct Operands {
     pub weights: u64,
     pub inputs: u64,
+/// What a stream is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// The steps of an engine.
+    Steps,
+    /// Steps whose thread blocks run before those that wait on streams of other purposes.
+    UrgentSteps,
+    /// Copies. A thread that waits for the stream sleeps, so that it takes no core from the engine's thread.
+    Copies,
+}
+
     pub outputs: u64,
 }
 
@@ -114,11 +125,7 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     type Graph: Send + 'static;
 
     /// Creates another stream on the same device. Both streams use the same memory.
-    fn new_stream(&self) -> Result<Self, CudaError>;
-
-    /// Creates another stream as `new_stream` does, for copies. A thread that waits for it sleeps, so that it takes no core from the engine's
-    /// thread.
-    fn new_copy_stream(&self) -> Result<Self, CudaError>;
+    fn new_stream(&self, purpose: Purpose) -> Result<Self, CudaError>;
 
     /// Returns the number of streaming multiprocessors.
     fn multiprocessors(&self) -> usize;

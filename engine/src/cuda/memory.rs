@@ -118,7 +118,8 @@ mod tests {
         pairs: Pairs::Halves,
         small_shared_memory: false,
     };
-    const LIMITS: CudaLimits = CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256 };
+    const LIMITS: CudaLimits =
+        CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256, urgent: false };
     const H200_FREE: usize = 123 << 30;
     const H200: DeviceBudget = DeviceBudget { multiprocessors: 132, free_bytes: H200_FREE, communicator_bytes: 0 };
 

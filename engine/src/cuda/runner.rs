@@ -5,8 +5,8 @@ pub(super) mod measure;
 use super::{
     CudaError, CudaLimits,
     buffers::{Buffers, Gemms},
-    device::{Device, Kernel, Launch, Memory, f32_argument},
-    graphs::Graphs,
+    device::{Device, Kernel, Launch, Memory, Purpose, f32_argument},
+    graphs::{Bucket, Graphs},
     inputs::{self, Inputs, Lists},
     memory::{DeviceBudget, Sizes},
     model::{Layer, Model},
@@ -56,7 +56,8 @@ impl<D: Device> Runner<D> {
         let communicator_bytes = if models.len() > 1 { D::COMMUNICATOR_BYTES } else { 0 };
         let budget = DeviceBudget { multiprocessors: models[0].device.multiprocessors(), free_bytes, communicator_bytes };
         let sizes = Sizes::new(&models[0].shape, &limits, budget)?;
-        let ranks = models.iter().map(|model| Rank::new(model, &sizes)).collect::<Result<Vec<_>, _>>()?;
+        let purpose = if limits.urgent { Purpose::UrgentSteps } else { Purpose::Steps };
+        let ranks = models.iter().map(|model| Rank::new(model, &sizes, purpose)).collect::<Result<Vec<_>, _>>()?;
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
@@ -207,8 +208,8 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Commun
 }
 
 impl<D: Device> Rank<D> {
-    fn new(model: &Model<D>, sizes: &Sizes) -> Result<Self, CudaError> {
-        let device = Arc::new(model.device.new_stream()?);
+    fn new(model: &Model<D>, sizes: &Sizes, purpose: Purpose) -> Result<Self, CudaError> {
+        let device = Arc::new(model.device.new_stream(purpose)?);
         let buffers = Buffers::new(&device, sizes, model.shard.rank == 0)?;
         let inputs = Inputs::new(&device, inputs::BYTES)?;
         let kv = Arc::new(Memory::new(&device, sizes.capacity_blocks as usize * model.shape.block_bytes())?);
@@ -284,7 +285,8 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        let shard = |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_copy_stream()?), kv: Arc::clone(&rank.kv) });
+        let shard =
+            |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_stream(Purpose::Copies)?), kv: Arc::clone(&rank.kv) });
         let shards: Result<_, CudaError> = self.ranks.iter().map(shard).collect();
         let shards = shards
             .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))

@@ -29,7 +29,7 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::{EngineConfig, with_parsers};
+use weights::{DeviceShare, EngineConfig, with_parsers};
 
 /// Time limit between loading the model and the frontend's readiness. Connecting takes milliseconds, so a longer time shows that something is broken.
 const READY_WAIT: Duration = Duration::from_secs(30);
@@ -260,7 +260,9 @@ async fn own_workers(
     for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
         let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
         let address = local_address(&listener)?;
-        let engine = loaded.start(config, engines, &parts.key)?;
+        // A decode step has a short deadline. Its kernels must not wait for a prefill's.
+        let share = DeviceShare { engines, urgent: role == Role::Decode };
+        let engine = loaded.start(config, share, &parts.key)?;
         let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
         parts.worker(plan, listener, engine.clone(), shutdown);
         let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));

@@ -99,6 +99,7 @@ pub(in crate::cuda) fn measure<D: Device>(
             engines: 1,
             step_tokens_max: (count * new) as u32,
             sequences_max: count as u32,
+            urgent: false,
         };
         let mut runner = Runner::new(Arc::clone(models), limits)?;
         runner.fill_with_numbers()?;

@@ -15,7 +15,8 @@ use crate::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tandem_grammar::{Kind, Vocabulary};
 
-const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+const LIMITS: CudaLimits =
+    CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8, urgent: false };
 /// Number of blocks that several sequences share at their start, filled with random KV.
 const SHARED_BLOCKS: u32 = 150;
 /// Number of blocks that belong to one sequence alone.
@@ -122,7 +123,7 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
         let mut model =
             Model::load(&file, BLOCK_SIZE, SHARED_MAX, Shard { rank: 0, ranks: 1 }, weights::Origin::File, open).unwrap();
         model.context_length = 1_000;
-        let device = model.device.new_stream().unwrap();
+        let device = model.device.new_stream(Purpose::Steps).unwrap();
         (Runner::new(Arc::from([model]), LIMITS).unwrap(), device)
     };
     let (plain, plain_device) = engine(0);
