@@ -256,6 +256,12 @@ async fn own_workers(
     let loaded = config.clone().load().await?;
     let mut workers = Vec::new();
     let engines = settings.prefill_workers + settings.decode_workers;
+    if config.worker.tp > 1 && engines > 1 && std::env::var_os("NCCL_LAUNCH_ORDER_IMPLICIT").is_none() {
+        tracing::warn!(
+            engines,
+            "several engines of this process use the same GPUs with --tp, and NCCL does not guarantee that their all-reduces cannot wait for each other; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
+        );
+    }
     let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
     for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
         let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
