@@ -47,7 +47,7 @@ class Bench:
         self.program, self.results = folder / "cuda", folder / "results.jsonl"
         self.model = DRY_MODEL if dry else QWEN3_8B
         self.deadline = time.monotonic() + LIMITS[part]
-        # In a dry run nothing is tuned, because times mean nothing.
+        # In a dry run only the cluster of the part `turns` is tuned, because times mean nothing.
         self.options = ["--untuned"] if dry else []
 
     def record(self, kind, **fields):
@@ -224,7 +224,7 @@ def measure_turns(bench):
         write_tokenizer(folder / "tokenizer.json", bench.model.vocab_size)
         command = [bench.folder / "tandem", "up", "--engine", "cuda", "--model", folder, "--prefill-workers", 1, "--prefill", "remote"]
         command += ["--listen", "127.0.0.1:0", "--log", "error", "--kv-capacity-tokens", 4_096 if bench.dry else 200_000]
-        command += ["--no-gpu-tuning", "--prefill-chunk-budget", 256, "--batch-max", 8] if bench.dry else []
+        command += ["--prefill-chunk-budget", 256, "--batch-max", 8] if bench.dry else []
         cluster = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
             for line in cluster.stdout:

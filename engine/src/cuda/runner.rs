@@ -74,6 +74,19 @@ impl<D: Device> Runner<D> {
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
     }
 
+    /// Records the graphs of all decode steps without logprobs and masks, so that no request waits for that. The steps for it consist of padding,
+    /// so they change no KV.
+    pub fn with_recorded_graphs(mut self) -> Result<Self, CudaError> {
+        let (shape, multiprocessors) = (*self.shape(), self.ranks[0].device.multiprocessors());
+        let most_partitions = |rows| partitions_max(rows, &shape, multiprocessors);
+        let buckets = self.graphs.as_ref().map(|graphs| graphs.buckets(most_partitions)).unwrap_or_default();
+        // A bucket's first step is launched directly, and its second step is recorded.
+        for bucket in buckets.iter().flat_map(|bucket| [bucket; 2]) {
+            self.execute(Batch::default(), SampleInputs::default(), &[], Some(*bucket))?;
+        }
+        Ok(self)
+    }
+
     /// Returns the engine without CUDA graphs, so that it launches every step kernel by kernel.
     #[cfg(test)]
     pub fn without_graphs(mut self) -> Self {
@@ -106,7 +119,7 @@ impl<D: Device> Runner<D> {
         for chunk in chunks {
             info.check_chunk(chunk)?;
         }
-        let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
+        let batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
         if batch.rows() > tokens_max || batch.single_tokens > sequences_max {
             let (tokens, sequences) = (batch.rows(), batch.single_tokens);
@@ -120,9 +133,20 @@ impl<D: Device> Runner<D> {
             _ => None,
         });
         let requests: Vec<SampleRequest<'_>> = requests.collect();
-        let mut sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
+        let sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
         let bucket =
             self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max(), sampling.constrained.is_empty()));
+        self.execute(batch, sampling, &requests, bucket)
+    }
+
+    /// Executes a step, which is padded to the size of `bucket` if it has one.
+    fn execute(
+        &mut self,
+        mut batch: Batch,
+        mut sampling: SampleInputs,
+        requests: &[SampleRequest<'_>],
+        bucket: Option<Bucket>,
+    ) -> Result<StepOutput, CudaError> {
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
             sampling.pad(bucket.rows);
@@ -141,7 +165,7 @@ impl<D: Device> Runner<D> {
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
         let upload_masks = || match sampling.constrained.is_empty() {
             true => Ok(()),
-            false => steps[0].upload_masks(&sampling, &requests),
+            false => steps[0].upload_masks(&sampling, requests),
         };
         // After the layers, every rank has the residual stream. Only the first rank has the output head.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
@@ -255,6 +279,10 @@ impl<D: Device> Engine for Runner<D> {
             self.communicators = None;
         }
         output
+    }
+
+    fn refused_graphs(&self) -> u64 {
+        self.graphs.as_ref().map_or(0, Graphs::refused)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
