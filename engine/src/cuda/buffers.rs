@@ -21,6 +21,8 @@ pub(super) struct Buffers<D: Device> {
     pub rope: Memory<D>,
     pub partial_outputs: Memory<D>,
     pub partial_sums: Memory<D>,
+    /// Kernels expect zeros, and leave zeros.
+    pub arrivals: Memory<D>,
     pub logits: Memory<D>,
     pub scratch: Memory<D>,
     /// Sampled tokens and their logprobs.
@@ -50,6 +52,7 @@ impl<D: Device> Buffers<D> {
             rope: memory(sizes.rope)?,
             partial_outputs: memory(sizes.partial_outputs)?,
             partial_sums: memory(sizes.partial_sums)?,
+            arrivals: Memory::of(device, &vec![0; sizes.arrivals])?,
             logits: of_head(sizes.logits)?,
             scratch: of_head(sizes.scratch)?,
             sampled: of_head(sizes.head_rows_max * ROW_BYTES)?,
@@ -74,9 +77,6 @@ impl<D: Device> Buffers<D> {
         }
     }
 
-    /// Returns the GEMM that computes this many rows of logits.
-    pub fn head_gemm(&self, model: &Model<D>, rows: usize) -> (Gemm, Operands) {
-        let Shape { half, width: inputs, vocab_size: outputs, .. } = model.shape;
     /// Returns the four GEMMs of a layer, each with the operands of all layers.
     pub fn gemms_of_layers(&self, model: &Model<D>, rows: usize) -> Vec<(Gemm, Vec<Operands>)> {
         let mut all: Vec<(Gemm, Vec<Operands>)> = Vec::new();
@@ -92,6 +92,9 @@ impl<D: Device> Buffers<D> {
         all
     }
 
+    /// Returns the GEMM that computes this many rows of logits.
+    pub fn head_gemm(&self, model: &Model<D>, rows: usize) -> (Gemm, Operands) {
+        let Shape { half, width: inputs, vocab_size: outputs, .. } = model.shape;
         let gemm = Gemm { half, rows, inputs, outputs, epilogue: Epilogue::StoreSingle };
         (gemm, operands(model.head(), &self.normed, &self.logits))
     }

@@ -13,12 +13,11 @@ pub(super) enum Kernel {
     Swiglu,
     AttendPrompt,
     AttendToken,
-    Combine,
     Sample,
 }
 
 impl Kernel {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 8] = [
         Self::Embed,
         Self::RmsNorm,
         Self::Rope,
@@ -26,7 +25,6 @@ impl Kernel {
         Self::Swiglu,
         Self::AttendPrompt,
         Self::AttendToken,
-        Self::Combine,
         Self::Sample,
     ];
 
@@ -40,7 +38,6 @@ impl Kernel {
             Self::Swiglu => ("swiglu", 256),
             Self::AttendPrompt => ("attend_prompt", 128),
             Self::AttendToken => ("attend_token", 128),
-            Self::Combine => ("combine", 128),
             Self::Sample => ("sample", 512),
         }
     }
@@ -91,6 +88,9 @@ pub(super) enum Epilogue {
 pub(super) struct Operands {
     pub weights: u64,
     pub inputs: u64,
+    pub outputs: u64,
+}
+
 /// What a stream is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -100,9 +100,6 @@ pub(super) enum Purpose {
     UrgentSteps,
     /// Copies. A thread that waits for the stream sleeps, so that it takes no core from the engine's thread.
     Copies,
-}
-
-    pub outputs: u64,
 }
 
 /// A CUDA stream and its device. Work is executed in the order of the calls. Most calls only enqueue work; `download` and `wait` return

@@ -10,7 +10,7 @@ use super::{
     inputs::{self, Inputs, Lists},
     memory::{DeviceBudget, Sizes},
     model::{Layer, Model},
-    plan::{Batch, padded_rows, prompt_steps},
+    plan::{Batch, padded_rows, partitions_max, prompt_steps},
     pool::{KvShard, Pool},
     sampling::{LOGPROB_BYTES, SampleInputs},
     shape::Shape,
@@ -486,23 +486,22 @@ impl<D: Device> Step<'_, D> {
     fn attend(&self, index: usize) -> Result<(), CudaError> {
         let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
         let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
-        let (outs, sums) = (buffers.partial_outputs.address(), buffers.partial_sums.address());
+        let (outs, sums, arrivals) =
+            (buffers.partial_outputs.address(), buffers.partial_sums.address(), buffers.arrivals.address());
         // The kernels compute exponentials as powers of two.
         let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
-        let (tiles, partitions, combined) = (self.batch.tiles.len(), self.batch.partitions.len(), self.batch.combined.len());
+        let (tiles, partitions) = (self.batch.tiles.len(), self.batch.partitions.len());
+        let mut arguments = [qkv, self.kv, lists.tables, lists.tiles, attended, outs, sums, arrivals, index as u64, scale];
         if tiles > 0 {
             let launch =
                 Launch { kernel: Kernel::AttendPrompt, grid: [tiles, shape.kv_heads, 1], shared_bytes: shape.prompt_bytes() };
-            let arguments = &mut [qkv, self.kv, lists.tables, lists.tiles, attended, outs, sums, index as u64, scale];
-            self.device.launch(launch, arguments)?;
+            self.device.launch(launch, &mut arguments)?;
         }
         if partitions > 0 {
             let grid = [partitions, shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
             let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-            self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.partitions, outs, sums, index as u64, scale])?;
-        }
-        if combined > 0 {
-            self.launch(Kernel::Combine, [combined, shape.heads, 1], [outs, sums, lists.combined, attended])?;
+            arguments[3] = lists.partitions;
+            self.device.launch(launch, &mut arguments)?;
         }
         Ok(())
     }

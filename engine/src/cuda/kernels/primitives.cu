@@ -63,6 +63,10 @@ DEVICE float exp2_fast(float x) {
 }
 
 DEVICE void block_sync() { __syncthreads(); }
+/// Orders this thread's accesses to global memory, and those of its block before an earlier `block_sync`, for the whole GPU.
+DEVICE void device_fence() { __threadfence(); }
+/// Adds 1 to a number in global memory, and returns the number before.
+DEVICE u32 count_up(u32 *counter) { return atomicAdd(counter, 1u); }
 DEVICE void warp_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }

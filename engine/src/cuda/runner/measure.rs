@@ -226,7 +226,7 @@ impl<D: Device> Step<'_, D> {
         time("rms_norm", 0.0, numbers(shape.width, 6), &|i| self.norm(rows, 0, &layer(i).ffn_norm))?;
         time("store_kv", 0.0, numbers(shape.qkv_dim(), 4), &|i| self.store_kv(i % layers.len(), layer(i)))?;
         let (flop, bytes) = self.attention_work(&shape);
-        let attention = if self.batch.tiles.is_empty() { "attend_token + combine" } else { "attend_prompt" };
+        let attention = if self.batch.tiles.is_empty() { "attend_token" } else { "attend_prompt" };
         time(attention, flop, bytes, &|i| self.attend(i % layers.len()))?;
         time("swiglu", 0.0, numbers(shape.ffn, 6), &|_| self.swiglu())?;
         type Pick = fn(Gemms) -> (Gemm, Operands);
@@ -246,10 +246,9 @@ impl<D: Device> Step<'_, D> {
     /// Returns the floating-point operations of the attention of one layer, and the bytes of keys and values that it reads once.
     fn attention_work(&self, shape: &Shape) -> (f64, f64) {
         let scores: f64 = self.batch.positions.iter().map(|position| f64::from(*position) + 1.0).sum();
-        let singles = self.batch.combined.iter().take(self.batch.single_tokens);
-        let tokens = singles.map(|row| self.batch.positions[row[0] as usize]);
-        let prompts = self.batch.tiles.iter().map(|tile| tile[5] - 1).max();
-        let read: f64 = tokens.chain(prompts).map(|position| f64::from(position) + 1.0).sum();
+        let tokens = self.batch.partitions.iter().map(|part| part[2] - part[1]);
+        let prompts = self.batch.tiles.iter().map(|tile| tile[5]).max();
+        let read: f64 = tokens.chain(prompts).map(f64::from).sum();
         (4.0 * scores * shape.query_dim() as f64, 2.0 * read * shape.kv_row_bytes() as f64)
     }
 
