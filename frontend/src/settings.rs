@@ -30,6 +30,8 @@ pub struct FrontendSettings {
     /// The maximum total size of the bodies that are read or parsed at a time, in bytes, without the first 16 KiB of each body. Requests
     /// beyond it are refused with 503.
     pub bodies_max_bytes: usize,
+    /// The maximum size of the texts whose tokens are remembered, with these tokens, in bytes. 0: each text is encoded again.
+    pub encoding_cache_bytes: usize,
     /// The maximum number of open connections. Connections beyond it are closed with a 503 response.
     pub connections_max: usize,
     /// The maximum number of open connections from one address (for IPv6: from one /64 network). The limit does not apply to trusted
@@ -120,6 +122,7 @@ impl FrontendSettings {
             sequences_per_client: None,
             body_max_bytes: None,
             bodies_max_bytes: 256 << 20,
+            encoding_cache_bytes: 32 << 20,
             connections_max: 8192,
             connections_per_address_max: 4096,
             allowed_hosts: Vec::new(),

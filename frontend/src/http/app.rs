@@ -12,6 +12,7 @@ use crate::{
     keys::{self, Key, KeyCache, Keys},
     metrics::FrontendMetrics,
     model::{Models, ServedModel},
+    prompt::EncodingCache,
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
@@ -45,6 +46,7 @@ pub(crate) struct App {
     pub(super) bodies: Bodies,
     pub(super) parsing: Cores,
     pub(super) encoding: Cores,
+    pub(super) encodings: Arc<EncodingCache>,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
@@ -109,6 +111,7 @@ impl App {
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),
+            encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             trust,

@@ -13,7 +13,9 @@ use crate::{
     chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
     error::{ApiError, Problem, at_most},
     model::ServedModel,
-    prompt::{CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, RenderError, Tokenizer},
+    prompt::{
+        CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, NamespaceEncodings, RenderError, Tokenizer,
+    },
 };
 use serde_json::{Map, Value};
 use std::{sync::Arc, thread};
@@ -171,13 +173,13 @@ impl Chat {
     ///
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
-    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Encoded, ApiError> {
+    pub(crate) fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, ApiError> {
         let Some(source) = self.conversation.template.source.as_deref() else {
-            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model);
+            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model, encodings);
         };
         let encode = || {
             let template = model.client_template(source).map_err(ApiError::ClientTemplate)?;
-            self.encode_with(&template, model).map_err(|error| match error {
+            self.encode_with(&template, model, encodings).map_err(|error| match error {
                 ApiError::Template(source) => ApiError::ClientTemplate(source.into()),
                 other => other,
             })
@@ -189,7 +191,12 @@ impl Chat {
         })
     }
 
-    fn encode_with(&self, template: &ChatTemplate, model: &ServedModel) -> Result<Encoded, ApiError> {
+    fn encode_with(
+        &self,
+        template: &ChatTemplate,
+        model: &ServedModel,
+        encodings: &NamespaceEncodings,
+    ) -> Result<Encoded, ApiError> {
         let mut conversation = self.conversation.clone();
         let mut suspicious = Vec::new();
         conversation.for_each_text(&mut |text| {
@@ -220,7 +227,7 @@ impl Chat {
             return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
         }
         let format = self.output_format(model, &text);
-        let tokens = model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)?;
+        let tokens = model.tokenizer.encode_prompt(&text, Some(guard), encodings).map_err(|_: EncodeError| ApiError::Internal)?;
         Ok(Encoded { tokens, format })
     }
 

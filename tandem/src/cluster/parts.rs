@@ -221,6 +221,7 @@ impl Parts {
             sequences_per_client: limits.sequences_per_client(sequences_max),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
+            encoding_cache_bytes: limits.encoding_cache_bytes,
             connections_max: limits.max_connections as usize,
             connections_per_address_max: limits.max_connections_per_address as usize,
             allowed_hosts: limits.allowed_hosts,
