@@ -67,7 +67,7 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
 const RELEASE_POLL: Duration = Duration::from_millis(50);
 
 /// Routes until the shutdown. While the router drains, new streams are refused, and frontends are asked to move open streams to other
-/// routers. Without another router, the streams end once their frontends have been told: running requests need no router. Dropping the
+/// routers. Without another router, the streams end after this message: running requests need no router. Dropping the
 /// future stops watching workers and peers.
 ///
 /// # Errors

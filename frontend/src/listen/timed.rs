@@ -100,7 +100,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
     /// Is ready when a connection on which no request is under way has to be closed.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if self.drain.begun.is_cancelled() || self.draining.as_mut().poll(cx).is_ready() {
-            // A client that has not been told may just be sending a request.
+            // The client does not know that the frontend drains, and may just be sending a request.
             self.poll_wait(Wait::Last, self.drain.idle_max, cx)
         } else {
             self.poll_wait(Wait::Idle, IDLE_MAX, cx)

@@ -105,8 +105,8 @@ async fn live(stream: &mut DuplexStream) -> String {
 #[tokio::test(start_paused = true)]
 async fn draining_frontend_serves_one_more_request_on_each_connection() {
     let frontend = Alone::start();
-    let [mut late, mut idle, mut told] = [frontend.connect().await, frontend.connect().await, frontend.connect().await];
-    for stream in [&mut late, &mut idle, &mut told] {
+    let [mut late, mut idle, mut informed] = [frontend.connect().await, frontend.connect().await, frontend.connect().await];
+    for stream in [&mut late, &mut idle, &mut informed] {
         let answer = live(stream).await;
         assert!(answer.starts_with("HTTP/1.1 200") && !answer.contains("connection: close"), "{answer}");
     }
@@ -116,8 +116,8 @@ async fn draining_frontend_serves_one_more_request_on_each_connection() {
         shutdown.run(Duration::from_secs(60)).await;
     });
     frontend.dial.closed().await;
-    assert!(live(&mut told).await.contains("connection: close"));
-    assert_eq!(until_closed(told).await, (String::new(), 0), "the client was told that the connection closes");
+    assert!(live(&mut informed).await.contains("connection: close"));
+    assert_eq!(until_closed(informed).await, (String::new(), 0), "the client has read that the connection closes");
     sleep(Duration::from_secs(4)).await;
     assert!(live(&mut late).await.contains("connection: close"), "a client sends without knowing that the frontend drains");
     assert_eq!(until_closed(late).await.1, 0);
