@@ -54,8 +54,8 @@ pub enum FrontendError {
     /// The list of routers cannot be used.
     #[error(transparent)]
     Routers(#[from] DiscoveryError),
-    /// The setting `models` is empty, or two of them have one id.
-    #[error("each served model needs an id of its own, and there must be one")]
+    /// The setting `models` is empty, or two of its models have the same id.
+    #[error("at least one model must be served, and no two served models may have the same id")]
     Models,
     /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
