@@ -63,7 +63,8 @@ impl ChatRequest {
         options::check_logprob_tokens(&options)?;
         // Both are checked, although only the newer one counts.
         let older = self.max_tokens.map(|Whole(found)| options::token_count("max_tokens", found, 1)).transpose()?;
-        let newer = self.max_completion_tokens.map(|Whole(found)| options::token_count("max_completion_tokens", found, 1)).transpose()?;
+        let newer =
+            self.max_completion_tokens.map(|Whole(found)| options::token_count("max_completion_tokens", found, 1)).transpose()?;
         let limit_param = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
         let max_tokens = newer.or(older);
         options::check_min_tokens(&options, max_tokens)?;
