@@ -93,7 +93,7 @@ impl App {
             resumes: settings.resumes,
         };
         let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
-        let routers = Routers::new(routers, network.clone(), identities, Arc::clone(&metrics));
+        let routers = Routers::new(routers, network.clone(), identities, settings.router_wait, Arc::clone(&metrics));
         let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(models.context_length_max()));
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry

@@ -217,7 +217,8 @@ impl Tokenizer {
 
     /// Decodes a sequence from its start to text. A special token becomes its name.
     ///
-    /// The bytes of the tokens after the start of a sequence are those of [`Tokenizer::bytes`], including a space at the beginning.
+    /// The text of a sequence begins without the space that some tokenizers put before its first word. For tokens in the middle of a sequence,
+    /// use [`Tokenizer::bytes`], which keeps each token's space.
     pub fn decode(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes(*token)).copied().collect();
         let bytes = if self.space_before { bytes.strip_prefix(b" ").unwrap_or(&bytes) } else { &bytes };

@@ -63,11 +63,12 @@ impl ChatRequest {
         calls::constrain(&mut options, &tools, model.tool_call_parser)?;
         options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
         options::check_logprob_tokens(&options)?;
-        let (limit_param, limit) = match self.max_completion_tokens {
-            Some(limit) => ("max_completion_tokens", Some(limit)),
-            None => ("max_tokens", self.max_tokens),
-        };
-        let max_tokens = limit.map(|Whole(found)| options::token_count(limit_param, found, 1)).transpose()?;
+        // Both are checked, although only the newer one counts.
+        let older = self.max_tokens.map(|Whole(found)| options::token_count("max_tokens", found, 1)).transpose()?;
+        let newer =
+            self.max_completion_tokens.map(|Whole(found)| options::token_count("max_completion_tokens", found, 1)).transpose()?;
+        let limit_param = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
+        let max_tokens = newer.or(older);
         options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         let include_reasoning = self.include_reasoning.unwrap_or(true);
