@@ -13,7 +13,7 @@ pub use process::Process;
 
 use crate::{
     http,
-    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
+    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
 };
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
@@ -169,7 +169,8 @@ impl Cluster {
         let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
         let needs_key = settings.frontend.tenants.api_keys_file.is_some();
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, extra, sequences_max), &front);
+        let restart = RestartArgs::of_one_process();
+        parts.frontend((frontend, None), (routers, restart), settings.frontend, (served, extra, sequences_max), &front);
         Ok(Self {
             model_id,
             frontend: address,
@@ -286,11 +287,18 @@ async fn loopback() -> Result<TcpListener, StartError> {
 const BACKLOG: u32 = 4_096;
 
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
+    bind(address, flag, false)
+}
+
+/// Binds a socket. `shared`: other processes may listen on the same port if they have set this as well.
+fn bind(address: SocketAddr, flag: &'static str, shared: bool) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         // With this option, a restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
+        #[cfg(unix)]
+        socket.set_reuseport(shared)?;
         socket.bind(address)?;
         socket.listen(BACKLOG)
     };

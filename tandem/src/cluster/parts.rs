@@ -1,7 +1,9 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
+use crate::settings::{
+    CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs,
+};
 use std::{future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
@@ -204,7 +206,7 @@ impl Parts {
     pub(super) fn frontend(
         &mut self,
         (listener, admin): (TcpListener, Option<TcpListener>),
-        routers: MemberSource,
+        (routers, restart): (MemberSource, RestartArgs),
         args: FrontendArgs,
         (model, extra_models, sequences_max): (ServedModel, Vec<ServedModel>, u32),
         shutdown: &Shutdown,
@@ -221,10 +223,14 @@ impl Parts {
             sequences_per_client: limits.sequences_per_client(sequences_max),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
+            encoding_cache_bytes: limits.encoding_cache_bytes,
             connections_max: limits.max_connections as usize,
             connections_per_address_max: limits.max_connections_per_address as usize,
             allowed_hosts: limits.allowed_hosts,
             admin,
+            router_wait: Duration::from_secs(restart.router_wait.into()),
+            drain_idle: Duration::from_secs(restart.drain_idle.into()),
+            shares_port: restart.reuse_port,
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
             resumes: args.resumes,

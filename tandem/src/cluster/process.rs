@@ -1,7 +1,7 @@
 //! Runs one role in a process of its own. The functions that start it are those of `up`; in addition, the process has an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, api_url,
+    EngineConfig, Parts, Served, StartError, api_url, bind,
     external::Registration,
     kv_tokens, listen, local_address,
     parts::description,
@@ -51,16 +51,20 @@ impl Process {
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
         let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
         process.parts.open_access_files(&settings.frontend.tenants)?;
-        let listener = listen(settings.common.listen, "--listen").await?;
-        let admin = match settings.admin_listen {
-            Some(address) => Some(listen(address, "--admin-listen").await?),
-            None => None,
+        let shared = settings.restart.reuse_port;
+        let bind = || -> Result<_, StartError> {
+            let admin = settings.admin_listen.map(|address| bind(address, "--admin-listen", shared)).transpose()?;
+            Ok((bind(settings.common.listen, "--listen", shared)?, admin))
         };
+        // A port that is in use is an error before a model is downloaded. A shared port gets connections as soon as it is bound, so it is bound
+        // when the model is loaded.
+        let bound = if shared { None } else { Some(bind()?) };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let ids: Vec<&str> = std::iter::once(&served).chain(&extra).map(|served| served.id.as_str()).collect();
         process.name = format!("frontend for {}", ids.join(", "));
+        let (listener, admin) = bound.map_or_else(bind, Ok)?;
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), api_url(address, settings.frontend.tenants.tls_cert.is_some()));
         let listed = match &routers {
@@ -73,7 +77,7 @@ impl Process {
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let served = (served, extra, settings.model.max_concurrent_requests);
-        process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.service);
+        process.parts.frontend((listener, admin), (routers, settings.restart), settings.frontend, served, &process.service);
         Ok(process)
     }
 

@@ -14,6 +14,7 @@ mod key;
 mod metrics;
 mod overhead;
 mod refusals;
+mod restarts;
 mod roles;
 mod routers;
 mod talk;

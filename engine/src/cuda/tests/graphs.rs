@@ -114,7 +114,8 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     (sampled_tokens, (0..256).map(|block| read(engine, BlockId(block))).collect())
 }
 
-/// Runs batches of 1 to 6 sequences, of one partition and of several, which start and end in different steps and whose lists grow and move.
+/// Runs batches of 1 to 6 sequences that start and end in different steps. Some sequences fit in one partition of the attention, others need
+/// several. Their lists of blocks grow, and change their place in the batch's table.
 #[test]
 fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen3-bf16").unwrap().1);
