@@ -16,7 +16,7 @@ use super::{
     sampling::{LOGPROB_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, StepOutput};
 use std::{sync::Arc, time::Duration};
 use step::Step;
 use tandem_kv::{BlockId, KvMemory};
