@@ -40,7 +40,7 @@ use tandem_node::{
     discovery::{DiscoveryError, Members},
 };
 use tandem_proto::{
-    channel::{self, Listener},
+    channel::{self, Listener, PeerRole},
     v1::router_server::RouterServer,
 };
 use tokio::{sync::Notify, task::JoinSet, time::Instant};
@@ -85,16 +85,16 @@ pub async fn run(
     // Each booking has an open stream, and all bookings may come from one frontend.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let cluster = Arc::new(Cluster::new(settings, metrics));
-    let remote = |address: &str| Remote {
+    let remote = |address: &str, expected| Remote {
         cluster: cluster.clone(),
-        network: network.clone(),
+        network: network.expecting(expected),
         address: address.to_owned(),
         endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
     let watch_worker = |address: &str| {
         cluster.lock().update_unavailable(|workers| workers.expect(address));
-        WorkerWatcher(remote(address)).run()
+        WorkerWatcher(remote(address, &[PeerRole::PrefillWorker, PeerRole::DecodeWorker])).run()
     };
     if workers.are_advisory() {
         cluster.lock().update_unavailable(UnavailableWorkers::expect_list);
@@ -102,7 +102,7 @@ pub async fn run(
     let on_listed = || cluster.lock().update_unavailable(UnavailableWorkers::on_listed);
     let workers = watch_all("workers", workers, &cluster.member_left, is_member, watch_worker, on_listed);
     let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
-    let watch_peer = |address: &str| PeerWatcher(remote(address)).run();
+    let watch_peer = |address: &str| PeerWatcher(remote(address, &[PeerRole::Router])).run();
     let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer, || {});
     let startup_timeout = async {
         tokio::time::sleep(STARTUP_TIMEOUT).await;

@@ -20,7 +20,10 @@ use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
-use tandem_proto::{channel::Network, v1::Identity};
+use tandem_proto::{
+    channel::{Network, PeerRole},
+    v1::Identity,
+};
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
@@ -93,8 +96,9 @@ impl App {
             resumes: settings.resumes,
         };
         let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
-        let routers = Routers::new(routers, network.clone(), identities, settings.router_wait, Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        let routers =
+            Routers::new(routers, network.expecting(&[PeerRole::Router]), identities, settings.router_wait, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(routers, network.expecting(&[PeerRole::DecodeWorker]), limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(models.context_length_max()));
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
         // after a 503.

@@ -16,7 +16,7 @@ use tandem_node::{
     new_instance_id,
 };
 use tandem_proto::{
-    channel::Channel,
+    channel::{Channel, PeerRole},
     v1::{
         DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient,
         worker_info::Role,
@@ -50,6 +50,7 @@ impl Process {
     /// Fails if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
         let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
+        process.parts.open_cluster_tls(&settings.cluster_tls, PeerRole::Frontend)?;
         process.parts.open_access_files(&settings.frontend.tenants)?;
         let shared = settings.restart.reuse_port;
         let bind = || -> Result<_, StartError> {
@@ -88,6 +89,7 @@ impl Process {
     pub async fn router(settings: RouterProcess) -> Result<Self, StartError> {
         let (common, discovery) = (&settings.common, &settings.process.discovery);
         let mut process = Self::new("tandem-router", &discovery.cluster, common)?;
+        process.parts.open_cluster_tls(&settings.process.cluster_tls, PeerRole::Router)?;
         let (listener, address) = process.open(common.listen, &settings.process, can_place).await?;
         process.name = "router".to_owned();
         let model = common.served_model_name.as_deref();
@@ -118,6 +120,8 @@ impl Process {
         config.check_device()?;
         let discovery = &settings.process.discovery;
         let mut process = Self::new(service, &discovery.cluster, &settings.common)?;
+        let peer = if role == Role::Decode { PeerRole::DecodeWorker } else { PeerRole::PrefillWorker };
+        process.parts.open_cluster_tls(&settings.process.cluster_tls, peer)?;
         process.parts.open_ledger(&settings.worker)?;
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
         let registration = discovery.registration(address)?;

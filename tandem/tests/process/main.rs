@@ -12,6 +12,7 @@ mod external;
 mod hostile;
 mod key;
 mod metrics;
+mod mtls;
 mod overhead;
 mod refusals;
 mod restarts;
