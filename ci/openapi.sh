@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Tests the server against its own OpenAPI document with Schemathesis: requests that the document allows must succeed, requests that it does
-# not allow must be refused, and every response must be as described. To be run by hand. Without PyPI the tests are skipped, with a
-# message.
+# not allow must be refused, and every response must be as described. ci/test.sh runs it. Without PyPI the tests are skipped, with a message.
 #
 #   ci/openapi.sh          the same requests each time (about a minute)
 #   ci/openapi.sh --long   all phases with many more requests, which differ each time (about half an hour); by hand and before a release

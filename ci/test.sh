@@ -143,6 +143,7 @@ part "NVRTC" nvrtc
 part "GPU benchmark on an emulated GPU" ci/gpu.sh
 part "Helm chart" chart
 part "clients" ci/clients.sh
+part "OpenAPI document" ci/openapi.sh
 
 timings+=("$(printf '%5d s  %s' $((SECONDS - started)) "total without the run of the tests")")
 printf '\n== timings\n'

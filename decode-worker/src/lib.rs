@@ -26,7 +26,7 @@ use service::Service;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
-    channel::{Channels, Listener, MESSAGE_BYTES_MAX},
+    channel::{Channels, Listener, MESSAGE_BYTES_MAX, PeerRole},
     v1::{decode_server::DecodeServer, worker_info::Role},
 };
 use tandem_transfer::{Lifetime, ReceivePaths, TransferMode};
@@ -105,7 +105,7 @@ pub async fn run(
         address,
         receiving,
         finishing: Finishing::default(),
-        channels: Channels::on(network),
+        channels: Channels::on(network.expecting(&[PeerRole::PrefillWorker])),
         remote_waiting: Semaphore::new(settings.remote_waiting_max.min(Semaphore::MAX_PERMITS)),
         receive_timeout: settings.receive_timeout,
     };

@@ -76,16 +76,9 @@ impl Admission {
     }
 
     /// Admits a request, so that its body may be read. When its sequences can be counted, [`Admitted::reserve`] reserves them.
-    ///
-    /// # Errors
-    /// The process drains and accepts no new requests.
-    pub(crate) fn enter(&self, endpoint: Endpoint, call: Arc<Call>) -> Result<Admitted, ApiError> {
-        if self.shutdown.is_draining() {
-            self.metrics.refused(endpoint, ApiError::Draining.status());
-            return Err(ApiError::Draining);
-        }
+    pub(crate) fn enter(&self, endpoint: Endpoint, call: Arc<Call>) -> Admitted {
         self.metrics.reading_requests.increment(1.0);
-        Ok(Admitted {
+        Admitted {
             endpoint,
             since: Instant::now(),
             model: None,
@@ -97,19 +90,12 @@ impl Admission {
             sequences: Arc::clone(&self.sequences),
             metrics: Arc::clone(&self.metrics),
             _running: self.running.token(),
-        })
+        }
     }
 
     /// Returns the number of requests that were admitted and have not ended.
     pub(crate) fn running(&self) -> usize {
         self.running.len()
-    }
-
-    /// Resolves when the process drains and every admitted request has ended.
-    pub(crate) async fn drained(self) {
-        self.shutdown.draining().await;
-        self.running.close();
-        self.running.wait().await;
     }
 }
 
@@ -194,7 +180,7 @@ mod tests {
     }
 
     fn admit(admission: &Admission, account: &str, sequences: usize) -> Result<Admitted, ApiError> {
-        let mut admitted = admission.enter(Endpoint::Completions, Arc::default()).expect("the frontend does not drain");
+        let mut admitted = admission.enter(Endpoint::Completions, Arc::default());
         admitted.reserve(Some(Client::Account(account.to_owned())), sequences)?;
         Ok(admitted)
     }
@@ -226,17 +212,5 @@ mod tests {
         drop(first);
         drop(admit(&admission, "a", 1).expect("the client's sequences were released"));
         assert_eq!(admission.sequences.used.lock().by_key.len(), 1, "a client without sequences is removed");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn draining_frontend_refuses_new_requests_and_waits_for_running_requests() {
-        let (admission, _metrics, shutdown) = admission(3, None);
-        let running = admission.enter(Endpoint::Chat, Arc::default()).expect("the frontend does not drain");
-        shutdown.run(std::time::Duration::ZERO).await;
-        assert!(matches!(admission.enter(Endpoint::Chat, Arc::default()), Err(ApiError::Draining)));
-        let mut drained = Box::pin(admission.clone().drained());
-        assert!(futures::poll!(&mut drained).is_pending());
-        drop(running);
-        drained.await;
     }
 }

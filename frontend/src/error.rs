@@ -8,6 +8,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 use std::{borrow::Cow, sync::Arc};
+use tandem_proto::v1::FailureReason;
 
 /// The header with which a server says whether OpenAI's and Anthropic's clients may repeat a request.
 const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
@@ -120,8 +121,6 @@ pub(crate) enum ApiError {
     TooManySequences { sequences: usize, max: usize },
     #[error("This client's limit of {max} running sequences (prompts × n) is reached; try again when some of them have ended.")]
     ClientLimit { max: usize },
-    #[error("This server is shutting down; send the request to another server.")]
-    Draining,
     #[error("The server failed to process the request; its log says why.")]
     Internal,
     /// Another error, with the name that the field at fault has in the request.
@@ -244,12 +243,14 @@ impl ApiError {
                 retry_after: Some(1),
                 ..client(StatusCode::TOO_MANY_REQUESTS, None, Some("rate_limit_exceeded"))
             },
-            Self::Draining => unavailable("draining"),
             Self::Renamed { param, error } => Parts { param: Some(param), ..error.parts() },
             Self::Internal => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
                 DispatchError::NoWorker { .. } => unavailable("no_worker"),
+                DispatchError::NoRouter => unavailable("no_router"),
+                DispatchError::RouterUnready { reason: FailureReason::Draining } => unavailable("router_draining"),
+                DispatchError::RouterUnready { .. } => unavailable("router_starting"),
                 DispatchError::Router(_) | DispatchError::RouterClosed => unavailable("router_unreachable"),
                 DispatchError::ClusterMismatch => unavailable("cluster_mismatch"),
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),

@@ -38,11 +38,12 @@ pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
-use listen::{ConnectionLimits, Tls};
+use listen::{ConnectionLimits, Drain, Tls};
 use model::Models;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
 use tandem_proto::channel::Listener;
+use tokio_util::sync::CancellationToken;
 
 /// The maximum number of open connections to the address [`FrontendSettings::admin`].
 const ADMIN_CONNECTIONS_MAX: usize = 256;
@@ -53,8 +54,8 @@ pub enum FrontendError {
     /// The list of routers cannot be used.
     #[error(transparent)]
     Routers(#[from] DiscoveryError),
-    /// The setting `models` is empty, or two of them have one id.
-    #[error("each served model needs an id of its own, and there must be one")]
+    /// The setting `models` is empty, or two of its models have the same id.
+    #[error("at least one model must be served, and no two served models may have the same id")]
     Models,
     /// The setting `block_size` is 0.
     #[error("block_size must be at least 1")]
@@ -64,8 +65,8 @@ pub enum FrontendError {
     Serve(#[from] std::io::Error),
 }
 
-/// Serves HTTP until the process drains and every request has ended, or until the process stops. While the process drains, new requests are
-/// refused with 503. Requests that still run when the process stops end with an error event.
+/// Serves HTTP until the process drains and every connection has ended, or until the process stops. A process that drains closes its socket,
+/// and serves one more request on each open connection. Requests that still run when the process stops end with an error event.
 ///
 /// # Errors
 /// The settings cannot be used, or the routers' addresses cannot be watched.
@@ -90,18 +91,37 @@ pub async fn run(
     let (keys, watch_keys) = settings.api_keys.take().map(|opened| Keys::new(opened, &metrics)).unzip();
     let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, &metrics)).unzip();
     let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
+    let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
     let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
-    let serve = |listener: Listener, tls: Option<Tls>, routes: axum::Router, limits: ConnectionLimits, origins: Origins| {
-        let routes = http::guarded(routes, &listener, &allowed_hosts, origins);
-        listen::serve(listener, tls, routes, Arc::new(limits), unread_max, app.admission.clone().drained())
-    };
+    let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
+    let serve =
+        |listener: Listener, tls: Option<Tls>, routes: axum::Router, limits: ConnectionLimits, origins: Origins, drain| {
+            let routes = http::guarded(routes, &listener, &allowed_hosts, origins);
+            listen::serve(listener, tls, routes, Arc::new(limits), unread_max, drain)
+        };
     let limits = ConnectionLimits::new(connections_max, per_address_max, proxies, Arc::clone(&app.metrics));
-    let api = serve(listener, tls, http::api(Arc::clone(&app), admin.is_none()), limits, origins);
+    let (of_api, of_admin) = (drain(), Drain { idle_max: Duration::ZERO, ..drain() });
+    let (api_drains, admin_drains) = (of_api.begun.clone(), of_admin.begun.clone());
+    let api = serve(listener, tls, http::api(Arc::clone(&app), admin.is_none()), limits, origins, of_api);
     let admin = admin.map(|listener| {
         let limits = ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), Arc::clone(&app.metrics));
-        serve(listener, None, http::admin(Arc::clone(&app)), limits, Origins::default())
+        serve(listener, None, http::admin(Arc::clone(&app)), limits, Origins::default(), of_admin)
     });
-    let server = async { tokio::join!(api, OptionFuture::from(admin)) };
+    let server = async {
+        let draining = async {
+            shutdown.draining().await;
+            api_drains.cancel();
+            if shares_port {
+                admin_drains.cancel();
+            }
+        };
+        let api = async {
+            tokio::join!(api, draining);
+            // The operator's port serves until the API has ended.
+            admin_drains.cancel();
+        };
+        tokio::join!(api, OptionFuture::from(admin))
+    };
     tokio::select! {
         biased;
         _ = server => Ok(()),

@@ -35,6 +35,7 @@ pub(crate) struct FrontendMetrics {
     pub(crate) inflight_requests: Gauge,
     pub(crate) inflight_sequences: Gauge,
     pub(crate) reading_requests: Gauge,
+    pub(crate) held_requests: Gauge,
     pub(crate) connections: Gauge,
     pub(crate) connections_refused: Counter,
     pub(crate) ready: Gauge,
@@ -102,6 +103,7 @@ impl FrontendMetrics {
                 "Sequences (prompts × n) of the admitted requests; --max-concurrent-requests bounds them.",
             ),
             reading_requests: gauge("tandem_frontend_reading_requests", "Requests being read and parsed, before admission."),
+            held_requests: gauge("tandem_frontend_held_requests", "Admitted requests that wait because no router answers."),
             connections: gauge("tandem_frontend_connections", "Open connections."),
             connections_refused: counter("tandem_frontend_connections_refused_total", "Connections refused by a limit."),
             ready: gauge("tandem_frontend_ready", "1 while a request could be served."),
@@ -126,11 +128,6 @@ impl FrontendMetrics {
             reporting: Mutex::default(),
             registry: registry.clone(),
         }
-    }
-
-    /// Counts a request that was refused before admission.
-    pub(crate) fn refused(&self, endpoint: Endpoint, status: StatusCode) {
-        self.requests(endpoint, "", status.as_str()).increment(1);
     }
 
     /// Counts an admitted request whose reply was sent, and records its duration.

@@ -30,6 +30,8 @@ pub struct FrontendSettings {
     /// The maximum total size of the bodies that are read or parsed at a time, in bytes, without the first 16 KiB of each body. Requests
     /// beyond it are refused with 503.
     pub bodies_max_bytes: usize,
+    /// The maximum size of the texts whose tokens are remembered, with these tokens, in bytes. 0: each text is encoded again.
+    pub encoding_cache_bytes: usize,
     /// The maximum number of open connections. Connections beyond it are closed with a 503 response.
     pub connections_max: usize,
     /// The maximum number of open connections from one address (for IPv6: from one /64 network). The limit does not apply to trusted
@@ -43,6 +45,9 @@ pub struct FrontendSettings {
     pub tls: Option<TlsFiles>,
     /// The listener of `/metrics` and `/dashboard`. `None`: the API's listener serves them.
     pub admin: Option<TcpListener>,
+    /// How long a request waits while no router answers, for example because the only one restarts. Requests that wait count as running, so
+    /// `concurrent_sequences` bounds their number.
+    pub router_wait: Duration,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
     /// The maximum number of attempts up to the first token, after which the request fails. A resumed generation may make as many attempts
@@ -54,6 +59,10 @@ pub struct FrontendSettings {
     pub resumes: u32,
     /// A client that reads nothing of its response for this long is disconnected, which releases the sequences of its request.
     pub unread_max: Duration,
+    /// How long a connection without a request stays open while the frontend drains, because its client may just be sending one.
+    pub drain_idle: Duration,
+    /// Whether another process may listen on the same ports: a frontend that drains then closes the listener `admin` as early as the API's.
+    pub shares_port: bool,
     /// The time without an event after which a stream sends a comment, so that proxies keep the connection open. The shortest timeout of
     /// common proxies is 15 s. Status and headers are sent with the first token or comment; later errors are events in a response with
     /// status 200.
@@ -120,16 +129,20 @@ impl FrontendSettings {
             sequences_per_client: None,
             body_max_bytes: None,
             bodies_max_bytes: 256 << 20,
+            encoding_cache_bytes: 32 << 20,
             connections_max: 8192,
             connections_per_address_max: 4096,
             allowed_hosts: Vec::new(),
             tls: None,
             admin: None,
+            router_wait: Duration::from_secs(2),
             first_token_timeout: Duration::from_secs(60),
             attempts: 3,
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,
             unread_max: Duration::from_secs(300),
+            drain_idle: Duration::from_secs(5),
+            shares_port: false,
             keep_alive: Duration::from_secs(10),
             dashboard_requests: 512,
             audit_result: None,

@@ -2,6 +2,7 @@
 //! that are polled, and shutdown.
 
 pub mod admin;
+pub mod cluster_tls;
 pub mod discovery;
 pub mod events;
 pub mod line_file;

@@ -4,9 +4,13 @@
 
 mod guard;
 mod network;
+mod peer;
+mod tls;
 
 pub use guard::{Bearer, Channel, OnRefused};
 pub use network::{Arrivals, Dial, Listener, Network};
+pub use peer::{Peer, PeerRole};
+pub use tls::{ClusterTls, ClusterTlsError, TlsPem};
 
 use parking_lot::Mutex;
 use std::{collections::HashMap, sync::Arc, time::Duration};

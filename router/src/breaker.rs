@@ -48,7 +48,8 @@ pub(crate) fn is_fault(reason: FailureReason) -> bool {
         | Reason::InvalidRequest
         | Reason::Draining
         | Reason::WriteRefused
-        | Reason::NoWorker => false,
+        | Reason::NoWorker
+        | Reason::Starting => false,
     }
 }
 

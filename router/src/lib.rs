@@ -40,10 +40,11 @@ use tandem_node::{
     discovery::{DiscoveryError, Members},
 };
 use tandem_proto::{
-    channel::{self, Listener},
+    channel::{self, Listener, PeerRole},
     v1::router_server::RouterServer,
 };
-use tokio::{sync::Notify, task::JoinSet};
+use tokio::{sync::Notify, task::JoinSet, time::Instant};
+use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use watch::{Remote, Watch};
 use worker_watch::WorkerWatcher;
@@ -62,9 +63,12 @@ pub enum RouterError {
 /// How long a router that has just started waits for the listed workers before it places requests without them. A connection to an
 /// unreachable host fails sooner.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often a draining router checks whether another router is still connected.
+const RELEASE_POLL: Duration = Duration::from_millis(50);
 
-/// Routes until the shutdown. While the router drains, new streams are refused and frontends are asked to move open streams to other
-/// routers; streams that are still open end when the router stops. Dropping the future stops watching workers and peers.
+/// Routes until the shutdown. While the router drains, new streams are refused, and frontends are asked to move open streams to other
+/// routers. Without another router, the streams end after this message: running requests need no router. Dropping the
+/// future stops watching workers and peers.
 ///
 /// # Errors
 /// The lists of workers or peers are invalid, or the server fails.
@@ -81,27 +85,47 @@ pub async fn run(
     // Each booking has an open stream, and all bookings may come from one frontend.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let cluster = Arc::new(Cluster::new(settings, metrics));
-    let remote = |address: &str| Remote {
+    let remote = |address: &str, expected| Remote {
         cluster: cluster.clone(),
-        network: network.clone(),
+        network: network.expecting(expected),
         address: address.to_owned(),
         endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
     let watch_worker = |address: &str| {
         cluster.lock().update_unavailable(|workers| workers.expect(address));
-        WorkerWatcher(remote(address)).run()
+        WorkerWatcher(remote(address, &[PeerRole::PrefillWorker, PeerRole::DecodeWorker])).run()
     };
-    let workers = watch_all("workers", workers, &cluster.member_left, is_member, watch_worker);
+    if workers.are_advisory() {
+        cluster.lock().update_unavailable(UnavailableWorkers::expect_list);
+    }
+    let on_listed = || cluster.lock().update_unavailable(UnavailableWorkers::on_listed);
+    let workers = watch_all("workers", workers, &cluster.member_left, is_member, watch_worker, on_listed);
     let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
-    let watch_peer = |address: &str| PeerWatcher(remote(address)).run();
-    let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer);
+    let watch_peer = |address: &str| PeerWatcher(remote(address, &[PeerRole::Router])).run();
+    let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer, || {});
     let startup_timeout = async {
         tokio::time::sleep(STARTUP_TIMEOUT).await;
         cluster.lock().update_unavailable(UnavailableWorkers::stop_expecting);
         std::future::pending().await
     };
-    let service = RouterService { cluster: cluster.clone(), key: network.key().clone(), shutdown: shutdown.clone() };
+    let released = CancellationToken::new();
+    let release = async {
+        shutdown.draining().await;
+        // While another router is connected, frontends book running requests with it, and close their streams to this router.
+        while cluster.lock().peers.len() > 0 {
+            tokio::time::sleep(RELEASE_POLL).await;
+        }
+        released.cancel();
+        std::future::pending().await
+    };
+    let service = RouterService {
+        cluster: cluster.clone(),
+        key: network.key().clone(),
+        since: Instant::now(),
+        shutdown: shutdown.clone(),
+        released: released.clone(),
+    };
     let service = RouterServer::new(service).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);
     let server = channel::server().max_concurrent_streams(streams_max);
     let on_refused = cluster.lock().count_unauthenticated();
@@ -114,11 +138,12 @@ pub async fn run(
         never = peers => match never {},
         never = startup_timeout => never,
         never = cluster.sweep() => match never {},
+        never = release => never,
         served = serve => Ok(served?),
     }
 }
 
-/// Watches every listed process. If the list is advisory, a connected process that is removed from the list is watched until it
+/// Watches every listed process. Calls `on_listed` when the list has been read. If the list is advisory, a connected process that is removed from the list is watched until it
 /// disconnects. Cancel-safe: dropping the future ends all watching.
 async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     what: &str,
@@ -126,9 +151,11 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     disconnected: &Notify,
     is_connected: impl Fn(&str) -> bool,
     watch: impl Fn(&str) -> F,
+    on_listed: impl Fn(),
 ) -> Infallible {
     // Each address has one task, which is aborted when its `JoinSet` is dropped.
     let mut watchers: BTreeMap<String, JoinSet<Infallible>> = BTreeMap::new();
+    let mut is_listed = !listed.are_advisory();
     loop {
         let (addresses, advisory) = (listed.now(), listed.are_advisory());
         watchers.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
@@ -137,9 +164,15 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
                 entry.insert(JoinSet::new()).spawn(watch(address));
             }
         }
+        if is_listed {
+            on_listed();
+        }
         tokio::select! {
             biased;
-            () = listed.changed() => tracing::info!(listed = listed.now().len(), "the list of {what} changed"),
+            () = listed.changed() => {
+                is_listed = true;
+                tracing::info!(listed = listed.now().len(), "the list of {what} changed");
+            }
             () = disconnected.notified(), if advisory => {}
         }
     }

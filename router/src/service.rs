@@ -22,8 +22,9 @@ use tandem_proto::{
 };
 use tokio::{
     sync::watch,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 /// How long changes of bookings are collected before they are sent to peers. The delay bounds the messages per second at any load. It is
@@ -31,6 +32,9 @@ use tonic::{Request, Response, Status, Streaming};
 const BATCH_DELAY: Duration = Duration::from_millis(5);
 /// Interval of messages to a peer while nothing changes.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a router without peers places no request while listed workers have not answered. Workers answer within milliseconds; a request
+/// that is placed without them would be computed again, on the few workers that have joined. Half of the time for which frontends wait.
+const ALONE_WAIT: Duration = Duration::from_secs(1);
 
 /// The gRPC service `Router`. Cheap to clone.
 #[derive(Clone)]
@@ -38,7 +42,11 @@ pub(crate) struct RouterService {
     pub(crate) cluster: Arc<Cluster>,
     /// The key with which the addresses in placements are signed.
     pub(crate) key: ClusterKey,
+    /// When the router has started.
+    pub(crate) since: Instant,
     pub(crate) shutdown: Shutdown,
+    /// Cancelled when this router drains and no other router is left that could book its requests.
+    pub(crate) released: CancellationToken,
 }
 
 #[tonic::async_trait]
@@ -56,7 +64,7 @@ impl Router for RouterService {
         let traceparent = prompt.traceparent.clone();
         let (existing, request) = self.check(prompt)?;
         if self.shutdown.is_draining() {
-            return Err(Status::unavailable(format!("{}; use another router", texts::DRAINING)));
+            return Err(FailureReason::Draining.refusal(texts::DRAINING));
         }
         let mut route = Route {
             service: self.clone(),
@@ -76,7 +84,9 @@ impl Router for RouterService {
             }
             None => {
                 self.check_ready()?;
-                Some(Ok(route.place()))
+                let reply = route.place();
+                self.check_started(&reply)?;
+                Some(Ok(reply))
             }
         };
         let later = stream::try_unfold(route, Route::next);
@@ -127,12 +137,22 @@ impl RouterService {
         fits.map_err(|difference| Status::failed_precondition(format!("the {peer} belongs to another cluster: {difference}")))
     }
 
-    /// Refuses to place requests while this router is starting and has peers, which may know more of the workers' caches.
+    /// Refuses to place requests while this router is starting, because it does not know all workers' caches yet. A router without peers,
+    /// for which requests wait, does so for [`ALONE_WAIT`] at most.
     fn check_ready(&self) -> Result<(), Status> {
-        let has_peers = !matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
-        let state = self.cluster.lock();
-        match state.starting_reason() {
-            Some(reason) if has_peers => Err(Status::unavailable(reason)),
+        let is_alone = matches!(&self.cluster.settings.peers, MemberSource::List(list) if list.is_empty());
+        match self.cluster.lock().starting_reason() {
+            Some(reason) if !is_alone || self.since.elapsed() < ALONE_WAIT => Err(FailureReason::Starting.refusal(reason)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a request that could not be placed because its worker has not joined yet.
+    fn check_started(&self, reply: &RouteReply) -> Result<(), Status> {
+        let lacks_worker =
+            matches!(&reply.message, Some(route_reply::Message::Failure(failure)) if failure.reason() == FailureReason::NoWorker);
+        match self.cluster.lock().starting_reason() {
+            Some(reason) if lacks_worker => Err(FailureReason::Starting.refusal(reason)),
             _ => Ok(()),
         }
     }
@@ -223,7 +243,7 @@ struct Route {
 }
 
 impl Route {
-    /// Returns the next reply; `None` when the frontend has closed the stream.
+    /// Returns the next reply; `None` when the frontend has closed the stream, or when no router can take over the booking.
     async fn next(mut self) -> Result<Option<(RouteReply, Self)>, Status> {
         loop {
             let request = tokio::select! {
@@ -232,8 +252,9 @@ impl Route {
                     self.draining_announced = true;
                     return Ok(Some((RouteReply { message: Some(route_reply::Message::Draining(Draining {})) }, self)));
                 }
-                () = self.service.shutdown.stopped() => return Err(Status::unavailable("the router has stopped")),
+                () = self.service.shutdown.stopped() => return Err(FailureReason::Draining.refusal("the router has stopped")),
                 request = self.requests.message() => request?,
+                () = self.service.released.cancelled() => return Ok(None),
             };
             let Some(request) = request else { return Ok(None) };
             match request.message {
@@ -345,8 +366,9 @@ fn failure(error: PlacementError) -> Failure {
             | NoEligibleWorker::NoCommonFamily
             | NoEligibleWorker::AllFailed,
         )
-        | PlacementError::NoWorkerOfModel => FailureReason::NoWorker,
-        PlacementError::TooManyBookings | PlacementError::TooManyAttempts => FailureReason::AtCapacity,
+        | PlacementError::NoWorkerOfModel
+        | PlacementError::TooManyAttempts => FailureReason::NoWorker,
+        PlacementError::TooManyBookings => FailureReason::AtCapacity,
         PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::NoModelNamed => {
             FailureReason::InvalidRequest
         }

@@ -15,6 +15,7 @@ use crate::model::{Source, StoreArgs};
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use crate::{
+    cert::CertArgs,
     explain::ExplainArgs,
     key::KeyCommand,
     settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess, address},
@@ -93,6 +94,9 @@ pub enum Command {
     /// Chat with a model in the terminal; shows cached tokens, time to first token and tokens a second after each answer
     #[cfg(feature = "chat")]
     Chat(ChatArgs),
+
+    /// Make certificates for the processes of a cluster
+    Cert(CertArgs),
 
     /// Make, list and revoke the API keys of clients
     Key {

@@ -3,6 +3,7 @@
 pub mod audit;
 #[cfg(feature = "load")]
 pub mod bench;
+pub mod cert;
 #[cfg(feature = "chat")]
 pub mod chat;
 pub mod cli;

@@ -9,7 +9,7 @@ use tandem::chat;
 #[cfg(feature = "top")]
 use tandem::top;
 use tandem::{
-    Cluster, Process, Served, StartError, audit,
+    Cluster, Process, Served, StartError, audit, cert,
     cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
     explain, key, ready,
     serve::{self, print},
@@ -67,6 +67,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         }
         #[cfg(feature = "chat")]
         Command::Chat(args) => chat::run(args)?,
+        Command::Cert(args) => print(&cert::run(&args)?),
         Command::Key { command } => print(&key::run(command)?),
         Command::Ready { address } => ready::check(&address)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),

@@ -3,6 +3,7 @@
 //! Each group of settings is one struct of clap arguments. A role is composed of the groups that apply to it ([`roles`]). A new setting
 //! needs a field in a group and the code that uses it. Rules that concern several settings are in `cli/rules.rs`.
 
+mod cluster_tls;
 mod common;
 mod discovery;
 mod events;
@@ -12,6 +13,7 @@ mod key;
 mod limits;
 mod model;
 mod parsers;
+mod restart;
 pub mod roles;
 mod router;
 mod sim;
@@ -19,6 +21,7 @@ mod telemetry;
 mod tenants;
 mod worker;
 
+pub use cluster_tls::{ClusterTlsArgs, ClusterTlsArgsError};
 pub use common::CommonArgs;
 pub use discovery::{DiscoveryArgs, DiscoveryArgsError};
 pub use events::NatsArgs;
@@ -29,6 +32,7 @@ pub use key::{KeyArgs, KeyFileError};
 pub use limits::LimitArgs;
 pub use model::{EngineKind, ModelArgs};
 pub use parsers::{ForModel, ParserArgs};
+pub use restart::RestartArgs;
 pub use roles::{FrontendProcess, ProcessArgs, RouterProcess, UpSettings, WorkerProcess};
 pub use router::RouterArgs;
 pub use sim::SimArgs;
@@ -38,4 +42,4 @@ pub use tenants::TenantArgs;
 pub use worker::{KvTransfer, WorkerArgs};
 
 pub(crate) use common::address;
-pub(crate) use discovery::CLUSTER;
+pub(crate) use discovery::{CLUSTER, cluster_name};

@@ -64,7 +64,7 @@ impl Prometheus {
         // YAML includes JSON, so this configuration is written as JSON.
         let config = json!({
             "global": { "scrape_interval": "1s", "evaluation_interval": "1s" },
-            "rule_files": [deploy("alerts.yml")],
+            "rule_files": [deploy("helm/tandem/files/alerts.yml")],
             "scrape_configs": [{ "job_name": "tandem", "static_configs": [{ "targets": [page.to_string()] }] }],
         });
         fs::write(folder.path().join("prometheus.yml"), config.to_string())?;
@@ -263,6 +263,6 @@ async fn every_panel_and_alert_has_data_in_a_real_prometheus() -> Result<()> {
 #[test]
 fn promtool_accepts_the_configuration_and_each_alert_fires() -> Result<()> {
     promtool(&["check", "config", "--syntax-only", "prometheus.yml"], "")?;
-    promtool(&["check", "rules", "alerts.yml"], "")?;
+    promtool(&["check", "rules", "helm/tandem/files/alerts.yml"], "")?;
     promtool(&["test", "rules", "alerts_test.yml"], "")
 }

@@ -10,7 +10,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{BlockAccess, KvMemory, ReadyBlock, Ticket};
 use tandem_node::retry::error_chain;
 use tandem_proto::{
-    channel::{Channels, Network},
+    channel::{Channels, Network, PeerRole},
     v1::{self, TransferCapabilities, TransferPath},
 };
 use tokio::time::Instant;
@@ -61,7 +61,7 @@ impl SendPaths {
         let ipc_handle = memory.as_deref().map(handle).unwrap_or_default();
         let nccl_ranks = memory.as_ref().map_or(0, |memory| memory.nccl_ranks());
         let capabilities = TransferCapabilities { cuda_ipc: !ipc_handle.is_empty(), nccl_ranks };
-        let channels = Channels::on(network);
+        let channels = Channels::on(network.expecting(&[PeerRole::DecodeWorker]));
         let simulated = match mode {
             TransferMode::Simulated { block } => Some(Arc::new(SimulatedNetwork::new(block))),
             TransferMode::Auto | TransferMode::Tcp => None,

@@ -1,8 +1,9 @@
-//! Shares a worker fairly between accounts and requests, without clocks and blocks.
+//! Shares a worker fairly between accounts and requests, without a clock and without knowledge of KV blocks.
 //!
 //! ADR 021 explains the three rules:
 //! - *Places in a step* are held for as long as a sequence runs: [`Shares`] gives each account one place in rotation and, inside an account, each
-//!   request one place in rotation, until all places are taken. This order decides which sequence is next and which is last.
+//!   request one place in rotation, until all places are taken. This order decides which sequence gets the next place, and
+//!   which one loses its place first.
 //! - *Prompt tokens* are spent: [`RoundRobin`] allots each step's tokens to accounts by deficit round robin (Shreedhar and Varghese 1996).
 //! - *Inside an account* prompts are computed in the order of [`due`]: the order in which they would finish if all shared the device equally.
 

@@ -50,8 +50,11 @@ impl Booking {
                 draining => {
                     // The router was lost or drains. Another router first books the previous placement, so that it excludes the failed
                     // instance from the next placement.
-                    let rebooked = self.routers.book(&self.existing_prompt(prompt)).await;
-                    rebooked.or_else(|error| draining.ok_or(error))?
+                    let existing = self.existing_prompt(prompt);
+                    match draining {
+                        Some(draining) => self.routers.book(&existing).await.unwrap_or(draining),
+                        None => self.routers.book_soon(&existing).await?,
+                    }
                 }
             };
             stream.send(Message::Failed(failed.clone())).await;
@@ -62,7 +65,7 @@ impl Booking {
                     (self.stream, self.existing) = (Some(stream), before_first_token(&placement));
                     return Ok(placement);
                 }
-                Err(lost @ (DispatchError::Router(_) | DispatchError::RouterClosed)) => {
+                Err(lost) if lost.is_router_lost() => {
                     self.routers.set_health(&stream.address, Health::Unhealthy);
                     error = lost;
                 }

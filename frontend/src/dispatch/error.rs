@@ -1,7 +1,7 @@
 //! The error of a prompt that got no result.
 
 use tandem_proto::v1::FailureReason;
-use tonic::Status;
+use tonic::{Code, Status};
 
 /// Why a prompt got no result.
 #[derive(Debug, thiserror::Error)]
@@ -11,8 +11,13 @@ pub(crate) enum DispatchError {
     Refused { message: String },
     #[error("{}; try again shortly.", no_worker(*.reason))]
     NoWorker { reason: FailureReason },
+    #[error("No router is known to this server; try again shortly.")]
+    NoRouter,
     #[error("The router cannot be reached; try again shortly.")]
     Router(#[source] Box<Status>),
+    /// The router is starting or draining, and places no request meanwhile.
+    #[error("{}; try again shortly.", unready(*.reason))]
+    RouterUnready { reason: FailureReason },
     #[error(
         "The configurations of frontend and router differ (model, block size, version or cluster key); contact the operator."
     )]
@@ -39,9 +44,31 @@ fn no_worker(reason: FailureReason) -> String {
     }
 }
 
+/// Returns a client's words for the state of a router that places no request.
+fn unready(reason: FailureReason) -> &'static str {
+    match reason {
+        FailureReason::Draining => "The router is shutting down, and no other router can place the request",
+        _ => "The router has just started, and is still connecting to its workers",
+    }
+}
+
+impl DispatchError {
+    /// Whether no router has answered the request, as when the only router restarts. The same request may be placed a moment later.
+    pub(super) fn is_router_lost(&self) -> bool {
+        match self {
+            Self::NoRouter | Self::RouterUnready { .. } | Self::RouterClosed => true,
+            Self::Router(status) => !matches!(status.code(), Code::InvalidArgument | Code::ResourceExhausted),
+            _ => false,
+        }
+    }
+}
+
 impl From<Status> for DispatchError {
     /// Converts the status of a failed call to a router.
     fn from(status: Status) -> Self {
-        Self::Router(Box::new(status))
+        match FailureReason::of_refusal(&status) {
+            Some(reason @ (FailureReason::Starting | FailureReason::Draining)) => Self::RouterUnready { reason },
+            _ => Self::Router(Box::new(status)),
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! The known routers, their health, and the order in which they are used.
 //!
 //! Requests are sent round-robin to the healthy routers. A router that fails a request becomes unhealthy and is used last, until a
-//! health check, which runs once a second for all routers, finds it healthy.
+//! health check, which runs once a second for all routers, finds it healthy. While no router answers, for example because the only one
+//! restarts, new requests wait for a short time, and routers are checked more often.
 
 use super::{
     availability::check,
@@ -24,28 +25,37 @@ use tandem_proto::{
 };
 use tokio::{
     sync::watch,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout, timeout_at},
 };
-use tonic::{Code, Response, Status};
+use tonic::{Response, Status};
 
 /// The maximum time for a router to send its view of the cluster or the explanation of a placement.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(2);
 /// The maximum time to wait for one router's placement or booking if there is another router to try. A placement takes less than a
 /// millisecond.
 const PLACEMENT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The maximum time for which a request waits while no router is known, for example before etcd's first answer, which takes milliseconds.
-const MEMBERS_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time between two tries to book a running request.
 const REBOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval at which all routers' health is checked. A recovered router is used again after this time at the latest.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval at which all routers' health is checked while requests wait for a router.
+const HELD_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 pub(crate) struct Routers {
     network: Network,
     /// The identities of the served models. A router is healthy if it could place a request for one of them.
     identities: Vec<Arc<Identity>>,
+    /// See [`FrontendSettings::router_wait`](crate::FrontendSettings::router_wait).
+    wait_max: Duration,
     metrics: Arc<FrontendMetrics>,
     known: Mutex<Known>,
     healthy: watch::Sender<usize>,
+    /// The number of requests that wait for a router.
+    held: watch::Sender<usize>,
 }
+
+/// A request that waits for a router. Dropping it ends the wait.
+struct Held<'a>(&'a Routers);
 
 #[derive(Default)]
 struct Known {
@@ -82,9 +92,11 @@ impl Routers {
         members: &BTreeSet<String>,
         network: Network,
         identities: Vec<Arc<Identity>>,
+        wait_max: Duration,
         metrics: Arc<FrontendMetrics>,
     ) -> Self {
-        let routers = Self { network, identities, metrics, known: Mutex::default(), healthy: watch::Sender::new(0) };
+        let (healthy, held) = (watch::Sender::new(0), watch::Sender::new(0));
+        let routers = Self { network, identities, wait_max, metrics, known: Mutex::default(), healthy, held };
         routers.set_members(members, MemberList::Static);
         routers
     }
@@ -124,7 +136,7 @@ impl Routers {
     /// # Errors
     /// No router answers. The error is that of the last router tried.
     pub(super) async fn explain(&self, request: ExplainRequest) -> Result<ExplainReply, DispatchError> {
-        let mut last = no_router();
+        let mut last = DispatchError::NoRouter;
         for Router { mut client, .. } in self.by_health().0 {
             match reply(client.explain(request.clone())).await {
                 Ok(reply) => return Ok(reply),
@@ -134,13 +146,41 @@ impl Routers {
         Err(last)
     }
 
-    /// Requests a placement from one router after the other, until a router can place the prompt.
+    /// Requests a placement from one router after the other, until a router can place the prompt. While no router answers, waits for one.
     ///
     /// # Errors
     /// No router can place the prompt, or a router reports that no worker can ever run the prompt.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
-        let mut last = no_router();
-        let routers = self.candidates().await;
+        self.answered(|| self.place_once(prompt)).await
+    }
+
+    /// Calls the routers with `call`. If no router answers, calls them again when one is healthy, within [`Routers::wait_max`].
+    ///
+    /// # Errors
+    /// The last call failed.
+    async fn answered<T, F>(&self, call: impl Fn() -> F) -> Result<T, DispatchError>
+    where
+        F: Future<Output = Result<T, DispatchError>>,
+    {
+        let deadline = Instant::now() + self.wait_max;
+        let mut held = None;
+        loop {
+            let error = match call().await {
+                Err(error) if error.is_router_lost() => error,
+                answered => return answered,
+            };
+            held.get_or_insert_with(|| Held::new(self));
+            let mut healthy = self.healthy.subscribe();
+            let found = timeout_at(deadline, healthy.wait_for(|count| *count > 0)).await.is_ok();
+            if !found || Instant::now() >= deadline {
+                return Err(error);
+            }
+        }
+    }
+
+    async fn place_once(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
+        let mut last = DispatchError::NoRouter;
+        let routers = self.round_robin();
         let only_one = routers.len() == 1;
         for router in routers {
             let placing = async {
@@ -170,7 +210,7 @@ impl Routers {
     /// # Errors
     /// No router can book it. The error is that of the last router tried.
     pub(super) async fn book(&self, prompt: &RoutePrompt) -> Result<RouterStream, DispatchError> {
-        let mut last = no_router();
+        let mut last = DispatchError::NoRouter;
         for router in self.round_robin() {
             match in_time(RouterStream::open(&router, prompt.clone())).await {
                 Err(error) => last = self.note_failure(&router.address, error),
@@ -183,6 +223,14 @@ impl Routers {
         Err(last)
     }
 
+    /// Like [`Routers::book`], but waits for a router while none answers.
+    ///
+    /// # Errors
+    /// No router can book it. The error is that of the last router tried.
+    pub(super) async fn book_soon(&self, prompt: &RoutePrompt) -> Result<RouterStream, DispatchError> {
+        self.answered(|| self.book(prompt)).await
+    }
+
     /// Like [`Routers::book`], but retries until a router has booked the request.
     pub(super) async fn book_when_possible(self: Arc<Self>, prompt: RoutePrompt) -> RouterStream {
         loop {
@@ -193,6 +241,13 @@ impl Routers {
                 Err(_) => sleep(REBOOK_INTERVAL).await,
             }
         }
+    }
+
+    /// Resolves when the routers' health has to be checked again: after [`CHECK_INTERVAL`], or sooner while requests wait for a router.
+    pub(crate) async fn check_is_due(&self) {
+        let mut held = self.held.subscribe();
+        sleep(HELD_CHECK_INTERVAL).await;
+        timeout(CHECK_INTERVAL - HELD_CHECK_INTERVAL, held.wait_for(|held| *held > 0)).await.ok();
     }
 
     pub(super) fn len(&self) -> usize {
@@ -213,26 +268,11 @@ impl Routers {
 
     /// Marks the router unhealthy, unless the request or the lack of workers caused the failure. Returns the error.
     fn note_failure(&self, address: &str, error: DispatchError) -> DispatchError {
-        let router_is_fine = match &error {
-            DispatchError::Router(status) => matches!(status.code(), Code::InvalidArgument | Code::ResourceExhausted),
-            DispatchError::NoWorker { .. } => true,
-            _ => false,
-        };
-        if !router_is_fine {
+        if error.is_router_lost() || matches!(error, DispatchError::ClusterMismatch) {
             tracing::debug!(router = address, %error, "router marked unhealthy; requests try it after all others");
             self.set_health(address, Health::Unhealthy);
         }
         error
-    }
-
-    /// Returns the routers in the order in which a request tries them. While no router is known, for example before etcd's first answer,
-    /// waits for one.
-    async fn candidates(&self) -> Vec<Router> {
-        if self.len() == 0 {
-            let mut healthy = self.healthy.subscribe();
-            timeout(MEMBERS_TIMEOUT, healthy.wait_for(|count| *count > 0)).await.ok();
-        }
-        self.round_robin()
     }
 
     /// Returns the healthy routers, then the unhealthy routers. Both groups are rotated by one router from call to call.
@@ -277,14 +317,29 @@ async fn reply<T>(call: impl Future<Output = Result<Response<T>, Status>>) -> Re
     Ok(reply?.into_inner())
 }
 
-fn no_router() -> DispatchError {
-    Status::unavailable("no router is known").into()
+impl<'a> Held<'a> {
+    fn new(routers: &'a Routers) -> Self {
+        routers.held.send_modify(|held| *held += 1);
+        routers.metrics.held_requests.increment(1.0);
+        Self(routers)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.held.send_modify(|held| *held -= 1);
+        self.0.metrics.held_requests.decrement(1.0);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use tandem_node::Metrics;
+    use tandem_proto::v1::FailureReason;
+
+    const WAIT: Duration = Duration::from_secs(2);
 
     fn set(addresses: &[&str]) -> BTreeSet<String> {
         addresses.iter().map(|address| (*address).to_owned()).collect()
@@ -292,25 +347,63 @@ mod tests {
 
     fn routers(addresses: &[&str]) -> Routers {
         let metrics = Arc::new(FrontendMetrics::new(&Metrics::default()));
-        Routers::new(&set(addresses), Network::default(), vec![Arc::default()], metrics)
+        Routers::new(&set(addresses), Network::default(), vec![Arc::default()], WAIT, metrics)
+    }
+
+    /// Calls the routers in paused time. A call fails while no router is healthy. Returns the result, the time that it took, and the calls.
+    async fn call(routers: &Routers) -> (Result<(), DispatchError>, Duration, usize) {
+        let (started, calls) = (Instant::now(), AtomicUsize::new(0));
+        let called = routers.answered(|| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(if routers.by_health().1 > 0 { Ok(()) } else { Err(DispatchError::NoRouter) })
+        });
+        let result = called.await;
+        (result, started.elapsed(), calls.into_inner())
     }
 
     #[tokio::test(start_paused = true)]
-    async fn request_waits_until_the_first_router_is_known() {
-        let (routers, started) = (routers(&[]), tokio::time::Instant::now());
-        assert!(routers.candidates().await.is_empty());
-        assert_eq!(started.elapsed(), MEMBERS_TIMEOUT, "no router registered");
+    async fn request_waits_until_a_router_is_healthy() {
+        let routers = routers(&[]);
+        let (refused, took, _) = call(&routers).await;
+        assert!(
+            matches!(refused, Err(DispatchError::NoRouter)) && took == WAIT,
+            "no router has registered: {refused:?}, {took:?}"
+        );
         let registers = async {
-            sleep(MEMBERS_TIMEOUT / 2).await;
+            sleep(WAIT / 2).await;
+            assert_eq!(*routers.held.borrow(), 2);
             routers.set_members(&set(&["a:1"]), MemberList::Advisory);
         };
-        let (found, ()) = tokio::join!(routers.candidates(), registers);
-        assert_eq!((found.len(), started.elapsed()), (1, MEMBERS_TIMEOUT * 3 / 2));
-        assert_eq!(
-            (routers.candidates().await.len(), started.elapsed()),
-            (1, MEMBERS_TIMEOUT * 3 / 2),
-            "requests do not wait for a known router"
-        );
+        let (one, other, ()) = tokio::join!(call(&routers), call(&routers), registers);
+        for (result, took, calls) in [one, other] {
+            assert!(result.is_ok() && took == WAIT / 2 && calls == 2, "{result:?} after {took:?} and {calls} calls");
+        }
+        assert_eq!(*routers.held.borrow(), 0);
+        let (result, took, calls) = call(&routers).await;
+        assert!(result.is_ok() && took.is_zero() && calls == 1, "requests do not wait for a healthy router");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_that_a_router_has_refused_does_not_wait() {
+        let (routers, started) = (routers(&["a:1"]), Instant::now());
+        let no_worker = || std::future::ready(Err::<(), _>(DispatchError::NoWorker { reason: FailureReason::NoWorker }));
+        assert!(matches!(routers.answered(no_worker).await, Err(DispatchError::NoWorker { .. })));
+        assert!(started.elapsed().is_zero());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn routers_are_checked_more_often_while_requests_wait() {
+        let (routers, started) = (routers(&[]), Instant::now());
+        routers.check_is_due().await;
+        assert_eq!(started.elapsed(), CHECK_INTERVAL);
+        let waits = async {
+            sleep(HELD_CHECK_INTERVAL * 4).await;
+            Held::new(&routers)
+        };
+        let (_held, ()) = tokio::join!(waits, routers.check_is_due());
+        assert_eq!(started.elapsed(), CHECK_INTERVAL + HELD_CHECK_INTERVAL * 4);
+        routers.check_is_due().await;
+        assert_eq!(started.elapsed(), CHECK_INTERVAL + HELD_CHECK_INTERVAL * 5);
     }
 
     #[tokio::test]

@@ -12,6 +12,7 @@ use crate::{
     keys::{self, Key, KeyCache, Keys},
     metrics::FrontendMetrics,
     model::{Models, ServedModel},
+    prompt::EncodingCache,
     recent::Recent,
     settings::{CacheIsolation, FrontendSettings},
 };
@@ -19,7 +20,10 @@ use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
-use tandem_proto::{channel::Network, v1::Identity};
+use tandem_proto::{
+    channel::{Network, PeerRole},
+    v1::Identity,
+};
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
@@ -45,6 +49,7 @@ pub(crate) struct App {
     pub(super) bodies: Bodies,
     pub(super) parsing: Cores,
     pub(super) encoding: Cores,
+    pub(super) encodings: Arc<EncodingCache>,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
@@ -91,8 +96,9 @@ impl App {
             resumes: settings.resumes,
         };
         let identities = models.iter().map(|served| Arc::clone(&served.identity)).collect();
-        let routers = Routers::new(routers, network.clone(), identities, Arc::clone(&metrics));
-        let dispatcher = Dispatcher::new(routers, network, limits, Arc::clone(&metrics));
+        let routers =
+            Routers::new(routers, network.expecting(&[PeerRole::Router]), identities, settings.router_wait, Arc::clone(&metrics));
+        let dispatcher = Dispatcher::new(routers, network.expecting(&[PeerRole::DecodeWorker]), limits, Arc::clone(&metrics));
         let body_max_bytes = settings.body_max_bytes.unwrap_or_else(|| body_bytes_max(models.context_length_max()));
         // One client may use half of the budget, so a larger body can never be read. It is refused with 413, because a client would retry
         // after a 503.
@@ -109,6 +115,7 @@ impl App {
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),
+            encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
             trust,

@@ -41,8 +41,9 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     let mut ready = Vec::with_capacity(prompts.len());
     // The prompts are encoded one after the other, so that other requests' prompts can be encoded in between.
     for (index, input) in prompts.into_iter().enumerate() {
-        let encoder = Arc::clone(&model);
-        let (mut tokens, mut text) = incoming.encode(all_bytes, move || input.encode(echo, adds_bos, &encoder)).await?;
+        let (encoder, encodings) = (Arc::clone(&model), incoming.encodings(&model, &options.cache_salt));
+        let encode = move || input.encode(echo, adds_bos, &encoder, &encodings);
+        let (mut tokens, mut text) = incoming.encode(all_bytes, encode).await?;
         let fitting = model.context_length.saturating_sub(max_tokens) as usize;
         if options.truncation.is_some_and(|truncation| truncation.apply(&mut tokens, fitting)) && echo {
             text = Some(model.tokenizer.decode(&tokens));

@@ -54,5 +54,6 @@ fn check(incoming: &Incoming, model: &ServedModel, chat: &Chat) -> Result<(), Ap
 
 async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), ApiError> {
     let (encoder, bytes) = (Arc::clone(model), chat.encoding_bytes());
-    incoming.encode(bytes, move || chat.encode(&encoder).map(|encoded| (chat, encoded))).await
+    let encodings = incoming.encodings(model, &chat.options.cache_salt);
+    incoming.encode(bytes, move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded))).await
 }

@@ -11,15 +11,15 @@ use crate::{
     chat::OutputFormat,
     dispatch::Prompt,
     error::{ApiError, Problem},
-    model::Served,
-    prompt::reusable_hashes,
+    model::{Served, ServedModel},
+    prompt::{NamespaceEncodings, reusable_hashes},
     request::{self, Ignored, Options},
 };
 use axum::response::Response;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use tandem_kv::TokenId;
+use tandem_kv::{Namespace, TokenId};
 
 /// Bodies longer than this are parsed on a blocking thread. Parsing a shorter body takes less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
@@ -88,6 +88,15 @@ impl Incoming {
             None => ignored,
         });
         Ok(request)
+    }
+
+    /// Returns the remembered encodings that the request may use. They are those of the namespace of its KV.
+    pub(super) fn encodings(&self, model: &ServedModel, cache_salt: &str) -> NamespaceEncodings {
+        self.app.encodings.of(self.namespace(model, cache_salt))
+    }
+
+    fn namespace(&self, model: &ServedModel, cache_salt: &str) -> Namespace {
+        App::namespace(model, self.header_options.cache_owner.as_deref(), cache_salt)
     }
 
     /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text, `encode` runs on a blocking thread.
@@ -165,7 +174,7 @@ impl Incoming {
         options: &Options,
         prompt_logprobs: Option<u32>,
     ) -> Prompt {
-        let namespace = App::namespace(model, self.header_options.cache_owner.as_deref(), &options.cache_salt);
+        let namespace = self.namespace(model, &options.cache_salt);
         let rest_of_context = model.context_length.saturating_sub(tokens.len() as u32);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),

@@ -35,13 +35,7 @@ where
     let (parts, body) = request.into_parts();
     // Requests to the admin listener have no call.
     let call: Arc<Call> = parts.extensions.get().cloned().unwrap_or_default();
-    let mut admitted = match app.admission.enter(endpoint, Arc::clone(&call)) {
-        Ok(admitted) => admitted,
-        Err(error) => {
-            body::discard(body).await;
-            return error.into_response();
-        }
-    };
+    let mut admitted = app.admission.enter(endpoint, Arc::clone(&call));
     let HttpRequestId(id) = parts.extensions.get().cloned().expect("the outermost layer sets the id");
     if let Some(Err(exceeded)) = call.key.as_ref().map(|key| key.take_request()) {
         body::discard(body).await;

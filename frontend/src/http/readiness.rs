@@ -6,13 +6,10 @@ use crate::{
     model::Served,
 };
 use futures::StreamExt;
-use std::{convert::Infallible, time::Duration};
+use std::convert::Infallible;
 use tandem_node::discovery::Members;
 use tandem_proto::{Difference, v1::WorkersReply};
 use tonic::Code;
-
-/// The interval at which all routers' health is checked. A recovered router is used again after this time at the latest.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why no request can be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -117,7 +114,7 @@ impl App {
             logged = Some(now);
             tokio::select! {
                 biased;
-                () = tokio::time::sleep(CHECK_INTERVAL) => {}
+                () = self.dispatcher.routers.check_is_due() => {}
                 () = members.changed() => {
                     let list = if members.are_advisory() { MemberList::Advisory } else { MemberList::Static };
                     self.dispatcher.routers.set_members(members.now(), list);

@@ -5,7 +5,7 @@ use crate::{
     error::{ApiError, Problem, at_most},
     metrics::Endpoint,
     model::ServedModel,
-    prompt::{EncodeError, Special},
+    prompt::EncodeError,
     request::{ChatRequest, DetokenizeRequest, TokenizeRequest, ids},
 };
 use axum::{
@@ -39,7 +39,9 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
             check_bytes(&model, text.len(), "prompt")?;
             let bos = model.bos.filter(|_| request.add_special_tokens.unwrap_or(true));
             let bytes = text.len();
-            let encode = move || encoder.tokenizer.encode(&text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal);
+            let encodings = incoming.encodings(&model, "");
+            let encode =
+                move || encoder.tokenizer.encode_prompt(&text, None, &encodings).map_err(|_: EncodeError| ApiError::Internal);
             let encoded = incoming.encode(bytes, encode).await?;
             bos.into_iter().chain(encoded).collect::<Vec<TokenId>>()
         }
@@ -48,7 +50,8 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
             let chat = incoming.parse::<ChatRequest>(body).await?.check(&model)?;
             chat.check_template(incoming.app.trusts_templates)?;
             check_bytes(&model, chat.text_bytes(), "messages")?;
-            incoming.encode(chat.encoding_bytes(), move || chat.encode(&encoder)).await?.tokens
+            let encodings = incoming.encodings(&model, &chat.options.cache_salt);
+            incoming.encode(chat.encoding_bytes(), move || chat.encode(&encoder, &encodings)).await?.tokens
         }
     };
     let texts = request.return_token_strs.unwrap_or(false);

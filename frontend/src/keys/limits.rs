@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn another_limit_does_not_return_what_was_taken() {
+    async fn changing_a_limit_does_not_refund_used_tokens() {
         let now = Instant::now();
         let mut bucket = Bucket::full(limit(60), now);
         bucket.charge(50, now);

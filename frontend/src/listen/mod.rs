@@ -1,4 +1,8 @@
 //! Accepts connections, limits their number, applies HTTP's timeouts, and detects clients that have disconnected.
+//!
+//! A frontend that drains closes its socket at once, so that another process may serve the port, and no connection on which a request may be
+//! under way: it serves the next request on each open connection, says `Connection: close` with its answer, and closes connections that stay
+//! idle.
 
 mod exchange;
 mod limits;
@@ -6,11 +10,17 @@ mod timed;
 mod tls;
 
 pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress, contains};
+pub(crate) use timed::Drain;
 pub(crate) use tls::Tls;
 pub use tls::{TlsFiles, TlsFilesError};
 
 use crate::error::ApiError;
-use axum::{Router, body::Body, http::Version, response::Response};
+use axum::{
+    Router,
+    body::Body,
+    http::{HeaderValue, Version, header},
+    response::Response,
+};
 use exchange::{Exchange, Phase, Watched};
 use hyper::{
     Request,
@@ -20,7 +30,13 @@ use hyper::{
 };
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use limits::ConnectionPermit;
-use std::{convert::Infallible, future::pending, net::IpAddr, pin::pin, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    future::pending,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 use tandem_proto::channel::{Arrivals, Listener};
 use timed::Timed;
 use tokio::{
@@ -28,46 +44,61 @@ use tokio::{
     net::TcpStream,
     task::JoinSet,
 };
-use tokio_util::{either::Either, sync::CancellationToken};
+use tokio_util::either::Either;
 
 /// The maximum size of a connection's read buffer, which has to hold the request line and headers. Proxies allow headers of 8 to 32 KiB.
 /// The buffers of 8,192 connections use 256 MiB at most.
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
-/// Accepts connections until `drained` resolves, then serves the open connections to the end of their requests. Dropping the future
-/// closes all connections. `tls`: connections are encrypted.
+/// Accepts connections until `drain` begins, then serves the open connections to the end of their last requests. Dropping the future closes
+/// all connections. `tls`: connections are encrypted.
 pub(crate) async fn serve(
     listener: Listener,
     tls: Option<Tls>,
     routes: Router,
     limits: Arc<ConnectionLimits>,
     unread_max: Duration,
-    drained: impl Future<Output = ()>,
+    drain: Drain,
 ) {
-    let mut drained = pin!(drained);
-    let (mut connections, ending) = (JoinSet::new(), CancellationToken::new());
+    let mut connections = JoinSet::new();
     let mut arrivals = listener.into_arrivals();
+    let serve = |connections: &mut JoinSet<()>, stream, address| match (limits.acquire(address), stream) {
+        (Some(permit), stream) => {
+            let serving = Serving { routes: routes.clone(), unread_max, drain: drain.clone(), permit };
+            match tls.clone() {
+                None => drop(connections.spawn(serving.run(stream))),
+                Some(tls) => drop(connections.spawn(serving.run_encrypted(tls, stream))),
+            }
+        }
+        (None, Either::Left(stream)) if tls.is_none() => refuse(&stream),
+        (None, _) => {}
+    };
     loop {
         let (stream, address) = tokio::select! {
             biased;
-            () = &mut drained => break,
+            () = drain.begun.cancelled() => break,
             Some(_) = connections.join_next() => continue,
             accepted = accept(&mut arrivals) => accepted,
         };
-        match (limits.acquire(address), stream) {
-            (Some(permit), stream) => {
-                let serving = Serving { routes: routes.clone(), unread_max, ending: ending.clone(), permit };
-                match tls.clone() {
-                    None => drop(connections.spawn(serving.run(stream))),
-                    Some(tls) => drop(connections.spawn(serving.run_encrypted(tls, stream))),
-                }
-            }
-            (None, Either::Left(stream)) if tls.is_none() => refuse(&stream),
-            (None, _) => {}
-        }
+        serve(&mut connections, stream, address);
     }
-    ending.cancel();
+    for (stream, address) in close(arrivals) {
+        serve(&mut connections, Either::Left(stream), Some(address));
+    }
     while connections.join_next().await.is_some() {}
+}
+
+/// Closes the socket. Returns the connections that it had established and that have not been accepted; the kernel would reset them.
+fn close(arrivals: Arrivals) -> Vec<(TcpStream, IpAddr)> {
+    let Arrivals::Tcp(listener) = arrivals else { return Vec::new() };
+    let Ok(listener) = listener.into_std() else { return Vec::new() };
+    let accepted = std::iter::from_fn(|| listener.accept().ok());
+    let stream = |(stream, address): (std::net::TcpStream, SocketAddr)| {
+        stream.set_nonblocking(true).ok()?;
+        stream.set_nodelay(true).ok();
+        Some((TcpStream::from_std(stream).ok()?, address.ip()))
+    };
+    accepted.filter_map(stream).collect()
 }
 
 /// Returns the next connection and its peer's address, which is `None` for a connection in memory. Cancel-safe.
@@ -104,26 +135,20 @@ fn refuse(stream: &TcpStream) {
 struct Serving {
     routes: Router,
     unread_max: Duration,
-    /// When this token is cancelled, the connection closes after the answer to its current request.
-    ending: CancellationToken,
+    drain: Drain,
     permit: ConnectionPermit,
 }
 
 impl Serving {
     async fn run_encrypted(self, tls: Tls, io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
-        let ending = self.ending.clone();
-        let accepted = tokio::select! {
-            accepted = tls.accept(io) => accepted,
-            () = ending.cancelled() => None,
-        };
-        if let Some(io) = accepted {
+        if let Some(io) = tls.accept(io).await {
             self.run(io).await;
         }
     }
 
     async fn run(self, io: impl AsyncRead + AsyncWrite + Send + 'static) {
         let exchange = Arc::new(Exchange::default());
-        let io = Timed::new(io, Arc::clone(&exchange), self.unread_max);
+        let io = Timed::new(io, Arc::clone(&exchange), self.unread_max, self.drain.clone());
         let (routes, address) = (TowerToHyperService::new(self.routes), self.permit.address);
         let service = service_fn(move |mut request: Request<Incoming>| {
             let has_body = !request.body().is_end_stream();
@@ -134,21 +159,18 @@ impl Serving {
             let read = Arc::clone(&exchange);
             let answer = routes.call(request.map(|body| Body::new(Watched::new(body, move || read.request_is_read()))));
             let answered = Arc::clone(&exchange);
+            let draining = self.drain.begun.clone();
             async move {
-                let response: Response = answer.await?;
+                let mut response: Response = answer.await?;
+                if draining.is_cancelled() {
+                    // hyper closes the connection after this answer.
+                    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                }
                 let body = |body| Watched::new(body, move || answered.end());
                 Ok::<_, Infallible>(response.map(body))
             }
         });
-        let mut connection =
-            pin!(http1::Builder::new().max_buf_size(READ_BUFFER_BYTES).serve_connection(TokioIo::new(io), service));
-        let served = tokio::select! {
-            served = connection.as_mut() => served,
-            () = self.ending.cancelled() => {
-                connection.as_mut().graceful_shutdown();
-                connection.await
-            }
-        };
+        let served = http1::Builder::new().max_buf_size(READ_BUFFER_BYTES).serve_connection(TokioIo::new(io), service).await;
         if let Err(error) = served {
             tracing::debug!(%error, "a client's connection failed");
         }

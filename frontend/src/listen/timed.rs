@@ -18,6 +18,7 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 use tokio_io_timeout::TimeoutWriter;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
@@ -28,12 +29,24 @@ const IDLE_MAX: Duration = Duration::from_secs(75);
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
 
+/// When and how connections end because the frontend drains.
+#[derive(Clone)]
+pub(crate) struct Drain {
+    /// Cancelled when the frontend drains. The next answer on each connection is then its last, and says `Connection: close`.
+    pub(crate) begun: CancellationToken,
+    /// See [`FrontendSettings::drain_idle`](crate::FrontendSettings::drain_idle).
+    pub(crate) idle_max: Duration,
+}
+
 /// A socket that reports end of file when the client is too slow or has disconnected.
 pub(super) struct Timed<S> {
     /// The socket. Its writes fail when the client reads none of the buffered bytes for `unread_max`.
     io: Pin<Box<TimeoutWriter<S>>>,
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
+    drain: Drain,
+    /// Resolves when the frontend drains.
+    draining: Pin<Box<WaitForCancellationFutureOwned>>,
     /// The wait for which `clock` is set; `None`: `clock` is not set.
     armed: Option<Wait>,
     /// Whether bytes of the next request have arrived.
@@ -51,17 +64,21 @@ pub(super) struct Timed<S> {
 enum Wait {
     Head,
     Idle,
+    /// A draining frontend waits for the last request on the connection.
+    Last,
     Probe,
 }
 
 impl<S: AsyncRead + AsyncWrite> Timed<S> {
-    pub(super) fn new(io: S, exchange: Arc<Exchange>, unread_max: Duration) -> Self {
+    pub(super) fn new(io: S, exchange: Arc<Exchange>, unread_max: Duration, drain: Drain) -> Self {
         let mut io = TimeoutWriter::new(io);
         io.set_timeout(Some(unread_max));
         Self {
             io: Box::pin(io),
             exchange,
             clock: Box::pin(sleep(HEAD_MAX)),
+            draining: Box::pin(drain.begun.clone().cancelled_owned()),
+            drain,
             armed: Some(Wait::Head),
             head_began: true,
             flushed: true,
@@ -78,6 +95,16 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
             self.clock.as_mut().reset(Instant::now() + time);
         }
         self.clock.as_mut().poll(cx)
+    }
+
+    /// Is ready when a connection on which no request is under way has to be closed.
+    fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.drain.begun.is_cancelled() || self.draining.as_mut().poll(cx).is_ready() {
+            // The client does not know that the frontend drains, and may just be sending a request.
+            self.poll_wait(Wait::Last, self.drain.idle_max, cx)
+        } else {
+            self.poll_wait(Wait::Idle, IDLE_MAX, cx)
+        }
     }
 
     /// Is ready when a client that has closed its sending half has disconnected.
@@ -122,7 +149,7 @@ impl<S: AsyncRead + AsyncWrite> AsyncRead for Timed<S> {
             (Phase::Waiting, _) if !this.flushed => return Poll::Pending,
             (Phase::Waiting | Phase::Reading, true) => {}
             (Phase::Waiting, false) if this.head_began => ready!(this.poll_wait(Wait::Head, HEAD_MAX, cx)),
-            (Phase::Waiting, false) => ready!(this.poll_wait(Wait::Idle, IDLE_MAX, cx)),
+            (Phase::Waiting, false) => ready!(this.poll_idle(cx)),
             (Phase::Answering, true) if !interim => {}
             (Phase::Sending, true) if !this.half_closed => {}
             (Phase::Answering, true) if this.flushed => ready!(this.poll_disconnected(cx)),

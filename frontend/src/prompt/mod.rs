@@ -1,8 +1,10 @@
 //! Converts a conversation or a text to a prompt, with chat template, tokenizer and sequence hashes.
 
+mod encoding_cache;
 mod template;
 mod tokenizer;
 
+pub(crate) use encoding_cache::{EncodingCache, NamespaceEncodings};
 pub(crate) use template::{CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, RenderError};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 

@@ -3,13 +3,17 @@
 //! A text is first split at the names of special tokens (those of a model's control vocabulary, such as `<|im_start|>`). The text between
 //! them is encoded by the model's own algorithm ([`encoder`]). In a *guarded* text, [`Tokenizer::mark`] has marked some of these names as plain text.
 
+mod bpe;
+mod byte_level;
 mod encoder;
 mod gguf;
 mod json;
 mod kind;
 mod sentence_piece;
 mod spelling;
+mod splitter;
 
+use super::NamespaceEncodings;
 use crate::model::error::ServedModelError;
 use aho_corasick::{AhoCorasick, MatchKind};
 use encoder::Encoder;
@@ -136,15 +140,21 @@ impl Tokenizer {
     /// Fails if the model's tokenizer cannot encode the text.
     pub fn encode(&self, text: &str, special: Special) -> Result<Vec<TokenId>, EncodeError> {
         let literals = if special == Special::Parsed { &self.special } else { &self.always };
-        self.encode_cut(text, literals, None)
+        self.encode_cut(text, literals, None, None)
     }
 
-    /// Encodes a text in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`.
+    /// Encodes a prompt in which the names of special tokens become their ids, except names that [`Tokenizer::mark`] has marked with `guard`. Gives the
+    /// same ids with and without remembered `encodings`.
     ///
     /// # Errors
     /// Fails if the model's tokenizer cannot encode the text.
-    pub(crate) fn encode_guarded(&self, text: &str, guard: Guard) -> Result<Vec<TokenId>, EncodeError> {
-        self.encode_cut(text, &self.special, Some(guard))
+    pub(crate) fn encode_prompt(
+        &self,
+        text: &str,
+        guard: Option<Guard>,
+        encodings: &NamespaceEncodings,
+    ) -> Result<Vec<TokenId>, EncodeError> {
+        self.encode_cut(text, &self.special, guard, Some(encodings))
     }
 
     /// Returns a guard character that occurs in none of `texts`; `None` if every candidate occurs in them.
@@ -207,14 +217,23 @@ impl Tokenizer {
 
     /// Decodes a sequence from its start to text. A special token becomes its name.
     ///
-    /// The bytes of the tokens after the start of a sequence are those of [`Tokenizer::bytes`], including a space at the beginning.
+    /// The text of a sequence begins without the space that some tokenizers put before its first word. For tokens in the middle of a sequence,
+    /// use [`Tokenizer::bytes`], which keeps each token's space.
     pub fn decode(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes(*token)).copied().collect();
         let bytes = if self.space_before { bytes.strip_prefix(b" ").unwrap_or(&bytes) } else { &bytes };
         String::from_utf8_lossy(bytes).into_owned()
     }
 
-    fn encode_cut(&self, text: &str, literals: &Literals, guard: Option<Guard>) -> Result<Vec<TokenId>, EncodeError> {
+    fn encode_cut(
+        &self,
+        text: &str,
+        literals: &Literals,
+        guard: Option<Guard>,
+        encodings: Option<&NamespaceEncodings>,
+    ) -> Result<Vec<TokenId>, EncodeError> {
+        // Each call encodes what is between two special tokens.
+        let encode = |text: &str, first: bool, ids: &mut Vec<TokenId>| self.encode_plain(text, first, guard, encodings, ids);
         let mut ids = Vec::with_capacity(text.len() / 4);
         let mut last = 0;
         for found in literals.automaton.find_iter(text).filter(|found| !found.is_empty()) {
@@ -224,20 +243,32 @@ impl Tokenizer {
             }
             let literal = &literals.tokens[found.pattern()];
             let before = &text[last..found.start()];
-            self.encode_plain(if literal.lstrip { before.trim_end() } else { before }, last == 0, guard, &mut ids)?;
+            encode(if literal.lstrip { before.trim_end() } else { before }, last == 0, &mut ids)?;
             ids.push(literal.id);
             let after = &text[found.end()..];
             last = text.len() - if literal.rstrip { after.trim_start() } else { after }.len();
         }
-        self.encode_plain(&text[last..], last == 0, guard, &mut ids)?;
+        encode(&text[last..], last == 0, &mut ids)?;
         Ok(ids)
     }
 
     /// Encodes text without special tokens. `first` is true if the text is at the start of a sequence.
-    fn encode_plain(&self, text: &str, first: bool, guard: Option<Guard>, ids: &mut Vec<TokenId>) -> Result<(), EncodeError> {
+    fn encode_plain(
+        &self,
+        text: &str,
+        first: bool,
+        guard: Option<Guard>,
+        encodings: Option<&NamespaceEncodings>,
+        ids: &mut Vec<TokenId>,
+    ) -> Result<(), EncodeError> {
         let unmarked = guard.filter(|guard| text.contains(guard.0)).map(|guard| text.replace(guard.0, ""));
         let text = unmarked.as_deref().unwrap_or(text);
-        if text.is_empty() { Ok(()) } else { self.encoder.encode(text, first, ids) }
+        let encode = |ids: &mut Vec<TokenId>| self.encoder.encode(text, first, ids);
+        match encodings {
+            _ if text.is_empty() => Ok(()),
+            Some(encodings) if self.encoder.is_slow() => encodings.encode(text, first, ids, encode),
+            _ => encode(ids),
+        }
     }
 }
 

@@ -13,7 +13,9 @@ use crate::{
     chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
     error::{ApiError, Problem, at_most},
     model::ServedModel,
-    prompt::{CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, RenderError, Tokenizer},
+    prompt::{
+        CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, NamespaceEncodings, RenderError, Tokenizer,
+    },
 };
 use serde_json::{Map, Value};
 use std::{sync::Arc, thread};
@@ -61,11 +63,12 @@ impl ChatRequest {
         calls::constrain(&mut options, &tools, model.tool_call_parser)?;
         options.sampling.logprobs = top_logprobs(self.logprobs.unwrap_or(false), self.top_logprobs)?;
         options::check_logprob_tokens(&options)?;
-        let (limit_param, limit) = match self.max_completion_tokens {
-            Some(limit) => ("max_completion_tokens", Some(limit)),
-            None => ("max_tokens", self.max_tokens),
-        };
-        let max_tokens = limit.map(|Whole(found)| options::token_count(limit_param, found, 1)).transpose()?;
+        // Both are checked, although only the newer one counts.
+        let older = self.max_tokens.map(|Whole(found)| options::token_count("max_tokens", found, 1)).transpose()?;
+        let newer =
+            self.max_completion_tokens.map(|Whole(found)| options::token_count("max_completion_tokens", found, 1)).transpose()?;
+        let limit_param = if newer.is_some() { "max_completion_tokens" } else { "max_tokens" };
+        let max_tokens = newer.or(older);
         options::check_min_tokens(&options, max_tokens)?;
         options.sampling.max_tokens = max_tokens;
         let include_reasoning = self.include_reasoning.unwrap_or(true);
@@ -171,13 +174,13 @@ impl Chat {
     ///
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
-    pub(crate) fn encode(&self, model: &ServedModel) -> Result<Encoded, ApiError> {
+    pub(crate) fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, ApiError> {
         let Some(source) = self.conversation.template.source.as_deref() else {
-            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model);
+            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model, encodings);
         };
         let encode = || {
             let template = model.client_template(source).map_err(ApiError::ClientTemplate)?;
-            self.encode_with(&template, model).map_err(|error| match error {
+            self.encode_with(&template, model, encodings).map_err(|error| match error {
                 ApiError::Template(source) => ApiError::ClientTemplate(source.into()),
                 other => other,
             })
@@ -189,7 +192,12 @@ impl Chat {
         })
     }
 
-    fn encode_with(&self, template: &ChatTemplate, model: &ServedModel) -> Result<Encoded, ApiError> {
+    fn encode_with(
+        &self,
+        template: &ChatTemplate,
+        model: &ServedModel,
+        encodings: &NamespaceEncodings,
+    ) -> Result<Encoded, ApiError> {
         let mut conversation = self.conversation.clone();
         let mut suspicious = Vec::new();
         conversation.for_each_text(&mut |text| {
@@ -220,7 +228,7 @@ impl Chat {
             return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
         }
         let format = self.output_format(model, &text);
-        let tokens = model.tokenizer.encode_guarded(&text, guard).map_err(|_: EncodeError| ApiError::Internal)?;
+        let tokens = model.tokenizer.encode_prompt(&text, Some(guard), encodings).map_err(|_: EncodeError| ApiError::Internal)?;
         Ok(Encoded { tokens, format })
     }
 

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     error::{ApiError, Problem, at_most},
     model::ServedModel,
-    prompt::{EncodeError, Special},
+    prompt::{EncodeError, NamespaceEncodings},
 };
 use tandem_kv::TokenId;
 
@@ -84,10 +84,17 @@ impl Input {
     ///
     /// # Errors
     /// The tokenizer fails.
-    pub(crate) fn encode(self, echo: bool, adds_bos: bool, model: &ServedModel) -> Result<Encoded, ApiError> {
+    pub(crate) fn encode(
+        self,
+        echo: bool,
+        adds_bos: bool,
+        model: &ServedModel,
+        encodings: &NamespaceEncodings,
+    ) -> Result<Encoded, ApiError> {
         match self {
             Self::Text(text) => {
-                let encoded = model.tokenizer.encode(&text, Special::Parsed).map_err(|_: EncodeError| ApiError::Internal)?;
+                let encoded =
+                    model.tokenizer.encode_prompt(&text, None, encodings).map_err(|_: EncodeError| ApiError::Internal)?;
                 Ok((model.bos.filter(|_| adds_bos).into_iter().chain(encoded).collect(), echo.then_some(text)))
             }
             Self::Tokens(tokens) => {

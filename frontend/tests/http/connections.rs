@@ -20,6 +20,7 @@ const LIVE: &str = "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n";
 struct Alone {
     dial: mpsc::Sender<DuplexStream>,
     metrics: Metrics,
+    shutdown: Shutdown,
 }
 
 impl Alone {
@@ -28,8 +29,9 @@ impl Alone {
         let metrics = Metrics::default();
         let settings = FrontendSettings::new("127.0.0.1:1", ServedModel::sim("m"));
         let listener = Listener::new(Arrivals::Memory(arriving), Network::default());
-        tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), Shutdown::default()));
-        Self { dial, metrics }
+        let shutdown = Shutdown::default();
+        tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
+        Self { dial, metrics, shutdown }
     }
 
     async fn connect(&self) -> DuplexStream {
@@ -90,6 +92,36 @@ async fn idle_connection_is_closed_after_75_seconds() {
     sleep(Duration::from_secs(30)).await;
     stream.write_all(b"GET /li").await.expect("the connection is open");
     assert_eq!(until_closed(stream).await.1, 10, "the next request's head must also arrive within ten seconds");
+}
+
+/// Sends a request and returns its answer, up to the end of what arrives at once.
+async fn live(stream: &mut DuplexStream) -> String {
+    stream.write_all(LIVE.as_bytes()).await.expect("the connection is open");
+    let mut answer = [0; 512];
+    let bytes = stream.read(&mut answer).await.expect("the frontend answers");
+    String::from_utf8_lossy(&answer[..bytes]).into_owned()
+}
+
+#[tokio::test(start_paused = true)]
+async fn draining_frontend_serves_one_more_request_on_each_connection() {
+    let frontend = Alone::start();
+    let [mut late, mut idle, mut informed] = [frontend.connect().await, frontend.connect().await, frontend.connect().await];
+    for stream in [&mut late, &mut idle, &mut informed] {
+        let answer = live(stream).await;
+        assert!(answer.starts_with("HTTP/1.1 200") && !answer.contains("connection: close"), "{answer}");
+    }
+    let shutdown = frontend.shutdown.clone();
+    tokio::spawn(async move {
+        shutdown.spawn(std::future::pending());
+        shutdown.run(Duration::from_secs(60)).await;
+    });
+    frontend.dial.closed().await;
+    assert!(live(&mut informed).await.contains("connection: close"));
+    assert_eq!(until_closed(informed).await, (String::new(), 0), "the client has read that the connection closes");
+    sleep(Duration::from_secs(4)).await;
+    assert!(live(&mut late).await.contains("connection: close"), "a client sends without knowing that the frontend drains");
+    assert_eq!(until_closed(late).await.1, 0);
+    assert_eq!(until_closed(idle).await, (String::new(), 1), "an idle connection stays open for five seconds");
 }
 
 #[tokio::test(start_paused = true)]

@@ -150,7 +150,7 @@ async fn stop_strings_end_the_generation_and_only_its_usage_waits() {
 }
 
 #[tokio::test]
-async fn whole_answer_waits_for_its_count_but_not_for_long() {
+async fn unstreamed_answer_waits_a_limited_time_for_its_cached_tokens() {
     let mut cluster = Cluster::start().await;
     let complete = |cluster: &Cluster| cluster.spawn_post(COMPLETIONS, completion(PROMPT.into(), json!({ "stop": "STOP" })));
     // In the first case the worker never reports a count.

@@ -283,6 +283,7 @@ async fn invalid_conversations_are_refused() {
         ),
         row(json!({ "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 0 }), "max_completion_tokens", "invalid_value", &["from 1 on"]),
+        row(json!({ "max_completion_tokens": 5, "max_tokens": 0 }), "max_tokens", "invalid_value", &["from 1 on"]),
         row(json!({ "max_completion_tokens": 511 }), "max_completion_tokens", "context_length_exceeded", &["512", "511"]),
         row(json!({ "logprobs": 3 }), "logprobs", "invalid_type", &["expected a boolean"]),
         row(json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs", "invalid_value", &["between 0 and 20"]),

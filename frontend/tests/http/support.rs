@@ -172,7 +172,7 @@ impl Cluster {
         Self::with(|_| {}).await
     }
 
-    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens.
+    /// Starts a cluster with changed settings. The model is the simulator's, with a context of 512 tokens. Requests do not wait for a router.
     pub async fn with(change: impl FnOnce(&mut FrontendSettings)) -> Self {
         let (received, routes) = mpsc::unbounded_channel();
         let (call, calls) = mpsc::unbounded_channel();
@@ -191,6 +191,7 @@ impl Cluster {
         tokio::spawn(serve.serve_with_incoming(tandem_proto::channel::incoming(decode_listener)));
         let (metrics, shutdown) = (Metrics::default(), Shutdown::default());
         let mut settings = FrontendSettings::new(router.to_string(), ServedModel::sim("m").with_context_length(512));
+        settings.router_wait = Duration::ZERO;
         change(&mut settings);
         let server = tokio::spawn(tandem_frontend::run(listener, settings, metrics.clone(), shutdown.clone()));
         Self { frontend, metrics, shutdown, placements, decode_workers, decode, calls, finishes, routes, server }

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn coarser_course_has_the_same_sums() {
+    fn merging_bins_of_a_timeline_keeps_its_sums() {
         let mut timeline = Timeline::default();
         for at in 0..10 {
             timeline.add(&outcome(at * 250, Ok(answer(at * 250))));

@@ -1,14 +1,18 @@
-//! The transport of connections, and the cluster key that authenticates every call. The transport is TCP, or a network in memory, on which
+//! The transport of connections, and the cluster key and certificates that authenticate every call. The transport is TCP, or a network in memory, on which
 //! tests delay, interrupt and refuse connections. A service connects to its peers over the [`Network`] of its own [`Listener`].
 
-use super::guard::{Bearer, Channel, Guard, OnRefused};
+use super::{
+    guard::{Bearer, Channel, Guard, OnRefused},
+    peer::PeerRole,
+    tls::{ClusterTls, Dialer, accepted},
+};
 use crate::ClusterKey;
 use std::{io, net::SocketAddr, sync::Arc};
 use tokio::{io::DuplexStream, net::TcpListener, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
     codegen::{BoxFuture, Service},
-    service::{InterceptorLayer, Routes},
+    service::Routes,
     transport::{self, Endpoint, Error, Server, Uri},
 };
 
@@ -17,6 +21,10 @@ use tonic::{
 pub struct Network {
     dial: Option<Arc<Dial>>,
     key: ClusterKey,
+    /// The certificate of this process; `None`: connections are not encrypted.
+    tls: Option<ClusterTls>,
+    /// The roles of the processes to which this process connects.
+    expected: &'static [PeerRole],
 }
 
 /// A function that connects to `host:port`. Its future returns the connection, or fails like the operating system's `connect`.
@@ -39,12 +47,24 @@ pub enum Arrivals {
 impl Network {
     /// Creates a network over TCP, for processes with this key.
     pub fn tcp(key: ClusterKey) -> Self {
-        Self { dial: None, key }
+        Self { key, ..Self::default() }
+    }
+
+    /// Encrypts all connections over TCP, and lets only processes with a certificate of the cluster connect.
+    #[must_use]
+    pub fn with_tls(self, tls: Option<ClusterTls>) -> Self {
+        Self { tls, ..self }
+    }
+
+    /// Returns this network for connections to processes of these roles. A process whose certificate has another role is refused.
+    #[must_use]
+    pub fn expecting(&self, expected: &'static [PeerRole]) -> Self {
+        Self { expected, ..self.clone() }
     }
 
     /// Creates a network in memory, for processes with this key.
     pub fn memory(dial: Arc<Dial>, key: ClusterKey) -> Self {
-        Self { dial: Some(dial), key }
+        Self { dial: Some(dial), key, ..Self::default() }
     }
 
     /// Returns the key of the cluster on this network.
@@ -54,9 +74,10 @@ impl Network {
 
     /// Returns a channel that connects at its first call. If the connection breaks, the channel connects again at the next call.
     pub fn connect_lazy(&self, endpoint: &Endpoint) -> Channel {
-        self.guarded(match &self.dial {
-            None => endpoint.connect_lazy(),
-            Some(dial) => endpoint.connect_with_connector_lazy(Connector(dial.clone())),
+        self.guarded(match (&self.dial, self.dialer()) {
+            (Some(dial), _) => endpoint.connect_with_connector_lazy(Connector(dial.clone())),
+            (None, Some(dialer)) => endpoint.connect_with_connector_lazy(dialer),
+            (None, None) => endpoint.connect_lazy(),
         })
     }
 
@@ -65,11 +86,16 @@ impl Network {
     /// # Errors
     /// Fails if the connection cannot be established.
     pub async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, Error> {
-        let channel = match &self.dial {
-            None => endpoint.connect().await?,
-            Some(dial) => endpoint.connect_with_connector(Connector(dial.clone())).await?,
+        let channel = match (&self.dial, self.dialer()) {
+            (Some(dial), _) => endpoint.connect_with_connector(Connector(dial.clone())).await?,
+            (None, Some(dialer)) => endpoint.connect_with_connector(dialer).await?,
+            (None, None) => endpoint.connect().await?,
         };
         Ok(self.guarded(channel))
+    }
+
+    fn dialer(&self) -> Option<Dialer> {
+        Some(Dialer { tls: self.tls.clone()?, expected: self.expected })
     }
 
     fn guarded(&self, channel: transport::Channel) -> Channel {
@@ -122,7 +148,8 @@ impl Listener {
     }
 
     /// Accepts connections until `ended` resolves, then serves the open connections to their end. A call without the cluster's bearer token is
-    /// refused with UNAUTHENTICATED, and `on_refused` is called for it.
+    /// refused with UNAUTHENTICATED, one that the caller's certificate does not allow with PERMISSION_DENIED, and a connection without a
+    /// certificate of the cluster is closed. `on_refused` is called for each.
     ///
     /// # Errors
     /// Fails if the server fails.
@@ -133,11 +160,16 @@ impl Listener {
         on_refused: OnRefused,
         ended: impl Future<Output = ()>,
     ) -> Result<(), Error> {
-        let guard = Guard { key: self.network.key, on_refused };
-        let router = server.layer(InterceptorLayer::new(guard)).add_routes(routes);
-        match self.arrivals {
-            Arrivals::Tcp(listener) => router.serve_with_incoming_shutdown(super::incoming(listener), ended).await,
-            Arrivals::Memory(arriving) => {
+        let Network { key, tls, .. } = self.network;
+        let guard = Guard { key, has_roles: tls.is_some(), on_refused: on_refused.clone() };
+        let router = server.layer(guard).add_routes(routes);
+        match (self.arrivals, tls) {
+            (Arrivals::Tcp(listener), None) => router.serve_with_incoming_shutdown(super::incoming(listener), ended).await,
+            (Arrivals::Tcp(listener), Some(tls)) => {
+                let incoming = Box::pin(accepted(super::incoming(listener), tls, move || on_refused()));
+                router.serve_with_incoming_shutdown(incoming, ended).await
+            }
+            (Arrivals::Memory(arriving), _) => {
                 let incoming = tokio_stream::StreamExt::map(ReceiverStream::new(arriving), io::Result::Ok);
                 router.serve_with_incoming_shutdown(incoming, ended).await
             }

@@ -89,7 +89,7 @@ impl Peers {
         self.by_id.values().map(|peer| peer.bookings.len()).sum()
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.by_id.len()
     }
 

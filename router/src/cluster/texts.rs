@@ -9,6 +9,9 @@ pub(crate) const DRAINING: &str = "the router is draining";
 
 /// Returns the reason why a router that has just started is unavailable: it is synchronised with only `synced` of the `known` workers.
 pub(super) fn starting(synced: usize, known: usize) -> String {
+    if known == 0 {
+        return "the router is starting: it has not read the list of workers yet".to_owned();
+    }
     format!("the router is starting: its index has {synced} of {known} workers")
 }
 

@@ -9,6 +9,8 @@ pub(crate) struct UnavailableWorkers {
     by_address: BTreeMap<String, UnavailableWorker>,
     /// Workers that were listed when the router started and that have neither joined nor failed to join since.
     expected: BTreeSet<String>,
+    /// True while the starting router has not read the list of workers from etcd.
+    unlisted: bool,
     /// True if the router no longer waits for workers.
     started: bool,
 }
@@ -23,13 +25,23 @@ impl UnavailableWorkers {
         }
     }
 
+    /// Records that the starting router waits for the list of workers.
+    pub(crate) fn expect_list(&mut self) {
+        self.unlisted = true;
+    }
+
+    /// Records that the list of workers was read. Its workers are expected already.
+    pub(crate) fn on_listed(&mut self) {
+        self.unlisted = false;
+    }
+
     pub(crate) fn stop_expecting(&mut self) {
         self.expected.clear();
-        self.started = true;
+        (self.unlisted, self.started) = (false, true);
     }
 
     pub(crate) fn is_starting(&self) -> bool {
-        !self.expected.is_empty()
+        self.unlisted || !self.expected.is_empty()
     }
 
     /// Records the reason why a worker is not a member. `incompatible` is true if the worker must not join with its present identity.

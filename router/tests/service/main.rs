@@ -195,7 +195,7 @@ async fn incompatible_worker_is_not_used_until_it_is_compatible() {
     let mut prefill = FakeWorker::start(Role::Prefill, "p").await;
     prefill.describe_as(|info| info.block_size = 2 * BLOCK);
     let router = TestRouter::start(&[&decode, &prefill], remote()).await;
-    // No worker has joined yet, so it may still become the first member.
+    // No other worker has joined yet, so the prefill worker may still become the first member.
     let early = prefill.watched().await;
     let _decode = decode.join().await;
     router.until_indexed("d", 0).await;

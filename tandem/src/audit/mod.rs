@@ -243,8 +243,8 @@ fn attempts<'a>(ledger: &'a [LedgerLine], findings: &mut Vec<Finding>) -> BTreeM
 }
 
 /// Returns the prompt's winning attempt, which is the last attempt that won; `None` if no attempt has won. An earlier attempt may also have won, if
-/// the frontend abandoned it while its first token was in flight. If workers were `lost`, later attempts without an outcome may have won, too, so
-/// their counts are included.
+/// the frontend abandoned it while its first token was in flight. If workers were `lost`, a later attempt without a recorded outcome may have won
+/// instead, so the result has the token counts of such attempts, too.
 fn winner<'a>(prompt: &str, attempts: &'a BTreeMap<u32, Attempt>, lost: bool, findings: &mut Vec<Finding>) -> Option<Winner<'a>> {
     let won = attempts.iter().rev().find(|(_, entry)| entry.won).map_or(0, |(attempt, _)| *attempt);
     let mut winner = Winner::default();

@@ -131,11 +131,11 @@ enum FormatName {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum PromptName {
-    /// Text of completions
+    /// /v1/completions with prompts as text
     Text,
-    /// Text of chats, to which the chat template adds tokens
+    /// /v1/chat/completions with messages as text, to which the chat template adds tokens
     Chat,
-    /// Token ids of completions
+    /// /v1/completions with prompts as token ids
     Ids,
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     model::ModelError,
-    settings::{DiscoveryArgsError, KeyFileError},
+    settings::{ClusterTlsArgsError, DiscoveryArgsError, KeyFileError},
 };
 use std::{error::Error, io, net::SocketAddr, path::PathBuf};
 use tandem_engine::cuda::CudaError;
@@ -19,6 +19,8 @@ pub enum StartError {
     Discovery(#[from] DiscoveryArgsError),
     #[error(transparent)]
     Key(#[from] KeyFileError),
+    #[error(transparent)]
+    ClusterTls(#[from] ClusterTlsArgsError),
     #[error(transparent)]
     Nats(#[from] NatsError),
     #[error(transparent)]

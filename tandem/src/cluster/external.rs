@@ -25,7 +25,7 @@ use tandem_node::{
 };
 use tandem_proto::{
     ClusterKey,
-    channel::{self, Channel, Listener},
+    channel::{self, Arrivals, Channel, Listener, Network},
     v1::{
         DescribeRequest, SnapshotChunk, SnapshotRequest, WatchReply, WatchRequest, WorkerInfo,
         control_server::{Control, ControlServer},
@@ -58,7 +58,7 @@ pub(super) struct ExternalWorker {
     pub(super) engine: ServerSettings,
     /// The socket on which the instances of the worker listen, one after another.
     pub(super) socket: net::TcpListener,
-    pub(super) key: ClusterKey,
+    pub(super) network: Network,
     pub(super) registration: Option<Registration>,
 }
 
@@ -82,7 +82,7 @@ impl Parts {
     ) -> Result<(), StartError> {
         let socket = socket.into_std().map_err(StartError::LocalAddress)?;
         let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
-        let worker = ExternalWorker { plan, engine, socket, key: self.key.clone(), registration };
+        let worker = ExternalWorker { plan, engine, socket, network: self.network(), registration };
         self.spawn(&id, shutdown, worker.run(metrics, stop));
         Ok(())
     }
@@ -173,7 +173,7 @@ impl ExternalWorker {
     /// Refuses calls to the worker while its server does not answer, so that routers need not wait for a timeout.
     async fn refuse_calls(&self) -> Result<Infallible, ExternalError> {
         let reason = format!("the worker waits until its engine at {} answers", self.engine.url());
-        let listener = Listener::tcp(TcpListener::from_std(self.socket.try_clone()?)?, self.key.clone());
+        let listener = Listener::new(Arrivals::Tcp(TcpListener::from_std(self.socket.try_clone()?)?), self.network.clone());
         let routes = Routes::new(ControlServer::new(Waiting(reason)));
         listener.serve(channel::server(), routes, Arc::new(|| {}), std::future::pending()).await?;
         Err(io::Error::other("the socket is closed").into())
@@ -186,9 +186,10 @@ impl ExternalWorker {
         }
         let (adapter, follower) = connected.into_parts();
         let listener = TcpListener::from_std(self.socket.try_clone()?)?;
-        let (instance, own) = (shutdown.child(), channel_to(listener.local_addr()?, &self.key));
+        let (instance, own) = (shutdown.child(), channel_to(listener.local_addr()?, &self.network));
         let registered = self.registration.as_ref().map(|registration| registration.register(own, metrics));
-        let running = plan.run(Listener::tcp(listener, self.key.clone()), adapter, metrics.clone(), instance.clone());
+        let running =
+            plan.run(Listener::new(Arrivals::Tcp(listener), self.network.clone()), adapter, metrics.clone(), instance.clone());
         let following = async {
             let ended = follower.await;
             tracing::warn!(engine = self.engine.url(), reason = %ended, "the engine has ended; the worker waits for it");

@@ -13,7 +13,7 @@ pub use process::Process;
 
 use crate::{
     http,
-    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, UpSettings},
+    settings::{CLUSTER, EngineKind, KeyArgs, PrefillPlace, RestartArgs, UpSettings},
 };
 use parts::Parts;
 use std::{collections::BTreeSet, net::SocketAddr, time::Duration};
@@ -29,7 +29,7 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::{EngineConfig, with_parsers};
+use weights::{DeviceShare, EngineConfig, with_parsers};
 
 /// Time limit between loading the model and the frontend's readiness. Connecting takes milliseconds, so a longer time shows that something is broken.
 const READY_WAIT: Duration = Duration::from_secs(30);
@@ -169,7 +169,8 @@ impl Cluster {
         let is_encrypted = settings.frontend.tenants.tls_cert.is_some();
         let needs_key = settings.frontend.tenants.api_keys_file.is_some();
         let (routers, sequences_max) = ([router.to_string()].into_iter().collect(), settings.model.max_concurrent_requests);
-        parts.frontend((frontend, None), routers, settings.frontend, (served, extra, sequences_max), &front);
+        let restart = RestartArgs::of_one_process();
+        parts.frontend((frontend, None), (routers, restart), settings.frontend, (served, extra, sequences_max), &front);
         Ok(Self {
             model_id,
             frontend: address,
@@ -256,11 +257,19 @@ async fn own_workers(
     let loaded = config.clone().load().await?;
     let mut workers = Vec::new();
     let engines = settings.prefill_workers + settings.decode_workers;
+    if config.worker.tp > 1 && engines > 1 && std::env::var_os("NCCL_LAUNCH_ORDER_IMPLICIT").is_none() {
+        tracing::warn!(
+            engines,
+            "several engines of this process use the same GPUs with --tp, and NCCL does not guarantee that their all-reduces cannot wait for each other; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
+        );
+    }
     let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
     for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
         let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
         let address = local_address(&listener)?;
-        let engine = loaded.start(config, engines, &parts.key)?;
+        // A decode step has a short deadline. Its kernels must not wait for a prefill's.
+        let share = DeviceShare { engines, urgent: role == Role::Decode };
+        let engine = loaded.start(config, share, &parts.key)?;
         let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
         parts.worker(plan, listener, engine.clone(), shutdown);
         let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));
@@ -278,11 +287,18 @@ async fn loopback() -> Result<TcpListener, StartError> {
 const BACKLOG: u32 = 4_096;
 
 async fn listen(address: SocketAddr, flag: &'static str) -> Result<TcpListener, StartError> {
+    bind(address, flag, false)
+}
+
+/// Binds a socket. `shared`: other processes may listen on the same port if they have set this as well.
+fn bind(address: SocketAddr, flag: &'static str, shared: bool) -> Result<TcpListener, StartError> {
     let bound = || {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         // With this option, a restarted process can listen while connections of the previous process are still closing.
         #[cfg(unix)]
         socket.set_reuseaddr(true)?;
+        #[cfg(unix)]
+        socket.set_reuseport(shared)?;
         socket.bind(address)?;
         socket.listen(BACKLOG)
     };

@@ -1,7 +1,10 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{CommonArgs, EngineKind, FrontendArgs, KvTransfer, RouterArgs, TelemetryArgs, TenantArgs, WorkerArgs};
+use crate::settings::{
+    ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
+    WorkerArgs,
+};
 use std::{future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
@@ -17,7 +20,7 @@ use tandem_node::{
 use tandem_prefill_worker::PrefillWorkerSettings;
 use tandem_proto::{
     ClusterKey,
-    channel::{self, Channel, Listener, Network},
+    channel::{self, Arrivals, Channel, ClusterTls, Listener, Network, PeerRole},
     v1::{DescribeRequest, Identity, WorkerInfo, control_client::ControlClient, worker_info::Role},
 };
 use tandem_router::RouterSettings;
@@ -40,6 +43,8 @@ const FLUSH_WAIT: Duration = Duration::from_secs(1);
 pub(super) struct Parts {
     cluster: String,
     pub(super) key: ClusterKey,
+    /// The certificate of this process; `None`: connections to other processes are not encrypted.
+    tls: Option<ClusterTls>,
     block_size: u32,
     ledger: Ledger,
     /// The files that clients' requests concern, until the frontend takes them.
@@ -90,6 +95,7 @@ impl Parts {
         Ok(Self {
             cluster: cluster.to_owned(),
             key,
+            tls: None,
             block_size: settings.block_size,
             ledger: Ledger::default(),
             access: AccessFiles::default(),
@@ -100,6 +106,16 @@ impl Parts {
             reports,
             _upkeep: upkeep,
         })
+    }
+
+    /// Opens the certificate of this process, for the parts that are started after this call. It is read again when its files change.
+    pub(super) fn open_cluster_tls(&mut self, settings: &ClusterTlsArgs, role: PeerRole) -> Result<(), StartError> {
+        if let Some((tls, files)) = settings.open(role, Some(&self.cluster))? {
+            let follow = files.follow(tls.clone(), self.metrics.clone());
+            self._upkeep.spawn(async move { match follow.await {} });
+            self.tls = Some(tls);
+        }
+        Ok(())
     }
 
     /// Opens the ledger for the workers that are started after this call.
@@ -133,11 +149,15 @@ impl Parts {
 
     /// Returns a connection to a part of this process, authenticated with the cluster key. Must be called within a tokio runtime.
     pub(super) fn channel(&self, listens: SocketAddr) -> Channel {
-        channel_to(listens, &self.key)
+        channel_to(listens, &self.network())
+    }
+
+    pub(super) fn network(&self) -> Network {
+        Network::tcp(self.key.clone()).with_tls(self.tls.clone())
     }
 
     fn listener(&self, socket: TcpListener) -> Listener {
-        Listener::tcp(socket, self.key.clone())
+        Listener::new(Arrivals::Tcp(socket), self.network())
     }
 
     pub(super) fn worker(&self, plan: WorkerPlan, listener: TcpListener, engine: EngineHandle, shutdown: &Shutdown) {
@@ -204,7 +224,7 @@ impl Parts {
     pub(super) fn frontend(
         &mut self,
         (listener, admin): (TcpListener, Option<TcpListener>),
-        routers: MemberSource,
+        (routers, restart): (MemberSource, RestartArgs),
         args: FrontendArgs,
         (model, extra_models, sequences_max): (ServedModel, Vec<ServedModel>, u32),
         shutdown: &Shutdown,
@@ -221,10 +241,14 @@ impl Parts {
             sequences_per_client: limits.sequences_per_client(sequences_max),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
+            encoding_cache_bytes: limits.encoding_cache_bytes,
             connections_max: limits.max_connections as usize,
             connections_per_address_max: limits.max_connections_per_address as usize,
             allowed_hosts: limits.allowed_hosts,
             admin,
+            router_wait: Duration::from_secs(restart.router_wait.into()),
+            drain_idle: Duration::from_secs(restart.drain_idle.into()),
+            shares_port: restart.reuse_port,
             first_token_timeout: FIRST_TOKEN_WAIT,
             cluster: self.cluster.clone(),
             resumes: args.resumes,
@@ -305,9 +329,9 @@ pub(super) async fn description(own: Channel) -> WorkerInfo {
 }
 
 /// Returns a connection to the process that listens on `listens`, authenticated with the cluster key. Must be called within a tokio runtime.
-pub(super) fn channel_to(listens: SocketAddr, key: &ClusterKey) -> Channel {
+pub(super) fn channel_to(listens: SocketAddr, network: &Network) -> Channel {
     let endpoint = channel::endpoint(&reachable(listens).to_string()).expect("an address and a port are an endpoint");
-    Network::tcp(key.clone()).connect_lazy(&endpoint)
+    network.expecting(&PeerRole::ALL).connect_lazy(&endpoint)
 }
 
 impl Report {

@@ -1,12 +1,12 @@
 //! Runs one role in a process of its own. The functions that start it are those of `up`; in addition, the process has an admin endpoint.
 
 use super::{
-    EngineConfig, Parts, Served, StartError, api_url,
+    EngineConfig, Parts, Served, StartError, api_url, bind,
     external::Registration,
     kv_tokens, listen, local_address,
     parts::description,
     reachable,
-    weights::{load_extra, load_served, with_parsers},
+    weights::{DeviceShare, load_extra, load_served, with_parsers},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
@@ -16,7 +16,7 @@ use tandem_node::{
     new_instance_id,
 };
 use tandem_proto::{
-    channel::Channel,
+    channel::{Channel, PeerRole},
     v1::{
         DescribeRequest, WorkerInfo, WorkersRequest, control_client::ControlClient, router_client::RouterClient,
         worker_info::Role,
@@ -50,17 +50,22 @@ impl Process {
     /// Fails if a socket cannot be bound, if the model cannot be loaded, or if a file of the settings cannot be used.
     pub async fn frontend(settings: FrontendProcess) -> Result<Self, StartError> {
         let mut process = Self::new("tandem-frontend", &settings.discovery.cluster, &settings.common)?;
+        process.parts.open_cluster_tls(&settings.cluster_tls, PeerRole::Frontend)?;
         process.parts.open_access_files(&settings.frontend.tenants)?;
-        let listener = listen(settings.common.listen, "--listen").await?;
-        let admin = match settings.admin_listen {
-            Some(address) => Some(listen(address, "--admin-listen").await?),
-            None => None,
+        let shared = settings.restart.reuse_port;
+        let bind = || -> Result<_, StartError> {
+            let admin = settings.admin_listen.map(|address| bind(address, "--admin-listen", shared)).transpose()?;
+            Ok((bind(settings.common.listen, "--listen", shared)?, admin))
         };
+        // A port that is in use is an error before a model is downloaded. A shared port gets connections as soon as it is bound, so it is bound
+        // when the model is loaded.
+        let bound = if shared { None } else { Some(bind()?) };
         let served = load_served(settings.model.clone(), settings.common.served_model_name.clone()).await?;
         let extra = load_extra(&settings.model, &settings.frontend.extra_models).await?;
         let (served, extra) = with_parsers(&settings.frontend.parsers, served, extra)?;
         let ids: Vec<&str> = std::iter::once(&served).chain(&extra).map(|served| served.id.as_str()).collect();
         process.name = format!("frontend for {}", ids.join(", "));
+        let (listener, admin) = bound.map_or_else(bind, Ok)?;
         let address = local_address(&listener)?;
         let (routers, url) = (settings.routers(), api_url(address, settings.frontend.tenants.tls_cert.is_some()));
         let listed = match &routers {
@@ -73,7 +78,7 @@ impl Process {
         }
         process.register_as(discovery::Role::Frontend, &settings.discovery, address, &served.id, &settings.common)?;
         let served = (served, extra, settings.model.max_concurrent_requests);
-        process.parts.frontend((listener, admin), routers, settings.frontend, served, &process.service);
+        process.parts.frontend((listener, admin), (routers, settings.restart), settings.frontend, served, &process.service);
         Ok(process)
     }
 
@@ -84,6 +89,7 @@ impl Process {
     pub async fn router(settings: RouterProcess) -> Result<Self, StartError> {
         let (common, discovery) = (&settings.common, &settings.process.discovery);
         let mut process = Self::new("tandem-router", &discovery.cluster, common)?;
+        process.parts.open_cluster_tls(&settings.process.cluster_tls, PeerRole::Router)?;
         let (listener, address) = process.open(common.listen, &settings.process, can_place).await?;
         process.name = "router".to_owned();
         let model = common.served_model_name.as_deref();
@@ -114,6 +120,8 @@ impl Process {
         config.check_device()?;
         let discovery = &settings.process.discovery;
         let mut process = Self::new(service, &discovery.cluster, &settings.common)?;
+        let peer = if role == Role::Decode { PeerRole::DecodeWorker } else { PeerRole::PrefillWorker };
+        process.parts.open_cluster_tls(&settings.process.cluster_tls, peer)?;
         process.parts.open_ledger(&settings.worker)?;
         let (listener, address) = process.open(settings.common.listen, &settings.process, answers).await?;
         let registration = discovery.registration(address)?;
@@ -140,7 +148,7 @@ impl Process {
             return Ok(process);
         }
         let loaded = config.clone().load().await?;
-        let engine = loaded.start(&config, 1, &process.parts.key)?;
+        let engine = loaded.start(&config, DeviceShare { engines: 1, urgent: false }, &process.parts.key)?;
         process.name = format!("{} worker {id} of {}", role.name(), loaded.served.id);
         process.places.push(("KV", format!("{} tokens", kv_tokens(&engine))));
         let plan = process.parts.plan((&id, role), advertise, &config, (&loaded.served.id, &loaded.served.revision));

@@ -130,7 +130,7 @@ impl DiscoveryArgs {
 }
 
 /// Checks a cluster's name. It becomes part of names in etcd and NATS, in which `/` and `.` are separators.
-fn cluster_name(text: &str) -> Result<String, &'static str> {
+pub(crate) fn cluster_name(text: &str) -> Result<String, &'static str> {
     name(text, "-_").ok_or("write 1 to 64 letters, digits, - and _")
 }
 

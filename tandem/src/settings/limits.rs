@@ -26,6 +26,12 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_BODIES_BYTES", value_name = "BYTES", default_value_t = 256 << 20)]
     pub max_bodies_bytes: usize,
 
+    /// Memory for texts of earlier prompts and their tokens, so that the text between two special tokens is not tokenized again, such as a message of a
+    /// conversation; 0: each prompt is tokenized in full. The default holds about 4 million tokens, and no other namespace of the prefix cache
+    /// uses what one namespace has added
+    #[arg(long, env = "TANDEM_ENCODING_CACHE_BYTES", value_name = "BYTES", default_value_t = 32 << 20)]
+    pub encoding_cache_bytes: usize,
+
     /// How many connections may be open at once; further ones are closed with 503. The default is eight for each sequence of the default
     /// of --max-concurrent-requests, because most connections are idle; one takes 32 KiB at most until its request is admitted
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS", value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]

@@ -3,7 +3,7 @@
 #![expect(missing_docs, reason = "the groups of settings document themselves")]
 
 use super::{
-    CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RouterArgs, WorkerArgs,
+    ClusterTlsArgs, CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RestartArgs, RouterArgs, WorkerArgs,
     common::{address, listen_address, with_commas},
     discovery::name,
 };
@@ -76,6 +76,12 @@ pub struct FrontendProcess {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", value_parser = listen_address)]
     pub admin_listen: Option<SocketAddr>,
 
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub cluster_tls: ClusterTlsArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub restart: RestartArgs,
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,
@@ -154,6 +160,9 @@ pub struct ProcessArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub events: NatsArgs,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub cluster_tls: ClusterTlsArgs,
 }
 
 impl UpSettings {

@@ -3,7 +3,7 @@
 mod screen;
 mod table;
 
-use crate::settings::KeyArgs;
+use crate::settings::{ClusterTlsArgs, KeyArgs};
 use anyhow::{Context, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{Flow, Screen};
@@ -13,8 +13,7 @@ use std::{
 };
 use table::{Column, Table};
 use tandem_proto::{
-    ClusterKey,
-    channel::{self, Channel, Network},
+    channel::{self, Channel, Network, PeerRole},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::{
@@ -36,6 +35,9 @@ pub struct TopArgs {
     /// The cluster key.
     #[command(flatten)]
     key: KeyArgs,
+    /// The certificate with the role `tool`.
+    #[command(flatten)]
+    cluster_tls: ClusterTlsArgs,
     /// Seconds between two views; rates are taken over this time
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
     interval: f64,
@@ -66,13 +68,13 @@ struct View {
 }
 
 impl Router {
-    fn connect(address: &str, key: ClusterKey) -> Result<Self> {
+    fn connect(address: &str, network: &Network) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
         let endpoint = channel::endpoint(address)?;
         let channel = {
             let _within = runtime.enter();
-            Network::tcp(key).connect_lazy(&endpoint)
+            network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
         Ok(Self { runtime, client: RouterClient::new(channel), address: address.to_owned() })
     }
@@ -93,7 +95,9 @@ impl Router {
 /// # Errors
 /// Fails if the cluster key cannot be read, if the router does not answer, or if the terminal cannot be used.
 pub fn run(args: TopArgs) -> Result<Option<String>> {
-    let mut router = Router::connect(&args.router, args.key.read()?)?;
+    let tls = args.cluster_tls.open(PeerRole::Tool, None)?;
+    let network = Network::tcp(args.key.read()?).with_tls(tls.map(|(tls, _)| tls));
+    let mut router = Router::connect(&args.router, &network)?;
     let interval = Duration::from_secs_f64(args.interval);
     let mut screen = Screen::new(args.sort, args.reverse);
     let before = router.view()?;

@@ -14,8 +14,17 @@ use tandem::audit::ClientLine;
 use tokio::time::timeout;
 
 /// The codes of errors that faults may cause and after which a client may retry.
-const RETRYABLE: [&str; 5] = ["no_worker", "router_unreachable", "attempts_exhausted", "first_token_timeout", "worker_lost"];
-/// The code of the error with which a draining frontend refuses requests.
+const RETRYABLE: [&str; 8] = [
+    "no_worker",
+    "no_router",
+    "router_starting",
+    "router_draining",
+    "router_unreachable",
+    "attempts_exhausted",
+    "first_token_timeout",
+    "worker_lost",
+];
+/// The code of the error with which a frontend ends the requests that outlive its grace period.
 const DRAINING: &str = "draining";
 
 #[derive(Default)]
@@ -45,7 +54,7 @@ pub(super) struct Allowed {
     pub(super) errors: bool,
     /// Whether broken connections are allowed.
     pub(super) broken: bool,
-    /// Whether refusals by a draining frontend are allowed.
+    /// Whether the frontend may have refused the connection because it drains, or ended the request with its grace period.
     pub(super) draining: bool,
 }
 
@@ -115,6 +124,8 @@ impl Outcome {
             if fits && error["type"] == "server_error" { Ok(()) } else { Err(format!("no fault explains this error: {error}")) }
         };
         let status = match (self.end, self.status) {
+            // A frontend that drains closes its socket.
+            (End::ConnectionBroke, None) if allowed.draining => return Ok(()),
             (End::ConnectionBroke, _) if !allowed.broken => {
                 return Err("the client's connection broke without a fault".to_owned());
             }

@@ -294,8 +294,8 @@ async fn metrics_and_health_paths_of_the_chart_exist_in_the_product() -> Result<
             ensure!(rendering.of_kind("Service").filter(has_port).count() == 4, "{}: four roles have metrics", rendering.values);
         }
         for rules in rendering.of_kind("PrometheusRule") {
-            let alerts: Value = yaml_serde::from_str(&fs::read_to_string(deploy("alerts.yml"))?)?;
-            ensure!(rules["spec"] == alerts, "{}: the alerts are not those of deploy/alerts.yml", rendering.values);
+            let alerts: Value = yaml_serde::from_str(&fs::read_to_string(deploy("helm/tandem/files/alerts.yml"))?)?;
+            ensure!(rules["spec"] == alerts, "{}: the alerts are not those of its file", rendering.values);
         }
     }
     ensure!(!metrics.is_empty(), "no rendering has a metric");

@@ -42,7 +42,7 @@ fn recorded_stored_event_is_decoded() {
 }
 
 #[test]
-fn recorded_hits_and_stored_blocks_name_their_session() {
+fn events_recorded_from_vllm_are_decoded_with_their_session() {
     let batch = decode(&bytes(HITS_THEN_STORED)).unwrap();
     let [EngineEvent::Stored(hits), EngineEvent::Stored(stored)] = &batch.events[..] else { panic!("{batch:?}") };
     assert_eq!((hits.session.as_deref(), stored.session.as_deref()), (Some("req-78"), Some("req-78")));

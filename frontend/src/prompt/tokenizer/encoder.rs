@@ -1,6 +1,6 @@
 //! Encodes text that contains no special tokens.
 
-use super::{EncodeError, sentence_piece::SentencePiece};
+use super::{EncodeError, byte_level::ByteLevel, sentence_piece::SentencePiece};
 use tandem_kv::TokenId;
 use tokenizers::{
     Error, Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, OffsetType, PreTokenizedString, PreTokenizer,
@@ -8,6 +8,10 @@ use tokenizers::{
 };
 
 pub(super) enum Encoder {
+    ByteLevel {
+        shrinks: usize,
+        encoder: Box<ByteLevel>,
+    },
     Library(Box<Library>),
     SentencePiece(Box<SentencePiece>),
     /// Each byte is a token.
@@ -25,18 +29,33 @@ pub(super) struct Library {
 }
 
 impl Encoder {
+    /// Returns the fastest encoder that gives the ids of these steps.
+    pub(super) fn of(library: Library) -> Self {
+        match ByteLevel::of(&library) {
+            Some(encoder) => Self::ByteLevel { shrinks: library.shrinks(), encoder: Box::new(encoder) },
+            None => Self::Library(Box::new(library)),
+        }
+    }
+
     /// Returns by how much encoding can shorten a text, in bytes of the text per byte of a token.
     pub(super) fn shrinks(&self) -> usize {
         match self {
             Self::Bytes | Self::SentencePiece(_) => 1,
+            Self::ByteLevel { shrinks, .. } => *shrinks,
             Self::Library(library) => library.shrinks(),
         }
+    }
+
+    /// Whether finding a text's ids in a cache costs less than encoding the text.
+    pub(super) fn is_slow(&self) -> bool {
+        !matches!(self, Self::Bytes)
     }
 
     /// Appends the ids of a text. `first` is true if the text is at the start of a sequence.
     pub(super) fn encode(&self, text: &str, first: bool, ids: &mut Vec<TokenId>) -> Result<(), EncodeError> {
         match self {
             Self::Bytes => ids.extend(text.bytes().map(TokenId::from)),
+            Self::ByteLevel { encoder, .. } => encoder.encode(text, ids),
             Self::SentencePiece(pieces) => pieces.encode(text, ids),
             Self::Library(library) => library.encode(text, first, ids).map_err(EncodeError)?,
         }

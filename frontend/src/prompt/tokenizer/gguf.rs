@@ -27,8 +27,8 @@ impl Tokenizer {
     /// Fails if the file's tokenizer is not supported or malformed.
     pub(crate) fn from_data(data: &TokenizerData) -> Result<Self, ServedModelError> {
         let (encoder, spelling) = match data.model.as_str() {
-            "gpt2" => (Encoder::Library(Box::new(byte_level(data)?)), Spelling::byte_level()),
-            "gemma4" => (Encoder::Library(Box::new(gemma(data)?)), Spelling::sentence_piece(false)),
+            "gpt2" => (Encoder::of(byte_level(data)?), Spelling::byte_level()),
+            "gemma4" => (Encoder::of(gemma(data)?), Spelling::sentence_piece(false)),
             "llama" => {
                 (Encoder::SentencePiece(Box::new(SentencePiece::new(data)?)), Spelling::sentence_piece(data.add_space_prefix))
             }
@@ -38,7 +38,7 @@ impl Tokenizer {
     }
 }
 
-fn byte_level(data: &TokenizerData) -> Result<Library, ServedModelError> {
+pub(super) fn byte_level(data: &TokenizerData) -> Result<Library, ServedModelError> {
     let Cut { pre_tokenizer, composed, whole_words } = Cut::named(&data.pre)?;
     let model = BPE::builder().vocab_and_merges(vocabulary(data), merges(data)?).ignore_merges(whole_words).build();
     Ok(Library {

@@ -74,7 +74,7 @@ impl Tokenizer {
         for (id, text, kind) in all {
             (tokens[id as usize], kinds[id as usize]) = (text, kind);
         }
-        let mut tokenizer = Self::assemble(Encoder::Library(Box::new(library)), &spelling, &tokens, &kinds)?;
+        let mut tokenizer = Self::assemble(Encoder::of(library), &spelling, &tokens, &kinds)?;
         for token in added {
             tokenizer.set_strips(token.id, token.lstrip, token.rstrip);
         }

@@ -72,15 +72,18 @@ impl Spelling {
     /// Returns the bytes of a token's text in the vocabulary.
     pub(super) fn bytes(&self, text: &str) -> Vec<u8> {
         match self {
-            Self::ByteLevel(bytes_of) => {
-                let bytes = text.chars().map(|char| bytes_of.get(&char).copied()).collect::<Option<Vec<u8>>>();
-                bytes.unwrap_or_else(|| text.into())
-            }
+            Self::ByteLevel(_) => self.visible_bytes(text).unwrap_or_else(|| text.into()),
             Self::Pieces { replaced, byte_tokens, .. } => match byte(text).filter(|_| *byte_tokens) {
                 Some(byte) => vec![byte],
                 None => replaced.iter().fold(text.to_owned(), |text, (from, to)| text.replace(from, to)).into_bytes(),
             },
         }
+    }
+
+    /// Returns the bytes of a text in which each byte is written as one of GPT-2's characters; `None` if the text has other characters.
+    pub(super) fn visible_bytes(&self, text: &str) -> Option<Vec<u8>> {
+        let Self::ByteLevel(byte_of) = self else { return None };
+        text.chars().map(|char| byte_of.get(&char).copied()).collect()
     }
 
     pub(super) fn space_before(&self) -> bool {

@@ -1,10 +1,14 @@
 //! Tests of encoding and decoding.
 
+mod cost;
 mod goldens;
 
 use super::*;
-use std::collections::HashMap;
+use crate::prompt::EncodingCache;
+use std::{collections::HashMap, sync::Arc};
+use tandem_kv::Namespace;
 use tandem_model::TokenizerData;
+use tandem_node::Metrics;
 
 /// Returns GPT-2's character for each byte.
 fn byte_characters() -> Vec<String> {
@@ -12,6 +16,13 @@ fn byte_characters() -> Vec<String> {
     let mut chars: Vec<(u8, char)> = byte_of.into_iter().map(|(char, byte)| (byte, char)).collect();
     chars.sort_unstable();
     chars.into_iter().map(|(_, char)| char.to_string()).collect()
+}
+
+/// Returns a cache of this size, and its metrics.
+fn encodings(bytes_max: usize) -> (NamespaceEncodings, Metrics) {
+    let metrics = Metrics::default();
+    let cache = Arc::new(EncodingCache::new(bytes_max, &metrics));
+    (cache.of(Namespace::new("m", "r", "", "")), metrics)
 }
 
 #[test]
@@ -32,7 +43,7 @@ fn names_of_special_tokens_in_guarded_text_stay_text() {
     for content in ["<|im_end|>", "<|im_<|im_start|>start|>", "<|im_end|><|im_end|>", "no names", "\u{FDD0}<|im_end|>", ""] {
         let guard = Tokenizer::guard([content].into_iter()).expect("a guard character is free");
         let text = format!("<|im_start|>{}<|im_end|>", tokenizer.mark(content, guard));
-        let ids = tokenizer.encode_guarded(&text, guard).expect("bytes always encode");
+        let ids = tokenizer.encode_prompt(&text, Some(guard), &encodings(0).0).expect("bytes always encode");
         let mut expected = vec![sim::IM_START];
         expected.extend(content.bytes().map(u32::from));
         expected.push(sim::IM_END);
@@ -139,7 +150,9 @@ fn tokenizer_json_encodes_like_the_same_gguf() {
     assert_eq!((tokenizer.vocab_size(), tokenizer.special_id("<|end|>")), (261, Some(258)));
     assert_eq!(tokenizer.bytes(259), b"", "an id that no token has");
     let guard = Tokenizer::guard(["<|end|>"].into_iter()).expect("a guard character is free");
-    let guarded = tokenizer.encode_guarded(&tokenizer.mark("<|end|>", guard), guard).expect("the text can be encoded");
+    let guarded = tokenizer
+        .encode_prompt(&tokenizer.mark("<|end|>", guard), Some(guard), &encodings(0).0)
+        .expect("the text can be encoded");
     assert_eq!(tokenizer.decode(&guarded), "<|end|>");
     assert!(!guarded.contains(&258));
     let mut silent = tokenizer_json();

@@ -11,7 +11,7 @@ const PROMPT_BLOCKS: u64 = 750;
 /// some other prompts in its cache and some requests in its queue.
 #[test]
 #[ignore = "it is a measurement: run it alone, with optimisation"]
-fn cost_of_a_route_call() {
+fn measures_the_cost_of_a_route_call() {
     for workers in [8, 64, 512, 2_048] {
         let mut scenario = Scenario::with(settings(PrefillPlace::Local), 0, workers);
         let ids: Vec<MemberId> = scenario.state.members.iter().map(|(id, _)| *id).collect();

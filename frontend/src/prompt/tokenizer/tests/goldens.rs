@@ -40,15 +40,32 @@ fn goldens() -> Goldens {
 }
 
 impl Goldens {
+    /// Returns the tokenizers of all families.
+    fn tokenizers(&self) -> impl Iterator<Item = (&str, Tokenizer)> {
+        let json = self.json.iter().map(|(name, golden)| {
+            let json = serde_json::to_vec(&golden.file).expect("a JSON value can be serialized");
+            (name.as_str(), Tokenizer::from_json(&json).expect("the tokenizer is supported").0)
+        });
+        let gguf = self.gguf.iter().map(|(name, golden)| {
+            (name.as_str(), Tokenizer::from_data(&sentence_piece_data(golden)).expect("the tokenizer is supported"))
+        });
+        json.chain(gguf)
+    }
+
     /// Returns the texts, which are the same as those of the script.
     fn texts(&self) -> Vec<String> {
-        let mut state = 1_u64;
-        let mut number = |limit: usize| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) as usize % limit
-        };
+        let mut number = numbers();
         let mut text = || -> String { (0..number(12)).map(|_| self.fragments[number(self.fragments.len())].as_str()).collect() };
         (0..self.texts).map(|_| text()).collect()
+    }
+}
+
+/// Returns a source of numbers below a limit, the same in each run.
+fn numbers() -> impl FnMut(usize) -> usize {
+    let mut state = 1_u64;
+    move |limit| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % limit
     }
 }
 
@@ -169,23 +186,102 @@ fn sentence_piece_data(golden: &Golden) -> TokenizerData {
 fn names_of_control_tokens_in_guarded_text_stay_text_in_all_families() {
     let goldens = goldens();
     let texts = goldens.texts();
-    let json = goldens.json.iter().map(|(name, golden)| {
-        let json = serde_json::to_vec(&golden.file).expect("a JSON value can be serialized");
-        (name, Tokenizer::from_json(&json).expect("the tokenizer is supported").0)
-    });
-    let gguf = goldens
-        .gguf
-        .iter()
-        .map(|(name, golden)| (name, Tokenizer::from_data(&sentence_piece_data(golden)).expect("the tokenizer is supported")));
-    for (name, tokenizer) in json.chain(gguf) {
+    for (name, tokenizer) in goldens.tokenizers() {
+        let (encodings, _) = encodings(1 << 16);
         for text in &texts {
             let guard = Tokenizer::guard([text.as_str()].into_iter()).expect("a guard character is free");
-            let ids = tokenizer.encode_guarded(&tokenizer.mark(text, guard), guard).expect("every text can be encoded");
+            let ids = tokenizer
+                .encode_prompt(&tokenizer.mark(text, guard), Some(guard), &encodings)
+                .expect("every text can be encoded");
             let control: Vec<_> = ids.iter().filter(|id| tokenizer.is_special(**id)).collect();
             // A tokenizer without byte tokens encodes characters that it does not know as an unknown token.
             let unknown = |id: &&u32| name == "unigram" && tokenizer.bytes(**id) == b"<unk>";
             assert!(control.iter().all(unknown), "{name}: {text:?} has the control tokens {control:?}");
         }
+    }
+}
+
+#[test]
+fn byte_level_encoder_gives_the_ids_of_hugging_faces_library() {
+    const NAMES: [&str; 9] =
+        ["gpt2", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "deepseek-v3", "deepseek-coder"];
+    const TEXTS: usize = 10_000;
+    /// Characters at which the pre-tokenizers decide, and one of each kind of letter, number and symbol.
+    const CHARS: &str =
+        "  \t\n\r\u{a0}\u{85}\u{2028}\u{3000}aZsStTvVdDlLmMrReEé'’\u{301}\u{30a}\u{200d}\u{17f}ǅʰß٣½Ⅷ07日あア。!?_/-.$€🙂\u{378}";
+    let goldens = goldens();
+    let model = &goldens.json["llama-bpe"].file["model"];
+    let vocabulary: BTreeMap<String, usize> = serde_json::from_value(model["vocab"].clone()).expect("the vocabulary is a map");
+    let merges: Vec<(String, String)> = serde_json::from_value(model["merges"].clone()).expect("merges are pairs");
+    let mut data = TokenizerData {
+        tokens: vec![String::new(); vocabulary.len()],
+        merges: merges.iter().map(|(left, right)| format!("{left} {right}")).collect(),
+        ..TokenizerData::default()
+    };
+    vocabulary.into_iter().for_each(|(text, id)| data.tokens[id] = text);
+    let (chars, mut number) = (CHARS.chars().collect::<Vec<_>>(), numbers());
+    let mut text = || -> String {
+        let piece = |number: &mut dyn FnMut(usize) -> usize| match number(4) {
+            0 => goldens.fragments[number(goldens.fragments.len())].clone(),
+            _ => chars[number(chars.len())].to_string(),
+        };
+        (0..number(40)).map(|_| piece(&mut number)).collect()
+    };
+    let texts: Vec<String> = (0..TEXTS).map(|_| text()).collect();
+    for name in NAMES {
+        data.pre = name.to_owned();
+        let library = gguf::byte_level(&data).expect("the tokenizer is supported");
+        let own = byte_level::ByteLevel::of(&library).expect("the tokenizer is byte-level BPE");
+        let library = Encoder::Library(Box::new(library));
+        for text in &texts {
+            let (mut expected, mut ids) = (Vec::new(), Vec::new());
+            library.encode(text, true, &mut expected).expect("every text can be encoded");
+            own.encode(text, &mut ids);
+            assert_eq!(ids, expected, "{name}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn byte_level_tokenizers_need_no_library() {
+    let goldens = goldens();
+    for (name, tokenizer) in goldens.tokenizers() {
+        let is_byte_level = goldens.json.get(name).is_some_and(|golden| golden.pre.is_some());
+        assert_eq!(matches!(tokenizer.encoder, Encoder::ByteLevel { .. }), is_byte_level, "{name}");
+    }
+}
+
+#[test]
+fn remembered_encodings_give_the_same_ids_wherever_a_conversation_is_cut() {
+    let goldens = goldens();
+    let mut number = numbers();
+    for (name, tokenizer) in goldens.tokenizers() {
+        // A small cache, so that texts are removed from it in between.
+        let (encodings, metrics) = encodings(1 << 14);
+        let mut conversation = String::new();
+        for _ in 0..200 {
+            if number(20) == 0 {
+                conversation.clear();
+            }
+            conversation += ["<|im_start|>", "<|im_end|>\n", "<s>", ""][number(4)];
+            conversation.extend((0..number(80)).map(|_| goldens.fragments[number(goldens.fragments.len())].as_str()));
+            let cut = (0..=number(conversation.len() + 1)).rev().find(|cut| conversation.is_char_boundary(*cut));
+            for text in [&conversation, &conversation[..cut.expect("0 is a boundary")]] {
+                let plain = tokenizer.encode(text, Special::Parsed).expect("every text can be encoded");
+                let found = tokenizer.encode_prompt(text, None, &encodings).expect("every text can be encoded");
+                assert_eq!(found, plain, "{name}: {text:?}");
+                let guard = Tokenizer::guard([text].into_iter()).expect("a guard character is free");
+                let marked = tokenizer.mark(text, guard);
+                let plain =
+                    tokenizer.encode_cut(&marked, &tokenizer.special, Some(guard), None).expect("every text can be encoded");
+                let found = tokenizer.encode_prompt(&marked, Some(guard), &encodings).expect("every text can be encoded");
+                assert_eq!(found, plain, "{name}: {text:?}");
+            }
+        }
+        let lines = metrics.render();
+        let counts = lines.lines().filter(|line| line.starts_with("tandem_frontend_encoding_cache_bytes_total{"));
+        let counts: Vec<f64> = counts.filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
+        assert!(counts.len() == 2 && counts.iter().all(|bytes| *bytes > 0.0), "{name}: {lines}");
     }
 }
 
