@@ -375,33 +375,22 @@ async fn invalid_route_stream_is_refused_and_leaves_no_booking() {
 }
 
 #[tokio::test]
-async fn draining_router_keeps_open_streams_and_stopped_router_ends_open_streams() {
-    for patient in [true, false] {
-        let mut decode = FakeWorker::start(Role::Decode, "d").await;
-        let router = TestRouter::start(&[&decode], local()).await;
-        let watch = decode.join().await;
-        router.until_indexed("d", 0).await;
-        let mut route = router.route(prompt("r", &[1])).await;
-        route.placement().await;
-        // If the streams end by themselves, the grace period is longer than the test takes; otherwise it is zero.
-        let grace = if patient { Duration::from_secs(600) } else { Duration::ZERO };
-        let shutdown = router.shutdown.clone();
-        let stopping = tokio::spawn(async move { shutdown.run(grace).await });
-        router.shutdown.draining().await;
-        route.draining().await;
-        if patient {
-            // While the router drains, an attempt of this request can still be retried.
-            route.failed("");
-            route.placement().await;
-            drop(route);
-            soon(router.ended).await.expect("the router task does not panic").expect("the router ends without an error");
-        } else {
-            assert_eq!(route.reply().await.expect_err("the router stops").code(), Code::Unavailable);
-        }
-        watch.abandoned().await;
-        soon(stopping).await.expect("the drain task does not panic");
-        assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "the port is closed");
-    }
+async fn draining_router_without_peers_ends_open_streams_and_exits() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let router = TestRouter::start(&[&decode], local()).await;
+    let watch = decode.join().await;
+    router.until_indexed("d", 0).await;
+    let mut route = router.route(prompt("r", &[1])).await;
+    route.placement().await;
+    let shutdown = router.shutdown.clone();
+    // The grace period is longer than the test takes.
+    let stopping = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
+    route.draining().await;
+    assert_eq!(route.reply().await.expect("the stream has no error"), None);
+    soon(router.ended).await.expect("the router task does not panic").expect("the router ends without an error");
+    watch.abandoned().await;
+    soon(stopping).await.expect("the drain task does not panic");
+    assert!(tokio::net::TcpStream::connect(router.address).await.is_err(), "the port is closed");
 }
 
 #[tokio::test]

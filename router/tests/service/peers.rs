@@ -130,7 +130,28 @@ async fn request_of_a_draining_router_is_rebooked_at_a_peer() {
 }
 
 #[tokio::test]
-async fn starting_router_with_peers_places_no_request_before_it_knows_its_workers() {
+async fn draining_router_with_a_peer_retries_attempts_until_it_stops() {
+    let mut decode = FakeWorker::start(Role::Decode, "d").await;
+    let [one, other] = routers(&[&decode], local()).await;
+    let watches = join_all(&mut decode, 2).await;
+    for router in [&one, &other] {
+        router.until(|view| view.peers == 1 && view.workers.len() == 1).await;
+    }
+    let mut route = one.route(prompt("r", &[1])).await;
+    route.placement().await;
+    let shutdown = one.shutdown.clone();
+    let draining = tokio::spawn(async move { shutdown.run(Duration::from_secs(600)).await });
+    route.draining().await;
+    route.failed("");
+    route.placement().await;
+    one.shutdown.stop();
+    assert_eq!(route.reply().await.expect_err("the router has stopped").code(), Code::Unavailable);
+    soon(draining).await.expect("the drain task does not panic");
+    drop(watches);
+}
+
+#[tokio::test]
+async fn starting_router_places_no_request_before_it_knows_its_workers() {
     let mut decode = FakeWorker::start(Role::Decode, "d").await;
     let mut late = FakeWorker::start(Role::Decode, "late").await;
     for alone in [true, false] {
@@ -142,9 +163,18 @@ async fn starting_router_with_peers_places_no_request_before_it_knows_its_worker
         assert!(view.unavailable_reason.is_some_and(|why| why.contains("1 of 2 workers")));
         assert_eq!(router.metric("tandem_router_index_complete_ratio"), Some(0.5));
         let messages = || vec![tandem_proto::v1::route_request::Message::Prompt(prompt("r", &[1]))];
-        match router.open(messages()).await {
-            Ok(mut route) => assert!(alone && chosen(route.placement().await.decode).is_some()),
-            Err(status) => assert_eq!((alone, status.code()), (false, Code::Unavailable), "{status:?}"),
+        let Err(refused) = router.open(messages()).await else { panic!("a starting router places no request") };
+        assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+        if alone {
+            // No other router could place the request, so this one does not wait for all its workers.
+            let opened = async {
+                loop {
+                    if let Ok(route) = router.open(messages()).await {
+                        return route;
+                    }
+                }
+            };
+            assert!(chosen(soon(opened).await.placement().await.decode).is_some());
         }
         // Requests that are already running are booked although no request can be placed.
         let existing =
