@@ -166,6 +166,8 @@ impl Simulation<'_> {
             samples: 1,
             max_tokens: prompt.max_tokens,
             prompt_logits: false,
+            account: "".into(),
+            max_wait: None,
         };
         let excluded = self.exclude_by_rule(&placement_request);
         let (booking, placement) = self.router.lock().place(&placement_request, &excluded, 1).expect("a worker is eligible");

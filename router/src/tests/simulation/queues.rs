@@ -203,6 +203,8 @@ impl Simulation<'_> {
             samples: 1,
             max_tokens: 0,
             prompt_logits: false,
+            account: "".into(),
+            max_wait: None,
         };
         let (booking, placement) =
             self.router.lock().place(&placement_request, &Excluded::default(), 1).expect("a worker is eligible");
