@@ -13,6 +13,9 @@ SHARED, TENSOR, MMA_SYNC, SPECIAL, SINGLE = 128, 4_096, 0.62, 16, 128
 # The time of an empty kernel in a CUDA graph, and the shares of the ceilings that cuBLASLt and simple kernels reach.
 LAUNCH, GEMM_SHARE, COPY_SHARE, GEMV_SHARE = 2e-6, 0.89, 0.85, 0.85
 
+# What a multiprocessor reads from L2 in a second: 64 bytes a cycle. The fences, the counter and the barriers of a block that shares its tokens.
+L2_BLOCK, ARRIVAL = 64 * CLOCK, 1e-6
+
 # What the host adds to a step: lists, launches, reading the tokens.
 HOST = 80e-6
 
@@ -37,6 +40,8 @@ def rows(step, count, new, context):
     cycles = max(shared, tensor) + (special + single) / 2 + 200
     gemms = {"gemm qkv": (WIDTH, QKV, 2), "gemm attention out": (WIDTH, WIDTH, 8), "gemm gates": (WIDTH, 2 * FFN, 2), "gemm down": (FFN, WIDTH, 8)}
     tokens = count * new
+    # Both are launched once a step.
+    yield step, "rope + embed", tokens * (WIDTH * 6 + DIM * 4) / COPY, 2 * LAUNCH + tokens * (WIDTH * 6 + DIM * 4) / (COPY * COPY_SHARE), "a row of the embedding, and the rotations of a head"
     stream = lambda numbers, bytes_each: (numbers * bytes_each / COPY, LAUNCH + numbers * bytes_each / (COPY * COPY_SHARE))
     yield step, "rms_norm", *stream(tokens * WIDTH, 6), "4 bytes read, 2 written a number"
     for name, (inputs, outputs, written) in gemms.items():
@@ -50,22 +55,22 @@ def rows(step, count, new, context):
         flop = 4 * scores * HEADS * DIM
         tiles = scores * HEADS / 128 / 64
         parallel = PROCESSORS if new > 1_024 else 256 / 2
-        yield step, "attend_prompt", flop / GEMM, tiles * cycles / parallel / CLOCK + LAUNCH, f"{flop / 1e12:.2f} TFLOP, {tiles:.0f} tiles of {cycles:.0f} cycles a multiprocessor"
-        if new <= 1_024:
-            partial = tokens * 8 * HEADS * (DIM + 2) * 4
-            yield step, "combine", partial / COPY, LAUNCH + 2 * partial / COPY, f"{partial / 1e6:.1f} MB, 8 parts of each tile"
+        # Tiles that thread blocks share: the results of eight parts are written, and the last blocks, 32 of them, read them out of L2.
+        partial = tokens * 8 * HEADS * (DIM + 2) * 4 if new <= 1_024 else 0
+        combined = partial / COPY + partial / (32 * L2_BLOCK) + ARRIVAL if partial else 0
+        work = f"{flop / 1e12:.2f} TFLOP, {tiles:.0f} tiles of {cycles:.0f} cycles a multiprocessor" + (f", {partial / 1e6:.1f} MB of 8 parts" if partial else "")
+        yield step, "attend_prompt", flop / GEMM, tiles * cycles / parallel / CLOCK + LAUNCH + combined, work
     else:
         moved = count * context * KV_ROW
-        yield step, "attend_token", moved / COPY, LAUNCH * 1.5 + moved / (COPY * 0.82), f"{moved / 1e6:.1f} MB of KV"
-        yield step, "combine", 0.0, LAUNCH * 1.2, "a few partitions a token"
+        yield step, "attend_token", moved / COPY, LAUNCH * 1.5 + ARRIVAL + moved / (COPY * 0.82), f"{moved / 1e6:.1f} MB of KV; the last block combines"
     yield step, "swiglu", *stream(tokens * FFN, 6), "4 bytes read, 2 written a number"
     if new == 1:
         head = 2 * WIDTH * VOCABULARY + tokens * VOCABULARY * 4
         yield step, "gemm head", head / COPY, head / (COPY * 0.93) + LAUNCH, f"{head / 1e6:.0f} MB"
         row = VOCABULARY * 4
-        # One thread block a row: a pass reads the row from L2 at some 60 GB/s a multiprocessor's share of what 16 warps have in flight.
-        once = row / (16 * 32 * 8 * 4) * 600 / CLOCK
-        yield step, "sample, greedy", tokens * row / COPY, 2 * once + LAUNCH, "2 passes over the row"
+        # One thread block a row: a pass reads the row from L2. Each of 512 threads has 16 numbers in flight, which take 600 cycles.
+        once = max(row / (512 * 16 * 4) * 600 / CLOCK, row / L2_BLOCK)
+        yield step, "sample, greedy", tokens * row / COPY, once + LAUNCH, "1 pass over the row"
         yield step, "sample, top-k and top-p", tokens * row / COPY, 11 * once + 6 * 8e-6 + LAUNCH, "11 passes, 6 of them with histograms"
 
 
@@ -94,7 +99,7 @@ def of_step(count, new, context, mode):
     """Returns the floor and the estimate of a whole step in seconds."""
     floor, estimate = 0.0, 0.0
     for _, kernel, least, likely, _ in rows("", count, new, context):
-        times = {"rms_norm": 2 * LAYERS + 1, "gemm head": 1}.get(kernel, LAYERS)
+        times = {"rope + embed": 1, "rms_norm": 2 * LAYERS + 1, "gemm head": 1}.get(kernel, LAYERS)
         if kernel.startswith("sample"):
             times = 1 if mode and mode in kernel else 0
         floor, estimate = floor + times * least, estimate + times * likely

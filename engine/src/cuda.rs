@@ -55,8 +55,8 @@ pub struct CudaSettings {
     pub block_size: u32,
     /// Directory in which compiled kernels are cached; `None`: they are compiled at every start.
     pub kernels_dir: Option<PathBuf>,
-    /// Whether the algorithms of GEMMs are timed when an engine is created, which takes some seconds. If not, cuBLASLt's own choices are
-    /// used.
+    /// Whether the algorithms of GEMMs are timed and CUDA graphs are recorded when an engine is created, which takes some seconds. If not,
+    /// cuBLASLt's own choices are used, and a graph is recorded when a step needs it for the second time.
     pub tuning: bool,
 }
 
@@ -71,11 +71,16 @@ pub struct CudaLimits {
     pub step_tokens_max: u32,
     /// The most sequences in a step that advance by a single token.
     pub sequences_max: u32,
+    /// Whether the engine's work runs before that of engines of the same process that are not urgent.
+    pub urgent: bool,
 }
 
 /// A model's weights on one or several GPUs, shared by all engines of a process. Clones refer to the same weights.
 #[derive(Clone)]
-pub struct CudaModel(Arc<[Model<Gpu>]>);
+pub struct CudaModel {
+    ranks: Arc<[Model<Gpu>]>,
+    tuning: bool,
+}
 
 /// Checks that `gpus` GPUs from ordinal `device` on can be used, without loading anything.
 ///
@@ -162,7 +167,7 @@ impl CudaModel {
                 Gpu::open(driver, cubin, shape, settings.tuning)
             })
         });
-        Ok(Self(ranks.collect::<Result<_, _>>()?))
+        Ok(Self { ranks: ranks.collect::<Result<_, _>>()?, tuning: settings.tuning })
     }
 
     /// Creates an engine with an empty KV memory.
@@ -171,7 +176,8 @@ impl CudaModel {
     ///
     /// Fails with [`CudaError::Memory`] if the KV memory does not fit, and if the driver or NCCL fails.
     pub fn engine(&self, limits: CudaLimits) -> Result<Box<dyn Engine>, CudaError> {
-        Ok(Box::new(Runner::new(Arc::clone(&self.0), limits)?))
+        let runner = Runner::new(Arc::clone(&self.ranks), limits)?;
+        Ok(Box::new(if self.tuning { runner.with_recorded_graphs()? } else { runner }))
     }
 
     /// Times every kernel and GEMM alone, for `bench/gpu.sh`, and passes each result to `report` at once.
@@ -181,7 +187,7 @@ impl CudaModel {
     /// Fails if the memory for the cases does not fit, and if the driver fails.
     #[doc(hidden)]
     pub fn measure(&self, cases: &[TimingCase], report: &mut dyn FnMut(Timing)) -> Result<(), CudaError> {
-        runner::measure::measure(&self.0, cases, report)
+        runner::measure::measure(&self.ranks, cases, report)
     }
 
     /// Sends `bytes` bytes of the first GPU to itself over NCCL, for `bench/gpu.sh`. On one GPU, nothing else of NCCL can be tested.
@@ -192,6 +198,6 @@ impl CudaModel {
     /// Fails if NCCL is not found or fails, or if the driver fails.
     #[doc(hidden)]
     pub fn nccl_self_test(&self, bytes: usize) -> Result<(Duration, bool), CudaError> {
-        self.0[0].device.nccl_self_test(bytes)
+        self.ranks[0].device.nccl_self_test(bytes)
     }
 }

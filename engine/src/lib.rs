@@ -57,6 +57,11 @@ pub trait Engine: Send + 'static {
         None
     }
 
+    /// Returns how many CUDA graphs the driver has refused since the engine's start. Steps run without them, but more slowly.
+    fn refused_graphs(&self) -> u64 {
+        0
+    }
+
     /// Copies one block's KV to another block.
     ///
     /// # Errors

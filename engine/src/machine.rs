@@ -395,6 +395,7 @@ impl Machine {
             decode_step_ms: self.rates.decode_step_ms(),
             preemptions: self.preemptions,
             invariant_violations: self.invariant_violations,
+            refused_graphs: 0,
         }
     }
 

@@ -31,6 +31,8 @@ pub struct Load {
     pub preemptions: u64,
     /// The number of failed checks of the engine's invariants since the start. Each one shows a bug.
     pub invariant_violations: u32,
+    /// The number of CUDA graphs that the GPU's driver has refused since the start of the engine.
+    pub refused_graphs: u64,
 }
 
 /// The work of one engine step.

@@ -35,8 +35,8 @@ impl From<&Load> for v1::Load {
     }
 }
 
-/// An implausible rate becomes 0, which means that it was not measured. The message does not contain `preemptions` and
-/// `invariant_violations`, so they become 0.
+/// An implausible rate becomes 0, which means that it was not measured. The message does not contain `preemptions`,
+/// `invariant_violations` and `refused_graphs`, so they become 0.
 impl From<&v1::Load> for Load {
     fn from(load: &v1::Load) -> Self {
         Self {
@@ -92,6 +92,7 @@ mod tests {
                 decode_step_ms,
                 preemptions: 0,
                 invariant_violations: 0,
+                refused_graphs: 0,
             };
             prop_assert_eq!(Load::from(&v1::Load::from(&load)), load);
         }

@@ -24,7 +24,7 @@ pub(crate) enum Update {
     /// The snapshot replaces the known content of the worker's cache.
     Snapshot(Snapshot),
     /// The batch's events are applied first, then its load is recorded.
-    Batch { batch: KvBatch, stats: ReportedStats, sent_unix_us: u64 },
+    Batch { batch: Box<KvBatch>, stats: ReportedStats, sent_unix_us: u64 },
 }
 
 /// The fields of a reported load that `tandem_kv::Load` does not have. Counters are `None` if the worker does not report them.
@@ -182,7 +182,7 @@ impl KvSubscription {
             None => self.wait_for(announced, applied, now)?,
         }
         self.awaited = self.awaited.filter(|(awaited, _)| self.applied < Some(*awaited));
-        Ok(Update::Batch { batch, stats, sent_unix_us })
+        Ok(Update::Batch { batch: Box::new(batch), stats, sent_unix_us })
     }
 
     /// Accepts that an announced event has not arrived, as long as the event may be late. After [`LATE_MAX`] it counts as a gap.

@@ -249,7 +249,7 @@ impl Connection<'_> {
                     cluster.lock().metrics.event_lag.record(lag);
                 }
                 if let Some(id) = self.member {
-                    cluster.apply(id, batch, stats).await?;
+                    cluster.apply(id, *batch, stats).await?;
                 }
                 self.backoff.reset();
                 has_events

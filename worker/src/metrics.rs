@@ -31,6 +31,7 @@ pub struct WorkerMetrics {
     mixed_step: Histogram,
     preemptions: Counter,
     invariant_violations: Counter,
+    refused_graphs: Counter,
     unauthenticated: Counter,
     unsigned_addresses: Counter,
     reported: Mutex<Reported>,
@@ -82,6 +83,7 @@ impl WorkerMetrics {
         let unauthenticated = "gRPC calls that were refused because they did not carry the cluster's key.";
         let unsigned = "Addresses to which the worker refused to connect, because they were not signed with the cluster's key.";
         let preempted = "Sequences that were preempted because other sequences needed their KV blocks.";
+        let graphs = "CUDA graphs that the GPU's driver has refused. Decode steps run without them, but more slowly.";
         let violations = "Failed checks of the engine's invariants, which run while it is idle. Each failure shows a bug.";
         Self {
             hits: requests("hit"),
@@ -100,6 +102,7 @@ impl WorkerMetrics {
             unsigned_addresses: counter("tandem_worker_unsigned_addresses_total", unsigned),
             preemptions: counter("tandem_worker_preemptions_total", preempted),
             invariant_violations: counter("tandem_worker_invariant_violations_total", violations),
+            refused_graphs: counter("tandem_worker_refused_graphs_total", graphs),
             reported: Mutex::default(),
             registry: registry.clone(),
             worker_id: worker_id.to_owned(),
@@ -229,6 +232,7 @@ impl WorkerMetrics {
         self.queue_depth.set(load.waiting_requests);
         self.preemptions.absolute(load.preemptions);
         self.invariant_violations.absolute(load.invariant_violations.into());
+        self.refused_graphs.absolute(load.refused_graphs);
     }
 }
 
@@ -305,6 +309,7 @@ mod tests {
                 waiting_requests: 7,
                 preemptions: 4,
                 invariant_violations: 1,
+                refused_graphs: 2,
                 ..Default::default()
             };
             let step = StepStats { prefill_tokens, decode_tokens, duration: Duration::from_millis(3) };
@@ -330,6 +335,7 @@ mod tests {
             r#"tandem_worker_queue_depth{worker="decode-0"} 7"#,
             r#"tandem_worker_preemptions_total{worker="decode-0"} 4"#,
             r#"tandem_worker_invariant_violations_total{worker="decode-0"} 1"#,
+            r#"tandem_worker_refused_graphs_total{worker="decode-0"} 2"#,
             r#"tandem_worker_batch_tokens_count{worker="decode-0"} 4"#,
             r#"tandem_worker_batch_tokens_sum{worker="decode-0"} 37"#,
             r#"tandem_worker_step_duration_seconds_count{worker="decode-0",phase="prefill"} 1"#,

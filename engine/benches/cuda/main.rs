@@ -117,7 +117,13 @@ fn compile(model: &str, architecture: &str, driver: &str, shared: &str) -> Outco
 
 fn engine(model: &CudaModel, capacity_tokens: usize) -> Outcome<Box<dyn Engine>> {
     let capacity_blocks = Some(capacity_tokens.div_ceil(BLOCK) as u32);
-    Ok(model.engine(CudaLimits { capacity_blocks, engines: 2, step_tokens_max: CHUNK as u32, sequences_max: 256 })?)
+    Ok(model.engine(CudaLimits {
+        capacity_blocks,
+        engines: 2,
+        step_tokens_max: CHUNK as u32,
+        sequences_max: 256,
+        urgent: false,
+    })?)
 }
 
 /// Returns the blocks for this many tokens, from block `first` on.

@@ -21,6 +21,8 @@ pub(super) struct Buffers<D: Device> {
     pub rope: Memory<D>,
     pub partial_outputs: Memory<D>,
     pub partial_sums: Memory<D>,
+    /// Kernels expect zeros, and leave zeros.
+    pub arrivals: Memory<D>,
     pub logits: Memory<D>,
     pub scratch: Memory<D>,
     /// Sampled tokens and their logprobs.
@@ -50,6 +52,7 @@ impl<D: Device> Buffers<D> {
             rope: memory(sizes.rope)?,
             partial_outputs: memory(sizes.partial_outputs)?,
             partial_sums: memory(sizes.partial_sums)?,
+            arrivals: Memory::of(device, &vec![0; sizes.arrivals])?,
             logits: of_head(sizes.logits)?,
             scratch: of_head(sizes.scratch)?,
             sampled: of_head(sizes.head_rows_max * ROW_BYTES)?,
@@ -72,6 +75,21 @@ impl<D: Device> Buffers<D> {
             gates: gemm(&layer.gates, normed, (2 * ffn, &self.gates), Epilogue::StoreHalf),
             down: gemm(&layer.down, (ffn, &self.inner), residual, to_residual),
         }
+    }
+
+    /// Returns the four GEMMs of a layer, each with the operands of all layers.
+    pub fn gemms_of_layers(&self, model: &Model<D>, rows: usize) -> Vec<(Gemm, Vec<Operands>)> {
+        let mut all: Vec<(Gemm, Vec<Operands>)> = Vec::new();
+        for layer in &model.layers {
+            let Gemms { qkv, attention_out, gates, down } = self.gemms(model, layer, rows);
+            for (place, (gemm, operands)) in [qkv, attention_out, gates, down].into_iter().enumerate() {
+                match all.get_mut(place) {
+                    Some((_, of_layers)) => of_layers.push(operands),
+                    None => all.push((gemm, vec![operands])),
+                }
+            }
+        }
+        all
     }
 
     /// Returns the GEMM that computes this many rows of logits.

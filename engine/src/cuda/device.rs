@@ -13,12 +13,11 @@ pub(super) enum Kernel {
     Swiglu,
     AttendPrompt,
     AttendToken,
-    Combine,
     Sample,
 }
 
 impl Kernel {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 8] = [
         Self::Embed,
         Self::RmsNorm,
         Self::Rope,
@@ -26,7 +25,6 @@ impl Kernel {
         Self::Swiglu,
         Self::AttendPrompt,
         Self::AttendToken,
-        Self::Combine,
         Self::Sample,
     ];
 
@@ -40,7 +38,6 @@ impl Kernel {
             Self::Swiglu => ("swiglu", 256),
             Self::AttendPrompt => ("attend_prompt", 128),
             Self::AttendToken => ("attend_token", 128),
-            Self::Combine => ("combine", 128),
             Self::Sample => ("sample", 512),
         }
     }
@@ -94,6 +91,17 @@ pub(super) struct Operands {
     pub outputs: u64,
 }
 
+/// What a stream is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// The steps of an engine.
+    Steps,
+    /// Steps whose thread blocks run before those that wait on streams of other purposes.
+    UrgentSteps,
+    /// Copies. A thread that waits for the stream sleeps, so that it takes no core from the engine's thread.
+    Copies,
+}
+
 /// A CUDA stream and its device. Work is executed in the order of the calls. Most calls only enqueue work; `download` and `wait` return
 /// when all enqueued work is done. Every method that returns a `Result` fails if the driver, or a library that the method calls, fails.
 pub(super) trait Device: Send + Sync + Sized + 'static {
@@ -114,11 +122,7 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
     type Graph: Send + 'static;
 
     /// Creates another stream on the same device. Both streams use the same memory.
-    fn new_stream(&self) -> Result<Self, CudaError>;
-
-    /// Creates another stream as `new_stream` does, for copies. A thread that waits for it sleeps, so that it takes no core from the engine's
-    /// thread.
-    fn new_copy_stream(&self) -> Result<Self, CudaError>;
+    fn new_stream(&self, purpose: Purpose) -> Result<Self, CudaError>;
 
     /// Returns the number of streaming multiprocessors.
     fn multiprocessors(&self) -> usize;
@@ -151,8 +155,9 @@ pub(super) trait Device: Send + Sync + Sized + 'static {
 
     fn gemm(&self, gemm: (Gemm, Operands)) -> Result<(), CudaError>;
 
-    /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Does not access the output matrices.
-    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError>;
+    /// Plans these GEMMs in advance and times their algorithms, until `limit` is reached. Each GEMM has the operands of one or several layers,
+    /// which are used in turn, so that weights are read from memory as in a step. Does not access the output matrices.
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], limit: Duration) -> Result<(), CudaError>;
 
     /// Records the launches, GEMMs and device-to-device copies of `work` without executing them. `work` must contain nothing else, and must
     /// have been executed once before. If recording fails, the device can still be used.

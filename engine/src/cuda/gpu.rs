@@ -11,7 +11,7 @@ mod tuning;
 
 use super::{
     CudaError,
-    device::{CommunicatorId, Device, Gemm, Imported, IpcHandle, Launch, Memory, Operands},
+    device::{CommunicatorId, Device, Gemm, Imported, IpcHandle, Launch, Memory, Operands, Purpose},
     shape::Shape,
 };
 use context::Context;
@@ -92,18 +92,22 @@ impl Gpu {
     /// Opens a GPU, loads the kernels in `cubin`, and creates a first stream.
     /// `tuning` is whether GEMM algorithms are timed.
     pub fn open(driver: &Driver, cubin: &[u8], shape: &Shape, tuning: bool) -> Result<Self, CudaError> {
-        Self::of(Arc::new(Context::open(driver, cubin, shape, tuning)?), false)
+        Self::of(Arc::new(Context::open(driver, cubin, shape, tuning)?), Purpose::Steps)
     }
 
-    /// Creates a stream. `sleeps` is whether threads sleep while they wait for it.
-    fn of(context: Arc<Context>, sleeps: bool) -> Result<Self, CudaError> {
+    fn of(context: Arc<Context>, purpose: Purpose) -> Result<Self, CudaError> {
         context.enter()?;
         let locked = driver_lock();
-        let stream = result::stream::create(StreamKind::NonBlocking).map_err(failed("creating a stream"))?;
+        let created = match purpose {
+            Purpose::UrgentSteps => result::stream::get_priority_range()
+                .and_then(|(_, greatest)| result::stream::create_with_priority(StreamKind::NonBlocking, greatest)),
+            Purpose::Steps | Purpose::Copies => result::stream::create(StreamKind::NonBlocking),
+        };
+        let stream = created.map_err(failed("creating a stream"))?;
         // The lock is released here, because dropping `own` takes it.
         drop(locked);
         let mut own = Self { gemms: Mutex::default(), staging: Mutex::default(), stream, sleeper: null_mut(), context };
-        if sleeps {
+        if purpose == Purpose::Copies {
             let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32 | sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
             let locked = driver_lock();
             // SAFETY: the driver writes one handle, which is destroyed once, in `drop`.
@@ -231,17 +235,11 @@ impl Device for Gpu {
 
     type Graph = Graph;
 
-    fn new_stream(&self) -> Result<Self, CudaError> {
+    fn new_stream(&self, purpose: Purpose) -> Result<Self, CudaError> {
         // Work in flight on this stream, such as copies of weights, must end before the new stream reads the memory that it writes.
         self.context.enter()?;
         self.idle()?;
-        Self::of(Arc::clone(&self.context), false)
-    }
-
-    fn new_copy_stream(&self) -> Result<Self, CudaError> {
-        self.context.enter()?;
-        self.idle()?;
-        Self::of(Arc::clone(&self.context), true)
+        Self::of(Arc::clone(&self.context), purpose)
     }
 
     fn multiprocessors(&self) -> usize {
@@ -357,7 +355,7 @@ impl Device for Gpu {
         self.with_gemms(|gemms| gemms.run(gemm, operands, self.stream))
     }
 
-    fn prepare(&self, gemms: &[(Gemm, Operands)], limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], limit: Duration) -> Result<(), CudaError> {
         let began = Instant::now();
         self.with_gemms(|prepared| {
             for (i, (gemm, operands)) in gemms.iter().enumerate() {
@@ -369,7 +367,7 @@ impl Device for Gpu {
                     );
                     break;
                 }
-                prepared.prepare(*gemm, *operands, self.stream)?;
+                prepared.prepare(*gemm, operands, self.stream)?;
             }
             Ok(())
         })

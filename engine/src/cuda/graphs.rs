@@ -36,8 +36,10 @@ pub(super) struct Graphs<D: Device> {
     entries: HashMap<Bucket, Entry<D>>,
     /// The number of steps so far. `Entry::used` counts in these steps.
     steps: u64,
+    /// The number of captures that have failed.
+    refused: u64,
     /// The number of captures that have failed since the last successful one.
-    refused: u32,
+    refused_in_a_row: u32,
     /// Before this step nothing is captured. Buckets that have no graph yet are launched kernel by kernel.
     capture_from: u64,
 }
@@ -53,19 +55,40 @@ struct Entry<D: Device> {
 impl<D: Device> Graphs<D> {
     /// Creates an empty cache for an engine whose buffers hold this many rows and partitions.
     pub fn new(rows_max: usize, partitions_max: usize) -> Self {
-        Self { rows_max, partitions_max, addresses: [0; 2], entries: HashMap::new(), steps: 0, refused: 0, capture_from: 0 }
+        let (addresses, entries) = ([0; 2], HashMap::new());
+        Self { rows_max, partitions_max, addresses, entries, steps: 0, refused: 0, refused_in_a_row: 0, capture_from: 0 }
+    }
+
+    /// Returns the number of captures that have failed.
+    pub fn refused(&self) -> u64 {
+        self.refused
+    }
+
+    fn bucket_of(&self, rows: usize, partitions: usize, top_max: usize, samples: bool) -> Bucket {
+        let partitions = partitions.next_power_of_two().min(self.partitions_max);
+        Bucket { rows: padded_rows(rows).min(self.rows_max), partitions, top_max, samples }
+    }
+
+    /// Returns the buckets of all decode steps without logprobs and masks. A step with this many rows has as many partitions, and
+    /// `most_partitions` of them at most.
+    pub fn buckets(&self, most_partitions: impl Fn(usize) -> usize) -> Vec<Bucket> {
+        let mut buckets = Vec::new();
+        for rows in 1..=self.rows_max {
+            for partitions in rows..=most_partitions(rows) {
+                let bucket = self.bucket_of(rows, partitions, 0, true);
+                if !buckets.contains(&bucket) {
+                    buckets.push(bucket);
+                }
+            }
+        }
+        buckets
     }
 
     /// Returns the bucket of a decode step; `None` for other steps. A step is a decode step if a token is sampled from each of its rows,
     /// because then every chunk is a single token.
     pub fn bucket(&self, batch: &Batch, top_max: usize, samples: bool) -> Option<Bucket> {
         let rows = batch.rows();
-        let bucket = || Bucket {
-            rows: padded_rows(rows).min(self.rows_max),
-            partitions: batch.partitions.len().next_power_of_two().min(self.partitions_max),
-            top_max,
-            samples,
-        };
+        let bucket = || self.bucket_of(rows, batch.partitions.len(), top_max, samples);
         (batch.sampled_rows.len() == rows && rows <= self.rows_max).then(bucket)
     }
 
@@ -101,14 +124,15 @@ impl<D: Device> Graphs<D> {
         match device.capture(&work).and_then(|graph| device.replay(&graph).map(|()| graph)) {
             Ok(graph) => {
                 entry.graph = Some(graph);
-                self.refused = 0;
+                self.refused_in_a_row = 0;
                 Ok(())
             }
             // If the capture failed because the device is lost, `work` fails as well and returns that error.
             Err(error) => {
-                let pause = PAUSE_MIN << self.refused.min(PAUSE_DOUBLINGS);
+                let pause = PAUSE_MIN << self.refused_in_a_row.min(PAUSE_DOUBLINGS);
                 tracing::warn!(%error, steps = pause, "cannot capture a CUDA graph; such decode steps are launched kernel by kernel, which is slower for small batches, and the next capture is tried after this many steps");
                 self.refused += 1;
+                self.refused_in_a_row += 1;
                 self.capture_from = used + pause;
                 work()
             }

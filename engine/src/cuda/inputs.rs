@@ -26,7 +26,6 @@ pub(super) struct Lists {
     pub tables: u64,
     pub tiles: u64,
     pub partitions: u64,
-    pub combined: u64,
     pub logit_rows: u64,
     pub sampled_rows: u64,
     pub sample_settings: u64,
@@ -49,7 +48,6 @@ impl<D: Device> Inputs<D> {
             slots: self.numbers(&batch.slots),
             tiles: self.numbers(batch.tiles.as_flattened()),
             partitions: self.numbers(batch.partitions.as_flattened()),
-            combined: self.numbers(batch.combined.as_flattened()),
             logit_rows: self.numbers(&batch.logit_rows),
             sampled_rows: self.numbers(&batch.sampled_rows),
             tables: self.numbers(&batch.tables),
@@ -65,9 +63,8 @@ impl<D: Device> Inputs<D> {
             self.memory = Memory::new(device, self.bytes.len().next_power_of_two())?;
         }
         device.upload(self.memory.address(), &self.bytes)?;
-        let Lists { tokens, positions, slots, tables, tiles, partitions, combined, logit_rows, sampled_rows, sample_settings } =
-            &mut lists;
-        for place in [tokens, positions, slots, tables, tiles, partitions, combined, logit_rows, sampled_rows, sample_settings] {
+        let Lists { tokens, positions, slots, tables, tiles, partitions, logit_rows, sampled_rows, sample_settings } = &mut lists;
+        for place in [tokens, positions, slots, tables, tiles, partitions, logit_rows, sampled_rows, sample_settings] {
             *place += self.memory.address();
         }
         Ok(lists)

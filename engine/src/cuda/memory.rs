@@ -33,6 +33,8 @@ pub(super) struct Sizes {
     pub partial_outputs: usize,
     /// Softmax maximum and sum per partition and head, 32-bit.
     pub partial_sums: usize,
+    /// Counters of the thread blocks that share a row's attention: one per row and block of heads, 32-bit.
+    pub arrivals: usize,
     /// Logits: rows × vocabulary, 32-bit; on the first rank only.
     pub logits: usize,
     /// A modifiable copy of the logits for sampling.
@@ -73,6 +75,7 @@ impl Sizes {
             rope: rows * shape.head_dim * 4,
             partial_outputs: partial * shape.query_dim() * 4,
             partial_sums: partial * shape.heads * 8,
+            arrivals: rows * shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS) * 4,
             logits: head_rows_max * shape.vocab_size * 4,
             scratch: head_rows_max * shape.vocab_size * 4,
             head_rows_max,
@@ -95,7 +98,7 @@ impl Sizes {
     /// Returns the total bytes of all buffers except the KV memory.
     pub fn step_bytes(&self) -> usize {
         let rows = self.residual + self.normed + self.qkv + self.attended + self.gates + self.inner + self.rope;
-        rows + self.partial_outputs + self.partial_sums + self.logits + self.scratch
+        rows + self.partial_outputs + self.partial_sums + self.arrivals + self.logits + self.scratch
     }
 }
 
@@ -118,7 +121,8 @@ mod tests {
         pairs: Pairs::Halves,
         small_shared_memory: false,
     };
-    const LIMITS: CudaLimits = CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256 };
+    const LIMITS: CudaLimits =
+        CudaLimits { capacity_blocks: None, engines: 1, step_tokens_max: 8_448, sequences_max: 256, urgent: false };
     const H200_FREE: usize = 123 << 30;
     const H200: DeviceBudget = DeviceBudget { multiprocessors: 132, free_bytes: H200_FREE, communicator_bytes: 0 };
 

@@ -29,17 +29,14 @@ pub(super) struct Batch {
     pub tables: Vec<u32>,
     /// The work of `attend_prompt`'s thread blocks: tiles of prompts, or parts of them. An entry has the tile's first row, its number of
     /// tokens, the position of its first token, its offset in `tables`, the first position that it reads, the position after the last one,
-    /// its partition (after those of one-token chunks), and the number of parts of its tile, 0 for a whole tile. Entries that read the most
-    /// KV come first.
+    /// the tile's first partition (after those of one-token chunks), and the number of positions of each part, 0 for a whole tile. Entries
+    /// that read the most KV come first.
     pub tiles: Vec<[u32; 8]>,
-    /// Partitions of the KV that the tokens of one-token chunks read, each with its row, its first position, the position after its last
-    /// one, and its offset in `tables`.
-    pub partitions: Vec<[u32; 4]>,
+    /// Partitions of the KV that the tokens of one-token chunks read. An entry has the token's row, its first position, the position after
+    /// its last one, its offset in `tables`, the token's first partition, its number of partitions, and two unused numbers.
+    pub partitions: Vec<[u32; 8]>,
     /// The number of one-token chunks.
     pub single_tokens: usize,
-    /// The tokens for which the results of several partitions are combined: those of one-token chunks, then those of tiles that several
-    /// thread blocks share. Each entry has the token's row, its first partition, its number of partitions, and an unused number.
-    pub combined: Vec<[u32; 4]>,
     /// The rows whose logits are returned.
     pub logit_rows: Vec<u32>,
     /// The rows for which a token is sampled on the device.
@@ -65,11 +62,11 @@ impl Batch {
             let end = (chunk.start + len) as usize;
             batch.tables.extend(chunk.blocks[..end.div_ceil(shape.block_size)].iter().map(|block| block.0));
             if len == 1 {
-                let first = batch.partitions.len() as u32;
-                let starts = (0..end).step_by(partition_positions);
-                let ends = starts.clone().map(|start| (start + partition_positions).min(end) as u32);
-                batch.partitions.extend(starts.zip(ends).map(|(start, end)| [first_row, start as u32, end, table]));
-                batch.combined.push([first_row, first, batch.partitions.len() as u32 - first, 0]);
+                let (first, parts) = (batch.partitions.len() as u32, end.div_ceil(partition_positions) as u32);
+                batch.partitions.extend((0..end).step_by(partition_positions).map(|begin| {
+                    let end = (begin + partition_positions).min(end) as u32;
+                    [first_row, begin as u32, end, table, first, parts, 0, 0]
+                }));
                 batch.single_tokens += 1;
             } else {
                 for done in (0..len).step_by(tile_tokens) {
@@ -110,9 +107,8 @@ impl Batch {
             for part in 0..parts {
                 let begin = part * each as u32;
                 let end = (end as u32).min(begin + each as u32);
-                self.tiles.push([row, tokens, position, table, begin, end, partition + part, parts]);
+                self.tiles.push([row, tokens, position, table, begin, end, partition, each as u32]);
             }
-            self.combined.extend((0..tokens).map(|token| [row + token, partition + token * parts, parts, 0]));
             partition += tokens * parts;
         }
         self.tiles.sort_by_key(|tile| (std::cmp::Reverse(tile[5] - tile[4]), tile[0], tile[4]));
@@ -123,17 +119,16 @@ impl Batch {
     }
 
     /// Pads a batch of one-token chunks to these numbers of rows and partitions. Added partitions are empty. Added rows attend to nothing
-    /// and store no KV, but a token is sampled for them.
+    /// and store no KV, but a token is sampled for them. Their numbers are undefined, and no other row depends on them.
     pub fn pad(&mut self, rows: usize, partitions: usize) {
         assert!(rows >= self.rows() && partitions >= self.partitions.len(), "a batch does not shrink");
         for row in self.rows() as u32..rows as u32 {
             self.tokens.push(0);
             self.positions.push(0);
             self.slots.push(NO_SLOT);
-            self.combined.push([row, 0, 0, 0]);
             self.sampled_rows.push(row);
         }
-        self.partitions.resize(partitions, [0; 4]);
+        self.partitions.resize(partitions, [0; 8]);
     }
 
     /// Returns the offset of the list after `tables`, in units of 16 bytes from the start of `tables`.
@@ -235,8 +230,8 @@ mod tests {
         assert_eq!(batch.logit_rows, [70, 71, 72, 73, 373]);
         assert_eq!(batch.slots[..3], [398 * 16 + 14, 398 * 16 + 15, 397 * 16]);
         let mut attended = vec![0; batch.rows()];
-        for [row, tokens, position, table, begin, end, _, parts] in &batch.tiles {
-            assert_eq!((*begin, *end, *parts), (0, position + tokens, 0), "the tiles are too short to be shared");
+        for [row, tokens, position, table, begin, end, _, each] in &batch.tiles {
+            assert_eq!((*begin, *end, *each), (0, position + tokens, 0), "the tiles are too short to be shared");
             assert!((1..=21).contains(tokens), "a tile has 128 rows of 6 heads at most");
             for token in 0..*tokens {
                 attended[(row + token) as usize] += 1;
@@ -245,12 +240,11 @@ mod tests {
                 assert_eq!(batch.slots[(row + token) as usize] / 16, block);
             }
         }
-        for [row, first, parts, _] in &batch.combined {
+        for [row, _, _, _, first, parts, ..] in batch.partitions.iter().filter(|part| part[1] == 0) {
             attended[*row as usize] += 1;
-            let parts = &batch.partitions[*first as usize..(first + parts) as usize];
             let mut next = 0;
-            for part in parts {
-                assert_eq!((part[0], part[1]), (*row, next), "partitions are contiguous");
+            for part in &batch.partitions[*first as usize..(first + parts) as usize] {
+                assert_eq!((part[0], part[1], part[4], part[5]), (*row, next, *first, *parts), "partitions are contiguous");
                 assert!(part[2] > part[1]);
                 next = part[2];
             }
@@ -275,26 +269,26 @@ mod tests {
             let batch = batch_of(chunks, 132);
             assert_eq!(batch.single_tokens, chunks.iter().filter(|(len, _)| *len == 1).count());
             let shared: Vec<_> = batch.tiles.iter().filter(|tile| tile[7] > 0).collect();
-            let partitions = shared.iter().filter(|tile| tile[4] == 0).map(|tile| tile[1] * tile[7]).sum::<u32>() as usize;
+            // As the kernel computes them.
+            let parts_of = |tile: &[u32; 8]| (tile[2] + tile[1]).div_ceil(tile[7]);
+            let partitions = shared.iter().filter(|tile| tile[4] == 0).map(|tile| tile[1] * parts_of(tile)).sum::<u32>() as usize;
             assert!(partitions <= prompt_partitions_max(&SHAPE, 132));
             assert!(batch.tiles.len() <= prompt_parts(&SHAPE, 132).max(chunks.iter().map(|(len, _)| len.div_ceil(21)).sum()));
             // The number of results that each partition gets, and the positions that each token attends to.
             let mut written = vec![0; batch.partitions.len() + partitions];
             let mut attended = vec![0; batch.rows()];
-            for [row, tokens, position, _, begin, end, first, parts] in &batch.tiles {
+            for tile @ [row, tokens, position, _, begin, end, first, each] in &batch.tiles {
                 assert!(begin % 64 == 0 && begin < end && *end <= position + tokens);
                 for token in 0..*tokens {
                     attended[(row + token) as usize] += end - begin;
-                    if *parts > 0 {
-                        written[(first + token * parts) as usize] += 1;
+                    if *each > 0 {
+                        written[(first + token * parts_of(tile) + begin / each) as usize] += 1;
                     }
                 }
             }
-            for [row, first, parts, _] in &batch.combined[batch.single_tokens..] {
-                assert!(written[*first as usize..(first + parts) as usize].iter().all(|times| *times == 1));
-                assert!(batch.tiles.iter().any(|tile| tile[7] == *parts && (tile[0]..tile[0] + tile[1]).contains(row)));
-            }
-            assert_eq!(written.iter().sum::<u32>() as usize, partitions, "no partition is written twice");
+            let own = batch.partitions.len();
+            assert!(written[..own].iter().all(|times| *times == 0), "partitions of one-token chunks are not used");
+            assert!(written[own..].iter().all(|times| *times == 1), "each partition is written once");
             for tile in &batch.tiles {
                 assert_eq!(attended[tile[0] as usize], tile[2] + tile[1], "the parts of a tile cover its positions once");
             }
@@ -327,12 +321,9 @@ mod tests {
         let mut batch = Batch::new(&chunks, &SHAPE, 4);
         let (plain, tables) = (Batch::new(&chunks, &SHAPE, 4), batch.tables.clone());
         batch.pad(4, 8);
-        assert_eq!((batch.rows(), batch.partitions.len(), batch.combined.len()), (4, 8, 4));
-        assert_eq!(
-            (&batch.slots[..3], &batch.partitions[..5], &batch.combined[..3]),
-            (&plain.slots[..], &plain.partitions[..], &plain.combined[..])
-        );
-        assert_eq!((batch.slots[3], batch.combined[3], batch.partitions[5]), (NO_SLOT, [3, 0, 0, 0], [0; 4]));
+        assert_eq!((batch.rows(), batch.partitions.len()), (4, 8));
+        assert_eq!((&batch.slots[..3], &batch.partitions[..5]), (&plain.slots[..], &plain.partitions[..]));
+        assert_eq!((batch.slots[3], batch.partitions[5]), (NO_SLOT, [0; 8]));
         assert_eq!(batch.tables, tables);
     }
 

@@ -1,22 +1,24 @@
 //! Runs an engine on one device, or on several devices, each of which computes one rank of the model.
 
 pub(super) mod measure;
+mod step;
 
 use super::{
     CudaError, CudaLimits,
-    buffers::{Buffers, Gemms},
-    device::{Device, Kernel, Launch, Memory, f32_argument},
-    graphs::Graphs,
-    inputs::{self, Inputs, Lists},
+    buffers::Buffers,
+    device::{Device, Memory, Purpose},
+    graphs::{Bucket, Graphs},
+    inputs::{self, Inputs},
     memory::{DeviceBudget, Sizes},
-    model::{Layer, Model},
-    plan::{Batch, padded_rows, prompt_steps},
+    model::Model,
+    plan::{Batch, padded_rows, partitions_max, prompt_steps},
     pool::{KvShard, Pool},
     sampling::{LOGPROB_BYTES, SampleInputs},
     shape::Shape,
 };
-use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, SampledToken, StepOutput};
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampleRequest, StepOutput};
 use std::{sync::Arc, time::Duration};
+use step::Step;
 use tandem_kv::{BlockId, KvMemory};
 
 /// Number of layers that are enqueued on several ranks before the host waits for them. While about a thousand launches are pending, the
@@ -56,7 +58,8 @@ impl<D: Device> Runner<D> {
         let communicator_bytes = if models.len() > 1 { D::COMMUNICATOR_BYTES } else { 0 };
         let budget = DeviceBudget { multiprocessors: models[0].device.multiprocessors(), free_bytes, communicator_bytes };
         let sizes = Sizes::new(&models[0].shape, &limits, budget)?;
-        let ranks = models.iter().map(|model| Rank::new(model, &sizes)).collect::<Result<Vec<_>, _>>()?;
+        let purpose = if limits.urgent { Purpose::UrgentSteps } else { Purpose::Steps };
+        let ranks = models.iter().map(|model| Rank::new(model, &sizes, purpose)).collect::<Result<Vec<_>, _>>()?;
         let devices: Vec<Arc<D>> = ranks.iter().map(|rank| Arc::clone(&rank.device)).collect();
         let communicators = (devices.len() > 1).then(|| D::connect_ranks(&devices)).transpose()?;
         if let Some(communicators) = &communicators {
@@ -71,6 +74,19 @@ impl<D: Device> Runner<D> {
         ranks.iter().zip(&*models).try_for_each(|(rank, model)| rank.prepare(model, rows_max, prompt_rows))?;
         let graphs = (devices.len() == 1).then(|| Graphs::new(rows_max, sizes.partitions_max));
         Ok(Self { communicators, graphs, ranks, limits, sizes, models })
+    }
+
+    /// Records the graphs of all decode steps without logprobs and masks, so that no request waits for that. The steps for it consist of padding,
+    /// so they change no KV.
+    pub fn with_recorded_graphs(mut self) -> Result<Self, CudaError> {
+        let (shape, multiprocessors) = (*self.shape(), self.ranks[0].device.multiprocessors());
+        let most_partitions = |rows| partitions_max(rows, &shape, multiprocessors);
+        let buckets = self.graphs.as_ref().map(|graphs| graphs.buckets(most_partitions)).unwrap_or_default();
+        // A bucket's first step is launched directly, and its second step is recorded.
+        for bucket in buckets.iter().flat_map(|bucket| [bucket; 2]) {
+            self.execute(Batch::default(), SampleInputs::default(), &[], Some(*bucket))?;
+        }
+        Ok(self)
     }
 
     /// Returns the engine without CUDA graphs, so that it launches every step kernel by kernel.
@@ -105,7 +121,7 @@ impl<D: Device> Runner<D> {
         for chunk in chunks {
             info.check_chunk(chunk)?;
         }
-        let mut batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
+        let batch = Batch::new(chunks, self.shape(), self.ranks[0].device.multiprocessors());
         let (tokens_max, sequences_max) = (self.limits.step_tokens_max as usize, self.limits.sequences_max as usize);
         if batch.rows() > tokens_max || batch.single_tokens > sequences_max {
             let (tokens, sequences) = (batch.rows(), batch.single_tokens);
@@ -119,9 +135,20 @@ impl<D: Device> Runner<D> {
             _ => None,
         });
         let requests: Vec<SampleRequest<'_>> = requests.collect();
-        let mut sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
+        let sampling = SampleInputs::new(&requests, batch.offset_after_tables(), self.shape().vocab_size);
         let bucket =
             self.graphs.as_ref().and_then(|graphs| graphs.bucket(&batch, sampling.top_max(), sampling.constrained.is_empty()));
+        self.execute(batch, sampling, &requests, bucket)
+    }
+
+    /// Executes a step, which is padded to the size of `bucket` if it has one.
+    fn execute(
+        &mut self,
+        mut batch: Batch,
+        mut sampling: SampleInputs,
+        requests: &[SampleRequest<'_>],
+        bucket: Option<Bucket>,
+    ) -> Result<StepOutput, CudaError> {
         if let Some(bucket) = bucket {
             batch.pad(bucket.rows, bucket.partitions);
             sampling.pad(bucket.rows);
@@ -140,7 +167,7 @@ impl<D: Device> Runner<D> {
         let steps: Vec<Step<'_, D>> = lists.into_iter().zip(self.ranks.iter().zip(&*self.models)).map(step).collect();
         let upload_masks = || match sampling.constrained.is_empty() {
             true => Ok(()),
-            false => steps[0].upload_masks(&sampling, &requests),
+            false => steps[0].upload_masks(&sampling, requests),
         };
         // After the layers, every rank has the residual stream. Only the first rank has the output head.
         let (first, layers) = (&steps[0], || layers(&steps, self.communicators.as_ref()));
@@ -207,31 +234,26 @@ fn layers<'a, D: Device>(steps: &[Step<'a, D>], communicators: Option<&D::Commun
 }
 
 impl<D: Device> Rank<D> {
-    fn new(model: &Model<D>, sizes: &Sizes) -> Result<Self, CudaError> {
-        let device = Arc::new(model.device.new_stream()?);
+    fn new(model: &Model<D>, sizes: &Sizes, purpose: Purpose) -> Result<Self, CudaError> {
+        let device = Arc::new(model.device.new_stream(purpose)?);
         let buffers = Buffers::new(&device, sizes, model.shard.rank == 0)?;
         let inputs = Inputs::new(&device, inputs::BYTES)?;
         let kv = Arc::new(Memory::new(&device, sizes.capacity_blocks as usize * model.shape.block_bytes())?);
         Ok(Self { device, buffers, inputs, kv })
     }
 
-    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps. The first
-    /// layer suffices, because all layers have the same shapes.
+    /// Plans the GEMMs of decode steps for every number of rows that such steps are padded to, and those of full prompt steps.
     fn prepare(&self, model: &Model<D>, rows_max: usize, prompt_rows: usize) -> Result<(), CudaError> {
-        let Some(layer) = model.layers.first() else { return Ok(()) };
-        let buffers = &self.buffers;
         let mut all_rows: Vec<usize> = (1..=rows_max).map(|rows| padded_rows(rows).min(rows_max)).collect();
         all_rows.dedup();
-        let gemms = all_rows.into_iter().flat_map(|rows| {
-            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
-            let head = (model.shard.rank == 0).then(|| buffers.head_gemm(model, rows));
-            [qkv, attention_out, gates, down].into_iter().chain(head)
+        let of_layers = |rows| self.buffers.gemms_of_layers(model, rows);
+        let decode = all_rows.into_iter().flat_map(|rows| {
+            let (head, operands) = self.buffers.head_gemm(model, rows);
+            let head = (model.shard.rank == 0).then(|| (head, vec![operands]));
+            of_layers(rows).into_iter().chain(head)
         });
-        let prompts = prompt_steps(prompt_rows).flat_map(|rows| {
-            let Gemms { qkv, attention_out, gates, down } = buffers.gemms(model, layer, rows);
-            [qkv, attention_out, gates, down]
-        });
-        self.device.prepare(&gemms.chain(prompts).collect::<Vec<_>>(), PREPARE_MAX)
+        let prompts = prompt_steps(prompt_rows).flat_map(of_layers);
+        self.device.prepare(&decode.chain(prompts).collect::<Vec<_>>(), PREPARE_MAX)
     }
 
     /// Returns the address of this rank's shard of a block.
@@ -259,6 +281,10 @@ impl<D: Device> Engine for Runner<D> {
             self.communicators = None;
         }
         output
+    }
+
+    fn refused_graphs(&self) -> u64 {
+        self.graphs.as_ref().map_or(0, Graphs::refused)
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
@@ -289,7 +315,8 @@ impl<D: Device> Engine for Runner<D> {
     }
 
     fn kv_memory(&self) -> Option<Arc<dyn KvMemory>> {
-        let shard = |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_copy_stream()?), kv: Arc::clone(&rank.kv) });
+        let shard =
+            |rank: &Rank<D>| Ok(KvShard { device: Arc::new(rank.device.new_stream(Purpose::Copies)?), kv: Arc::clone(&rank.kv) });
         let shards: Result<_, CudaError> = self.ranks.iter().map(shard).collect();
         let shards = shards
             .inspect_err(|error| tracing::warn!(%error, "device-to-device KV transfer unavailable, staging through host memory"))
@@ -303,186 +330,5 @@ impl<D: Device> Engine for Runner<D> {
             rank.device.copy(rank.block(shape, from), rank.block(shape, to), shape.block_bytes())?;
         }
         Ok(())
-    }
-}
-
-/// One rank's share of the current step.
-struct Step<'a, D: Device> {
-    model: &'a Model<D>,
-    device: &'a D,
-    buffers: &'a Buffers<D>,
-    kv: u64,
-    batch: &'a Batch,
-    lists: Lists,
-}
-
-impl<D: Device> Step<'_, D> {
-    fn embed(&self) -> Result<(), CudaError> {
-        let (rows, buffers) = (self.batch.rows(), self.buffers);
-        let rope =
-            [self.lists.positions, self.model.frequencies.address(), buffers.rope.address(), self.model.magnitude.to_bits()];
-        self.launch(Kernel::Rope, [rows, 1, 1], rope)?;
-        let width = self.model.shape.width as u64;
-        let embed = [self.lists.tokens, self.model.embedding.address(), buffers.residual.address(), width];
-        self.launch(Kernel::Embed, [rows, 1, 1], embed)
-    }
-
-    /// Computes a layer's queries, keys and values, and stores keys and values in the KV memory.
-    fn keys(&self, index: usize) -> Result<(), CudaError> {
-        let layer = &self.model.layers[index];
-        self.norm(self.batch.rows(), 0, &layer.attention_norm)?;
-        self.device.gemm(self.gemms(layer).qkv)?;
-        self.store_kv(index, layer)
-    }
-
-    fn attention(&self, index: usize) -> Result<(), CudaError> {
-        self.attend(index)?;
-        self.device.gemm(self.gemms(&self.model.layers[index]).attention_out)
-    }
-
-    fn gemms(&self, layer: &Layer<D>) -> Gemms {
-        self.buffers.gemms(self.model, layer, self.batch.rows())
-    }
-
-    fn feed_forward(&self, index: usize) -> Result<(), CudaError> {
-        let layer = &self.model.layers[index];
-        self.norm(self.batch.rows(), 0, &layer.ffn_norm)?;
-        let Gemms { gates, down, .. } = self.gemms(layer);
-        self.device.gemm(gates)?;
-        self.swiglu()?;
-        self.device.gemm(down)
-    }
-
-    fn swiglu(&self) -> Result<(), CudaError> {
-        let (ffn, rows, buffers) = (self.model.shape.ffn, self.batch.rows(), self.buffers);
-        // A thread of the kernel computes eight numbers.
-        let blocks = (ffn / 8).div_ceil(Kernel::Swiglu.threads() as usize);
-        self.launch(Kernel::Swiglu, [rows, blocks, 1], [buffers.gates.address(), buffers.inner.address(), ffn as u64])
-    }
-
-    /// Returns the logits of `logit_rows`, computed `each` rows at a time.
-    fn logits(&self, each: usize) -> Result<Vec<f32>, CudaError> {
-        let (shape, wanted) = (&self.model.shape, self.batch.logit_rows.len());
-        let mut logits = vec![0.0; wanted * shape.vocab_size];
-        for (i, into) in logits.chunks_mut(each * shape.vocab_size).enumerate() {
-            let rows = into.len() / shape.vocab_size;
-            self.head(rows, self.lists.logit_rows + (i * each * 4) as u64)?;
-            let mut bytes = vec![0; size_of_val(into)];
-            self.device.download(self.buffers.logits.address(), &mut bytes)?;
-            for (into, bytes) in into.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *into = f32::from_le_bytes(*bytes);
-            }
-        }
-        Ok(logits)
-    }
-
-    /// Returns the tokens of `sampled_rows`, computed `each` rows at a time.
-    fn sampled_tokens(&self, each: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
-        let mut tokens = Vec::with_capacity(sampling.rows());
-        for first in (0..sampling.rows()).step_by(each) {
-            let rows = each.min(sampling.rows() - first);
-            self.sample(first, rows, sampling.top_max())?;
-            tokens.extend(self.read(first, rows, sampling)?);
-        }
-        Ok(tokens)
-    }
-
-    /// Uploads the masks of the rows with a constraint, after all work that is enqueued now. So the masks may be computed while that work
-    /// runs.
-    fn upload_masks(&self, sampling: &SampleInputs, requests: &[SampleRequest<'_>]) -> Result<(), CudaError> {
-        let masks = sampling.masks(requests, self.model.shape.vocab_size);
-        self.device.upload(self.lists.tables + 4 * sampling.words_from as u64, &masks)
-    }
-
-    /// Enqueues the output head and the sampling for `rows` entries of `sampled_rows` from `first` on, with up to `top_max` alternatives
-    /// per row.
-    fn sample(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
-        self.head(rows, self.lists.sampled_rows + (first * 4) as u64)?;
-        self.launch_sampling(first, rows, top_max)
-    }
-
-    fn launch_sampling(&self, first: usize, rows: usize, top_max: usize) -> Result<(), CudaError> {
-        let (buffers, lists) = (self.buffers, &self.lists);
-        let tokens = buffers.sampled.address();
-        let arguments = [
-            buffers.logits.address(),
-            buffers.scratch.address(),
-            self.model.shape.vocab_size as u64,
-            lists.sample_settings + SampleInputs::offset(first),
-            // Offsets of adjustments and of words are relative to this address.
-            lists.tables,
-            lists.tables,
-            tokens,
-            tokens + (rows * LOGPROB_BYTES) as u64,
-            top_max as u64,
-        ];
-        self.launch(Kernel::Sample, [rows, 1, 1], arguments)
-    }
-
-    /// Waits for the tokens that `sample` computes for the same rows, and returns them.
-    fn read(&self, first: usize, rows: usize, sampling: &SampleInputs) -> Result<Vec<SampledToken>, CudaError> {
-        let mut bytes = vec![0; rows * (1 + sampling.top_max()) * LOGPROB_BYTES];
-        self.device.download(self.buffers.sampled.address(), &mut bytes)?;
-        Ok(sampling.read(first, rows, &bytes))
-    }
-
-    /// Computes the logits of the rows in the list at this device address.
-    fn head(&self, rows: usize, list: u64) -> Result<(), CudaError> {
-        self.norm(rows, list, &self.model.norm)?;
-        self.device.gemm(self.buffers.head_gemm(self.model, rows))
-    }
-
-    /// Applies RMSNorm to the rows in the list at this device address, or to the first `rows` rows if the address is 0.
-    fn norm(&self, rows: usize, list: u64, weight: &Memory<D>) -> Result<(), CudaError> {
-        let (stream, normed) = (self.buffers.residual.address(), self.buffers.normed.address());
-        let width = self.model.shape.width as u64;
-        self.launch(Kernel::RmsNorm, [rows, 1, 1], [stream, list, weight.address(), normed, width, f32_argument(self.model.eps)])
-    }
-
-    fn store_kv(&self, index: usize, layer: &Layer<D>) -> Result<(), CudaError> {
-        let shape = &self.model.shape;
-        let optional = |memory: &Option<Memory<D>>| memory.as_ref().map_or(0, Memory::address);
-        let arguments = [
-            self.buffers.qkv.address(),
-            optional(&layer.qkv_biases),
-            optional(&layer.query_norm),
-            optional(&layer.key_norm),
-            self.buffers.rope.address(),
-            self.lists.slots,
-            self.kv,
-            index as u64,
-            f32_argument(self.model.eps),
-        ];
-        let grid = [self.batch.rows(), (shape.heads + 2 * shape.kv_heads).div_ceil(shape.store_heads()), 1];
-        self.launch(Kernel::StoreKv, grid, arguments)
-    }
-
-    /// Computes attention: prompts by tiles, single tokens by partitions. Tiles that several thread blocks share have partitions, too.
-    fn attend(&self, index: usize) -> Result<(), CudaError> {
-        let (shape, buffers, lists) = (&self.model.shape, self.buffers, &self.lists);
-        let (qkv, attended) = (buffers.qkv.address(), buffers.attended.address());
-        let (outs, sums) = (buffers.partial_outputs.address(), buffers.partial_sums.address());
-        // The kernels compute exponentials as powers of two.
-        let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
-        let (tiles, partitions, combined) = (self.batch.tiles.len(), self.batch.partitions.len(), self.batch.combined.len());
-        if tiles > 0 {
-            let launch =
-                Launch { kernel: Kernel::AttendPrompt, grid: [tiles, shape.kv_heads, 1], shared_bytes: shape.prompt_bytes() };
-            let arguments = &mut [qkv, self.kv, lists.tables, lists.tiles, attended, outs, sums, index as u64, scale];
-            self.device.launch(launch, arguments)?;
-        }
-        if partitions > 0 {
-            let grid = [partitions, shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
-            let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-            self.device.launch(launch, &mut [qkv, self.kv, lists.tables, lists.partitions, outs, sums, index as u64, scale])?;
-        }
-        if combined > 0 {
-            self.launch(Kernel::Combine, [combined, shape.heads, 1], [outs, sums, lists.combined, attended])?;
-        }
-        Ok(())
-    }
-
-    fn launch<const N: usize>(&self, kernel: Kernel, grid: [usize; 3], mut arguments: [u64; N]) -> Result<(), CudaError> {
-        self.device.launch(Launch { kernel, grid, shared_bytes: 0 }, &mut arguments)
     }
 }

@@ -11,7 +11,7 @@ mod sampling;
 
 use super::{
     CudaError, CudaLimits,
-    device::{Device, Kernel, Launch, Memory, f32_argument},
+    device::{Device, Kernel, Launch, Memory, Purpose, f32_argument},
     model::Model,
     runner::Runner,
     sampling::{LOGPROB_BYTES, SampleInputs},

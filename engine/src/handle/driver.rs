@@ -303,7 +303,8 @@ impl Driver {
     }
 
     fn publish(&mut self, step: Option<StepStats>) {
-        let batch = self.machine.take_batch(step);
+        let mut batch = self.machine.take_batch(step);
+        batch.load.refused_graphs = self.engine.refused_graphs();
         let load_changed = *self.load.borrow() != batch.load;
         if load_changed {
             self.load.send_replace(batch.load.clone());

@@ -29,7 +29,7 @@ use tokio::{
     net::{TcpListener, TcpSocket},
     time::Instant,
 };
-use weights::{EngineConfig, with_parsers};
+use weights::{DeviceShare, EngineConfig, with_parsers};
 
 /// Time limit between loading the model and the frontend's readiness. Connecting takes milliseconds, so a longer time shows that something is broken.
 const READY_WAIT: Duration = Duration::from_secs(30);
@@ -257,11 +257,19 @@ async fn own_workers(
     let loaded = config.clone().load().await?;
     let mut workers = Vec::new();
     let engines = settings.prefill_workers + settings.decode_workers;
+    if config.worker.tp > 1 && engines > 1 && std::env::var_os("NCCL_LAUNCH_ORDER_IMPLICIT").is_none() {
+        tracing::warn!(
+            engines,
+            "several engines of this process use the same GPUs with --tp, and NCCL does not guarantee that their all-reduces cannot wait for each other; set NCCL_LAUNCH_ORDER_IMPLICIT=1 in the environment (NCCL 2.26 or later), or run one worker per process on GPUs of its own"
+        );
+    }
     let roles = [(Role::Prefill, settings.prefill_workers), (Role::Decode, settings.decode_workers)];
     for (role, index) in roles.into_iter().flat_map(|(role, count)| (0..count).map(move |index| (role, index))) {
         let (listener, id) = (loopback().await?, format!("{}-{index}", role.name()));
         let address = local_address(&listener)?;
-        let engine = loaded.start(config, engines, &parts.key)?;
+        // A decode step has a short deadline. Its kernels must not wait for a prefill's.
+        let share = DeviceShare { engines, urgent: role == Role::Decode };
+        let engine = loaded.start(config, share, &parts.key)?;
         let plan = parts.plan((&id, role), None, config, (&loaded.served.id, &loaded.served.revision));
         parts.worker(plan, listener, engine.clone(), shutdown);
         let (model, kv_tokens) = (loaded.served.id.clone(), kv_tokens(&engine));

@@ -6,7 +6,7 @@ use super::{
     kv_tokens, listen, local_address,
     parts::description,
     reachable,
-    weights::{load_extra, load_served, with_parsers},
+    weights::{DeviceShare, load_extra, load_served, with_parsers},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
 use std::{net::SocketAddr, time::Duration};
@@ -148,7 +148,7 @@ impl Process {
             return Ok(process);
         }
         let loaded = config.clone().load().await?;
-        let engine = loaded.start(&config, 1, &process.parts.key)?;
+        let engine = loaded.start(&config, DeviceShare { engines: 1, urgent: false }, &process.parts.key)?;
         process.name = format!("{} worker {id} of {}", role.name(), loaded.served.id);
         process.places.push(("KV", format!("{} tokens", kv_tokens(&engine))));
         let plan = process.parts.plan((&id, role), advertise, &config, (&loaded.served.id, &loaded.served.revision));

@@ -49,6 +49,15 @@ enum Device {
     Sim(Vocabulary),
 }
 
+/// How the engine of one worker shares a GPU with the other engines of the process.
+#[derive(Clone, Copy)]
+pub(super) struct DeviceShare {
+    /// The number of engines, which share the memory.
+    pub(super) engines: u32,
+    /// Whether the engine's work runs before that of engines that are not urgent.
+    pub(super) urgent: bool,
+}
+
 impl EngineConfig {
     pub(super) fn new(common: &CommonArgs, model: &ModelArgs, worker: &WorkerArgs) -> Self {
         let served_model_name = common.served_model_name.clone();
@@ -122,15 +131,16 @@ impl EngineConfig {
         }
     }
 
-    fn cuda_limits(&self, engines: u32) -> CudaLimits {
+    fn cuda_limits(&self, share: DeviceShare) -> CudaLimits {
         /// A step with a full batch has at least this many prompt tokens, however small the budget.
         const PREFILL_WITH_FULL_BATCH: u32 = 16;
         let batch_max = self.worker.batch_max;
         CudaLimits {
             capacity_blocks: self.capacity_blocks(),
-            engines,
+            engines: share.engines,
             step_tokens_max: self.chunk_budget().max(batch_max + PREFILL_WITH_FULL_BATCH),
             sequences_max: batch_max,
+            urgent: share.urgent,
         }
     }
 
@@ -161,17 +171,17 @@ impl Loaded {
         Self { served, device, vocabulary: OnceLock::new() }
     }
 
-    /// Starts the engine of one worker. The process has `engines` workers, which share the memory of the device.
-    pub(super) fn start(&self, config: &EngineConfig, engines: u32, key: &ClusterKey) -> Result<EngineHandle, StartError> {
-        let handle = EngineHandle::start(self.engine(config, engines)?, config.machine(key));
+    /// Starts the engine of one worker.
+    pub(super) fn start(&self, config: &EngineConfig, share: DeviceShare, key: &ClusterKey) -> Result<EngineHandle, StartError> {
+        let handle = EngineHandle::start(self.engine(config, share)?, config.machine(key));
         let size = handle.info().vocab_size;
         let vocabulary = || Arc::new(tandem_grammar::Vocabulary::new(self.served.tokenizer.tokens(), size));
         Ok(handle.with_vocabulary(Arc::clone(self.vocabulary.get_or_init(vocabulary))))
     }
 
-    fn engine(&self, config: &EngineConfig, engines: u32) -> Result<Box<dyn Engine>, StartError> {
+    fn engine(&self, config: &EngineConfig, share: DeviceShare) -> Result<Box<dyn Engine>, StartError> {
         match &self.device {
-            Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(engines))?),
+            Device::Cuda(weights) => Ok(weights.engine(config.cuda_limits(share))?),
             Device::Cpu(weights) => {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());
                 Ok(Box::new(engine.map_err(|error| StartError::Engine(error.into()))?))

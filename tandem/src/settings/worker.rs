@@ -23,8 +23,8 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_DEVICE", value_name = "INDEX", default_value_t = 0)]
     pub device: u32,
 
-    /// Do not time the algorithms of matrix products when a worker starts with --engine cuda, and use cuBLASLt's own choices. The timing
-    /// takes some seconds, and another process that uses the GPU disturbs it
+    /// Do not time the algorithms of matrix products when a worker starts with --engine cuda, and use cuBLASLt's own choices; and record
+    /// CUDA graphs when they are needed, not at the start. Both take some seconds, and another process that uses the GPU disturbs the timing
     #[arg(long, env = "TANDEM_NO_GPU_TUNING")]
     pub no_gpu_tuning: bool,
 

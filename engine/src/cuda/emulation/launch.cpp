@@ -36,7 +36,7 @@ struct Entry {
 
 #define ENTRY(name) {#name, [](void **arguments) { unpack_all(name, arguments); }, count(name)}
 const Entry ENTRIES[] = {ENTRY(embed),         ENTRY(rms_norm),     ENTRY(rope),   ENTRY(store_kv), ENTRY(swiglu),
-                         ENTRY(attend_prompt), ENTRY(attend_token), ENTRY(combine), ENTRY(sample)};
+                         ENTRY(attend_prompt), ENTRY(attend_token), ENTRY(sample)};
 
 void fail(const char *kernel, const char *what) {
     fprintf(stderr, "%s: %s\n", kernel, what);

@@ -32,6 +32,7 @@ typedef u16 half_t;
 #define DEVICE static inline
 #define DEVICE_MEMBER inline
 #define KERNEL(threads) extern "C" void
+#define KERNEL_ALONE(threads) extern "C" void
 #define DYNAMIC_SHARED(name) unsigned char *name = emulation::dynamic_shared()
 #define INFINITY_F INFINITY
 
@@ -179,6 +180,9 @@ DEVICE u32 narrow_pair(float first, float second) { return narrow(first) | stati
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 
 DEVICE void block_sync() { emulation::wait(emulation::Fiber::AT_BLOCK, "block_sync"); }
+/// Thread blocks run one after another, so all that a block has written is visible to the next one.
+DEVICE void device_fence() {}
+DEVICE u32 count_up(u32 *counter) { return (*counter)++; }
 DEVICE void warp_sync() { emulation::exchange("warp_sync", {}); }
 
 template <class T> DEVICE T shuffle_from(const char *operation, T value, int from) {

@@ -2,7 +2,7 @@
 
 use super::{
     driver_lock,
-    tuning::{Clock, fastest, is_timed},
+    tuning::{Clock, fastest, is_timed, layers_timed},
 };
 use crate::cuda::{
     CudaError,
@@ -92,7 +92,7 @@ impl GemmPlans {
     }
 
     /// Plans a GEMM, and times its algorithms if another stream has not done so. Does not write the outputs.
-    pub fn prepare(&mut self, gemm: Gemm, operands: Operands, stream: CUstream) -> Result<(), CudaError> {
+    pub fn prepare(&mut self, gemm: Gemm, operands: &[Operands], stream: CUstream) -> Result<(), CudaError> {
         let (target, chosen) = (self.target(stream), self.chosen.clone());
         let plan = self.plan(gemm)?;
         if let Some(chosen) = chosen.filter(|_| plan.algorithms.len() > 1) {
@@ -227,14 +227,19 @@ impl Plan {
         }
     }
 
-    /// Returns the milliseconds that the GEMM takes with each of the algorithms; `None` for an algorithm whose time is not known. Does not
-    /// write the caller's outputs.
-    fn times(&self, target: Target, gemm: Gemm, operands: Operands) -> Result<Vec<Option<f32>>, CudaError> {
+    /// Returns the milliseconds that the GEMMs of some layers take with each of the algorithms; `None` for an algorithm whose time is not
+    /// known. Does not write the caller's outputs.
+    fn times(&self, target: Target, gemm: Gemm, operands: &[Operands]) -> Result<Vec<Option<f32>>, CudaError> {
         let bytes = gemm.rows * gemm.outputs * if gemm.epilogue == Epilogue::StoreHalf { 2 } else { 4 };
         let Some(mut clock) = Clock::new(target.stream, bytes)? else { return Ok(Vec::new()) };
-        let operands = Operands { outputs: clock.scratch, ..operands };
+        let count = layers_timed(gemm.inputs * gemm.outputs * 2).min(operands.len());
+        let outputs = clock.scratch;
+        let operands = operands[..count].iter().map(|layer| Operands { outputs, ..*layer });
         // An algorithm that fails has no time and so is not chosen.
-        self.algorithms.iter().map(|algorithm| clock.best(|| self.run(target, algorithm, operands).is_ok())).collect()
+        self.algorithms
+            .iter()
+            .map(|algorithm| clock.best(|| operands.clone().all(|layer| self.run(target, algorithm, layer).is_ok())))
+            .collect()
     }
 }
 

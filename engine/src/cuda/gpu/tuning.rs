@@ -21,8 +21,8 @@ const ALL_MAX_MS: f32 = 100.0;
 const LATE_MAX: Duration = Duration::from_secs(60);
 /// The fraction by which an algorithm must be faster than one that cuBLASLt ranks higher. Smaller differences are noise.
 const MARGIN: f32 = 0.02;
-/// The number of bytes that are overwritten before each run to evict the weights from the GPU's L2 cache, because in a step all weights are
-/// read from memory.
+/// The number of bytes that are overwritten before each run, and at least the number of bytes of weights that a run reads if the model has
+/// them: more than a GPU's L2 cache has, because in a step all weights are read from memory.
 const FLUSHED_BYTES: usize = 128 << 20;
 
 /// Whether GEMMs of this many rows are timed when an engine is created. Timing takes as long as about thirty uses, so only frequent shapes
@@ -30,6 +30,12 @@ const FLUSHED_BYTES: usize = 128 << 20;
 pub(super) fn is_timed(rows: usize) -> bool {
     let is_padded_decode = rows <= PROMPT_ROWS && padded_rows(rows) == rows;
     is_padded_decode || rows.is_multiple_of(PROMPT_ROWS)
+}
+
+/// Returns the number of layers whose GEMMs a run executes one after another, for matrices of this size. So the run takes tens of
+/// microseconds, long enough for the clock, and its weights are evicted before the next run.
+pub(super) fn layers_timed(weight_bytes: usize) -> usize {
+    FLUSHED_BYTES.div_ceil(weight_bytes.max(1))
 }
 
 /// Returns the index of the algorithm to use. `times` has the time of each algorithm in milliseconds. The first algorithm with a known time
@@ -148,6 +154,11 @@ mod tests {
         ] {
             assert_eq!(fastest(times), expected, "{times:?}");
         }
+    }
+
+    #[test]
+    fn small_matrices_are_timed_in_several_layers() {
+        assert_eq!([201, 34, 2].map(|megabytes| layers_timed(megabytes * 1_000_000)), [1, 4, 68]);
     }
 
     #[test]

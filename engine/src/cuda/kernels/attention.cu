@@ -112,6 +112,57 @@ DEVICE void copy_queries(half_t *to, const half_t *qkv, u64 token, int first_hea
     }
 }
 
+/// Several thread blocks of a key head that compute the same tokens, each over a part of their positions. Each token has `parts` partitions of
+/// results, one for each of these blocks, of which a block writes one.
+struct Shared {
+    /// The first token's row, its first partition, and the number of thread blocks.
+    int row, partition, parts;
+    /// Results by [partition][head][element], not yet divided by the sums of their exponentials; and their maxima and sums, by
+    /// [partition][head].
+    float *outputs;
+    float2 *sums;
+    /// One counter for each row and block of its heads, all 0 between two kernels.
+    u32 *arrivals;
+};
+
+/// Combines the results of all parts of the packed rows from `begin` to before `end`, in the order of the parts.
+DEVICE void combine(const Shared &shared, half_t *out, int kv_head, int begin, int end, int thread, int threads) {
+    constexpr int FOURS = HEAD_DIM / 4;
+    for (int i = begin * FOURS + thread; i < end * FOURS; i += threads) {
+        const int token = i / FOURS / GROUP, head = kv_head * GROUP + i / FOURS % GROUP;
+        const u64 first = (static_cast<u64>(shared.partition) + token * shared.parts) * HEADS + head;
+        const FourSingles *outputs = reinterpret_cast<const FourSingles *>(shared.outputs) + first * FOURS + i % FOURS;
+        float max = -INFINITY_F, total[4] = {}, sum = 0;
+        for (int part = 0; part < shared.parts; part++) max = fmaxf(max, shared.sums[first + part * HEADS].x);
+        for (int part = 0; part < shared.parts; part++) {
+            const float2 of_part = shared.sums[first + part * HEADS];
+            const float kept = exp2_fast(of_part.x - max);
+            const FourSingles four = outputs[part * HEADS * FOURS];
+#pragma unroll
+            for (int j = 0; j < 4; j++) total[j] += four.numbers[j] * kept;
+            sum += of_part.y * kept;
+        }
+        Four *to = reinterpret_cast<Four *>(out) + ((static_cast<u64>(shared.row) + token) * HEADS + head) * FOURS + i % FOURS;
+        *to = {{narrow_pair(total[0] / sum, total[1] / sum), narrow_pair(total[2] / sum, total[3] / sum)}};
+    }
+}
+
+/// Called by all threads of a block after they have written their results. The last one of the blocks that share tokens combines the results of
+/// all, and resets their counter.
+DEVICE void combine_if_last(const Shared &shared, half_t *out, int kv_head, int begin, int end, int thread, int threads) {
+    __shared__ bool is_last;
+    u32 *arrived = shared.arrivals + (static_cast<u64>(shared.row) * gridDim.y + blockIdx.y) * gridDim.z + blockIdx.z;
+    block_sync();
+    if (thread == 0) {
+        device_fence();
+        is_last = count_up(arrived) + 1 == static_cast<u32>(shared.parts);
+        device_fence();
+        if (is_last) *arrived = 0;
+    }
+    block_sync();
+    if (is_last) combine(shared, out, kv_head, begin, end, thread, threads);
+}
+
 constexpr int PROMPT_WARPS = 4;
 /// The number of 16-row fragments that each warp computes.
 constexpr int PROMPT_DEPTH = 2;
@@ -128,9 +179,12 @@ struct __align__(16) PromptTile {
     int row, tokens, position, table;
     /// The positions to which this block attends: from `begin`, a multiple of PROMPT_TILE, to before `end`.
     int begin, end;
-    /// If several blocks share the tile's positions, the partition to which this block writes the first token's results, and the number of
-    /// these blocks, which is the distance to the next token's partition. Otherwise 0 blocks.
-    int partition, parts;
+    /// If several blocks share the tile: the first token's first partition of results, and the number of positions of each block. Otherwise 0
+    /// positions.
+    int partition, each;
+
+    /// Returns the number of blocks that share the tile.
+    DEVICE_MEMBER int parts() const { return (position + tokens + each - 1) / each; }
 };
 
 /// A block's queries, and its tiles of keys and values in shared memory.
@@ -194,13 +248,13 @@ DEVICE void attend_tile(Softmax softmax[PROMPT_DEPTH], const PromptOperands &in,
     }
 }
 
-/// Attention of consecutive tokens. One thread block per tile and key head. The tokens' own KV must already be in `pool`. Blocks that share a
-/// tile write to `partial_outputs` and `partial_sums`, as `attend_token` does; the others write to `out`.
+/// Attention of consecutive tokens. One thread block per tile and key head. The tokens' own KV must already be in `pool`. Of the blocks that
+/// share a tile, the last one combines the results of all.
 KERNEL(PROMPT_WARPS * 32)
 attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const PromptTile *tiles, half_t *out, float *partial_outputs,
-              float2 *partial_sums, int layer, float scale) {
-    DYNAMIC_SHARED(shared);
-    half_t *queries = reinterpret_cast<half_t *>(shared);
+              float2 *partial_sums, u32 *arrivals, int layer, float scale) {
+    DYNAMIC_SHARED(memory);
+    half_t *queries = reinterpret_cast<half_t *>(memory);
     half_t *keys = queries + PROMPT_ROWS * STRIDE, *values = keys + 2 * PROMPT_TILE * STRIDE;
     // The tile is in shared memory, because registers are scarce in the loop.
     __shared__ PromptTile tile;
@@ -237,8 +291,8 @@ attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const Pr
             const int row = first_row + m * 16 + lane / 4 + half * 8;
             if (row >= tile.tokens * GROUP) continue;
             const int token = row / GROUP, head = kv_head * GROUP + row % GROUP;
-            if (tile.parts > 0) {
-                const u64 place = (static_cast<u64>(tile.partition) + token * tile.parts) * HEADS + head;
+            if (tile.each > 0) {
+                const u64 place = (static_cast<u64>(tile.partition) + token * tile.parts() + tile.begin / tile.each) * HEADS + head;
                 float2 *pairs = reinterpret_cast<float2 *>(partial_outputs + place * HEAD_DIM);
 #pragma unroll
                 for (int n = 0; n < HEAD_DIM / 8; n++) {
@@ -254,5 +308,9 @@ attend_prompt(const half_t *qkv, const half_t *pool, const u32 *tables, const Pr
                 pairs[n * 4 + lane % 4] = narrow_pair(softmax[m].out[n][half * 2] * factor, softmax[m].out[n][half * 2 + 1] * factor);
             }
         }
+    }
+    if (tile.each > 0) {
+        const Shared shared = {tile.row, tile.partition, tile.parts(), partial_outputs, partial_sums, arrivals};
+        combine_if_last(shared, out, kv_head, 0, tile.tokens * GROUP, thread, PROMPT_WARPS * 32);
     }
 }

@@ -1,5 +1,5 @@
 // Attention of one-token chunks (Flash-Decoding, Dao et al. 2023). Almost all of its time is spent on reading the KV. So several thread
-// blocks divide a sequence's positions into partitions, and a second kernel combines their results.
+// blocks divide a sequence's positions into partitions, and the last one of them combines the results.
 
 constexpr int TOKEN_WARPS = 4;
 /// Number of rows that a thread block computes. Each row is one of the query heads that share a key head.
@@ -14,31 +14,37 @@ constexpr int TOKEN_COPIES_BYTES = (TOKEN_ROWS * STRIDE + TOKEN_WARPS * TOKEN_ST
 constexpr int TOKEN_RESULTS_BYTES = TOKEN_WARPS * TOKEN_ROWS * (HEAD_PAD + 2) * 4;
 constexpr int TOKEN_BYTES = TOKEN_COPIES_BYTES > TOKEN_RESULTS_BYTES ? TOKEN_COPIES_BYTES : TOKEN_RESULTS_BYTES;
 
-/// Attention of one token over one partition of its positions. There is one thread block for each partition, key head and 16 of its query
-/// heads. An entry of `partitions` has the row, the first position, the position after the last one, and the offset of the sequence's block
-/// table in `tables`. Writes outputs, [partition][head][element], that are not yet divided by the sums of their exponentials. Also writes
-/// the maximum of the scores and the sum of the exponentials, [partition][head]. Empty partitions are padding, for which nothing is
-/// written.
+/// The work of a thread block of `attend_token`: a part of the positions to which a token attends.
+struct __align__(16) TokenPart {
+    /// The token's row, the positions from `begin` to before `end`, and the offset of the sequence's block table. An empty part is padding.
+    int row, begin, end, table;
+    /// The token's first partition of results, and its number of parts. The part's own partition has the index of the thread block.
+    int partition, parts;
+};
+
+/// Attention of one token over a part of its positions. There is one thread block for each part, key head and 16 of its query heads. Of the
+/// blocks that share a token's heads, the last one combines the results of all.
 KERNEL(TOKEN_WARPS * 32)
-attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int4 *partitions, float *partial_outputs, float2 *partial_sums, int layer, float scale) {
-    DYNAMIC_SHARED(shared);
-    const int4 partition = partitions[blockIdx.x];
-    if (partition.y == partition.z) return;
+attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const TokenPart *all_parts, half_t *out, float *partial_outputs,
+             float2 *partial_sums, u32 *arrivals, int layer, float scale) {
+    DYNAMIC_SHARED(memory);
+    const TokenPart part = all_parts[blockIdx.x];
+    if (part.begin == part.end) return;
     const int kv_head = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int first_head = kv_head * GROUP + blockIdx.z * TOKEN_ROWS;
     const int left = GROUP - static_cast<int>(blockIdx.z) * TOKEN_ROWS, rows = left < TOKEN_ROWS ? left : TOKEN_ROWS;
-    const u32 *table = tables + partition.w;
-    half_t *queries = reinterpret_cast<half_t *>(shared);
+    const u32 *table = tables + part.table;
+    half_t *queries = reinterpret_cast<half_t *>(memory);
     half_t *stages = queries + TOKEN_ROWS * STRIDE + warp * TOKEN_STAGES * TOKEN_STAGE;
-    const int steps = (partition.z - partition.y + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
+    const int steps = (part.end - part.begin + TOKEN_WARPS * TOKEN_TILE - 1) / (TOKEN_WARPS * TOKEN_TILE);
 
-    copy_queries(queries, qkv, partition.x, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
+    copy_queries(queries, qkv, part.row, first_head, rows, TOKEN_ROWS, thread, TOKEN_WARPS * 32, TOKEN_ROWS);
     // Every warp copies only its own tiles, and waits only for them.
     const auto begin = [&](int step) {
         if (step < steps) {
             half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
-            const int first = partition.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
-            copy_kv(keys, keys + TOKEN_TILE * STRIDE, pool, table, first, partition.z, TOKEN_TILE, layer, kv_head, lane, 32);
+            const int first = part.begin + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+            copy_kv(keys, keys + TOKEN_TILE * STRIDE, pool, table, first, part.end, TOKEN_TILE, layer, kv_head, lane, 32);
         }
         copy_commit();
     };
@@ -55,7 +61,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         copy_wait<TOKEN_STAGES - 1>();
         warp_sync();
         const half_t *keys = stages + step % TOKEN_STAGES * TOKEN_STAGE;
-        const int first = partition.y + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
+        const int first = part.begin + (step * TOKEN_WARPS + warp) * TOKEN_TILE;
         float scores[2][4] = {};
 #pragma unroll
         for (int k = 0; k < HEAD_PAD; k += 16) {
@@ -69,7 +75,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int position = first + n * 8 + lane % 4 * 2 + i % 2;
-                if (position >= partition.z) scores[n][i] = -INFINITY_F;
+                if (position >= part.end) scores[n][i] = -INFINITY_F;
             }
         }
         u32 powers[1][1][4];
@@ -83,7 +89,7 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
     // Combine the rows of the four warps. Each row is scaled by the exponential of the difference between its maximum and the largest
     // maximum.
     block_sync();
-    float *warp_outs = reinterpret_cast<float *>(shared);
+    float *warp_outs = reinterpret_cast<float *>(memory);
     float *warp_maxima = warp_outs + TOKEN_WARPS * TOKEN_ROWS * HEAD_PAD, *warp_sums = warp_maxima + TOKEN_WARPS * TOKEN_ROWS;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -95,38 +101,30 @@ attend_token(const half_t *qkv, const half_t *pool, const u32 *tables, const int
         if (lane % 4 == 0) warp_maxima[row] = softmax[0].max[half], warp_sums[row] = softmax[0].sum[half];
     }
     block_sync();
-    for (int i = thread; i < rows * HEAD_DIM; i += TOKEN_WARPS * 32) {
-        const int row = i / HEAD_DIM, at = i % HEAD_DIM;
-        float max = -INFINITY_F, out = 0, sum = 0;
+    constexpr int FOURS = HEAD_DIM / 4;
+    for (int i = thread; i < rows * FOURS; i += TOKEN_WARPS * 32) {
+        const int row = i / FOURS, four = i % FOURS, head = first_head + row;
+        float max = -INFINITY_F, total[4] = {}, sum = 0;
         for (int w = 0; w < TOKEN_WARPS; w++) max = fmaxf(max, warp_maxima[w * TOKEN_ROWS + row]);
         for (int w = 0; w < TOKEN_WARPS; w++) {
-            const float kept = exp2_fast(warp_maxima[w * TOKEN_ROWS + row] - max);
-            out += warp_outs[(w * TOKEN_ROWS + row) * HEAD_PAD + at] * kept;
-            sum += warp_sums[w * TOKEN_ROWS + row] * kept;
+            const int place = w * TOKEN_ROWS + row;
+            const float kept = exp2_fast(warp_maxima[place] - max);
+            const FourSingles of_warp = reinterpret_cast<const FourSingles *>(warp_outs + place * HEAD_PAD)[four];
+#pragma unroll
+            for (int j = 0; j < 4; j++) total[j] += of_warp.numbers[j] * kept;
+            sum += warp_sums[place] * kept;
         }
-        const u64 head = static_cast<u64>(blockIdx.x) * HEADS + first_head + row;
-        partial_outputs[head * HEAD_DIM + at] = out;
-        if (at == 0) partial_sums[head] = make_float2(max, sum);
-    }
-}
-
-constexpr int COMBINE_THREADS = 128;
-
-/// Combines the partitions of each one-token chunk. There is one thread block for each token and head. An entry of `rows` has the row, its
-/// first partition and its number of partitions. For rows without partitions, which are padding, zeros are written.
-KERNEL(COMBINE_THREADS) combine(const float *partial_outputs, const float2 *partial_sums, const int4 *rows, half_t *out) {
-    const int4 row = rows[blockIdx.x];
-    const int head = blockIdx.y;
-    float max = -INFINITY_F;
-    for (int partition = row.y; partition < row.y + row.z; partition++) max = fmaxf(max, partial_sums[static_cast<u64>(partition) * HEADS + head].x);
-    for (int at = threadIdx.x; at < HEAD_DIM; at += COMBINE_THREADS) {
-        float total = 0, sum = 0;
-        for (int partition = row.y; partition < row.y + row.z; partition++) {
-            const u64 place = static_cast<u64>(partition) * HEADS + head;
-            const float kept = exp2_fast(partial_sums[place].x - max);
-            total += partial_outputs[place * HEAD_DIM + at] * kept;
-            sum += partial_sums[place].y * kept;
+        if (part.parts == 1) {
+            Four *to = reinterpret_cast<Four *>(out) + (static_cast<u64>(part.row) * HEADS + head) * FOURS + four;
+            *to = {{narrow_pair(total[0] / sum, total[1] / sum), narrow_pair(total[2] / sum, total[3] / sum)}};
+            continue;
         }
-        out[static_cast<u64>(row.x) * HEADS * HEAD_DIM + head * HEAD_DIM + at] = narrow(row.z ? total / sum : 0.0f);
+        const u64 place = static_cast<u64>(blockIdx.x) * HEADS + head;
+        reinterpret_cast<FourSingles *>(partial_outputs)[place * FOURS + four] = {{total[0], total[1], total[2], total[3]}};
+        if (four == 0) partial_sums[place] = make_float2(max, sum);
     }
+    if (part.parts == 1) return;
+    const Shared shared = {part.row, part.partition, part.parts, partial_outputs, partial_sums, arrivals};
+    const int first_row = blockIdx.z * TOKEN_ROWS;
+    combine_if_last(shared, out, kv_head, first_row, first_row + rows, thread, TOKEN_WARPS * 32);
 }

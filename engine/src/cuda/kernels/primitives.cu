@@ -15,6 +15,8 @@ typedef u16 half_t;
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+/// A kernel of which a multiprocessor may run a single block, so that each thread can have more registers.
+#define KERNEL_ALONE(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 /// Dynamic shared memory, whose size is a launch parameter.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define INFINITY_F __int_as_float(0x7f800000)
@@ -61,6 +63,10 @@ DEVICE float exp2_fast(float x) {
 }
 
 DEVICE void block_sync() { __syncthreads(); }
+/// Orders this thread's accesses to global memory, and those of its block before an earlier `block_sync`, for the whole GPU.
+DEVICE void device_fence() { __threadfence(); }
+/// Adds 1 to a number in global memory, and returns the number before.
+DEVICE u32 count_up(u32 *counter) { return atomicAdd(counter, 1u); }
 DEVICE void warp_sync() { __syncwarp(); }
 template <class T> DEVICE T shuffle_xor(T value, int lanes) { return __shfl_xor_sync(ALL_LANES, value, lanes); }
 template <class T> DEVICE T shuffle_up(T value, int lanes) { return __shfl_up_sync(ALL_LANES, value, lanes); }

@@ -60,8 +60,8 @@ constexpr u32 DIGITS = 1 << DIGIT_BITS;
 /// Weights are at most 1, whose bits are less than 2^30.
 constexpr int DIGIT_PASSES = 3;
 static_assert(DIGITS == 2 * SAMPLE_THREADS, "each thread has two digits");
-/// The number of numbers that a thread loads at a time, so that many loads are in flight.
-constexpr u32 LOADED = 8;
+/// How often a thread loads four numbers before it uses them, so that many loads are in flight.
+constexpr u32 LOADED = 4;
 
 /// Returns a weight, which is at most 1, as a fixed-point number. The sum of a vocabulary of 2^24 tokens fits in 64 bits.
 DEVICE u64 fixed_point(float weight) { return static_cast<u64>(weight * 1099511627776.0f); }
@@ -83,20 +83,35 @@ struct Row {
     u32 len;
     SampleShared *shared;
 
-    DEVICE_MEMBER u32 segment() const { return (len + SAMPLE_WARPS * 32 - 1) / (SAMPLE_WARPS * 32) * 32; }
+    DEVICE_MEMBER u32 segment() const { return (len + SAMPLE_WARPS * 128 - 1) / (SAMPLE_WARPS * 128) * 128; }
     DEVICE_MEMBER u32 begin(u32 warp) const { return min(warp * segment(), len); }
     DEVICE_MEMBER u32 end(u32 warp) const { return min((warp + 1) * segment(), len); }
 
     /// Calls `visit(token, number)` for the thread's share of the row.
     template <class Visit> DEVICE_MEMBER void each(Visit visit) const {
-        const u32 warp = threadIdx.x / 32, end_of_warp = end(warp);
-        for (u32 first = begin(warp) + threadIdx.x % 32; first < end_of_warp; first += 32 * LOADED) {
-            float loaded[LOADED];
-#pragma unroll
-            for (u32 j = 0; j < LOADED; j++) loaded[j] = first + 32 * j < end_of_warp ? numbers[first + 32 * j] : 0.0f;
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, end_of_warp = end(warp);
+        // If rows are aligned to 16 bytes, a thread loads four neighbours at a time; otherwise, neighbouring threads load neighbours.
+        const bool aligned = len % 4 == 0;
+        const u32 distance = aligned ? 1 : 32;
+        for (u32 first = begin(warp) + (aligned ? 4 * lane : lane); first < end_of_warp; first += 128 * LOADED) {
+            FourSingles loaded[LOADED];
 #pragma unroll
             for (u32 j = 0; j < LOADED; j++) {
-                if (first + 32 * j < end_of_warp) visit(first + 32 * j, loaded[j]);
+                const u32 at = first + 128 * j;
+                if (aligned) {
+                    if (at < end_of_warp) loaded[j] = *reinterpret_cast<const FourSingles *>(numbers + at);
+                } else {
+#pragma unroll
+                    for (u32 k = 0; k < 4; k++) loaded[j].numbers[k] = at + 32 * k < end_of_warp ? numbers[at + 32 * k] : 0.0f;
+                }
+            }
+#pragma unroll
+            for (u32 j = 0; j < LOADED; j++) {
+#pragma unroll
+                for (u32 k = 0; k < 4; k++) {
+                    const u32 token = first + 128 * j + distance * k;
+                    if (token < end_of_warp) visit(token, loaded[j].numbers[k]);
+                }
             }
         }
     }
@@ -241,34 +256,35 @@ struct Candidates {
 
 /// Samples a token for every row of logits ([row][vocab]). `scratch` has the size of `logits`; `tops` is [row][top_max]; `words` is the list of
 /// words, with masks and lists of tokens.
-KERNEL(SAMPLE_THREADS)
+KERNEL_ALONE(SAMPLE_THREADS)
 sample(const float *logits, float *scratch, int vocab, const SampleSettings *all_settings, const Adjustment *adjustments, const u32 *words,
        TokenLogprob *sampled, TokenLogprob *tops, int top_max) {
     __shared__ SampleShared shared;
     const u64 index = blockIdx.x;
     const float *raw = logits + index * vocab;
     const SampleSettings &settings = all_settings[index];
-    Row row = {scratch + index * vocab, static_cast<u32>(vocab), &shared};
+    const Row row = {scratch + index * vocab, static_cast<u32>(vocab), &shared};
     const Row original = {const_cast<float *>(raw), row.len, &shared};
-    original.each([&](u32 token, float logit) { row.numbers[token] = logit; });
-    block_sync();
 
     double normaliser = 0;
     const auto logprob = [&](u32 token) { return token < row.len ? static_cast<float>(raw[token] - normaliser) : 0.0f; };
     if (settings.top != NO_TOKEN) {
-        Best best = row.largest([](u32, float) { return true; });
+        Best best = original.largest([](u32, float) { return true; });
         const float max = best.value;
-        normaliser = max + log(row.sum([&](float logit) { return static_cast<double>(expf(logit - max)); }));
+        normaliser = max + log(original.sum([&](float logit) { return static_cast<double>(expf(logit - max)); }));
         for (u32 place = 0; place < settings.top; place++) {
             const u32 token = settings.alternatives == NO_TOKEN ? best.token : words[settings.alternatives + place];
             if (threadIdx.x == 0) tops[index * top_max + place] = {token, logprob(token)};
             if (settings.alternatives != NO_TOKEN) continue;
             const Best before = best;
-            best = row.largest([&](u32 token, float logit) {
+            best = original.largest([&](u32 token, float logit) {
                 return logit < before.value || (logit == before.value && token > before.token);
             });
         }
     }
+    const bool adjusted = settings.adjustments > 0;
+    if (adjusted) original.each([&](u32 token, float logit) { row.numbers[token] = logit; });
+    block_sync();
     // Each token occurs in the list of adjustments only once, so the threads modify different numbers.
     for (u32 i = threadIdx.x; i < settings.adjustments; i += SAMPLE_THREADS) {
         const Adjustment change = adjustments[settings.first_adjustment + i];
@@ -280,7 +296,8 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
     block_sync();
     const u32 *mask = settings.mask == NO_TOKEN ? nullptr : words + settings.mask;
     const auto allowed = [&](u32 token, float) { return !mask || (mask[token / 32] >> (token % 32) & 1); };
-    const Best likeliest = row.largest(allowed);
+    const Row changed = {adjusted ? row.numbers : original.numbers, row.len, &shared};
+    const Best likeliest = changed.largest(allowed);
     u32 token = likeliest.token;
     // Without a likeliest token, all tokens are excluded, or the logits are NaNs, for which no token is returned.
     if (token == NO_TOKEN && raw[0] == raw[0]) token = 0;
@@ -288,7 +305,7 @@ sample(const float *logits, float *scratch, int vocab, const SampleSettings *all
         // Held in registers: as far as the compiler knows, the stores below could change the settings.
         const float temperature = settings.temperature, min_p = settings.min_p;
         const float least = likeliest.value + LOG_WEIGHT_MIN * temperature;
-        row.each([&](u32 candidate, float logit) {
+        changed.each([&](u32 candidate, float logit) {
             // If the temperature is so low that the limit rounds to the maximum, the likeliest tokens remain candidates.
             const bool counts = (logit > least || logit == likeliest.value) && allowed(candidate, logit);
             const float weight = counts ? expf((logit - likeliest.value) / temperature) : 0.0f;

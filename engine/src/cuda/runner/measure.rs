@@ -99,6 +99,7 @@ pub(in crate::cuda) fn measure<D: Device>(
             engines: 1,
             step_tokens_max: (count * new) as u32,
             sequences_max: count as u32,
+            urgent: false,
         };
         let mut runner = Runner::new(Arc::clone(models), limits)?;
         runner.fill_with_numbers()?;
@@ -119,7 +120,7 @@ fn ceilings<D: Device>(
     let (weights, inputs, outputs) = (matrix()?, matrix()?, matrix()?);
     let gemm = Gemm { half: model.shape.half, rows: width, inputs: width, outputs: width, epilogue: Epilogue::StoreHalf };
     let operands = Operands { weights: weights.address(), inputs: inputs.address(), outputs: outputs.address() };
-    device.prepare(&[(gemm, operands)], super::PREPARE_MAX)?;
+    device.prepare(&[(gemm, vec![operands])], super::PREPARE_MAX)?;
     let case = TimingCase::Ceilings { width, copy_bytes }.name();
     let seconds = seconds_of(&**device, 8, |_| device.gemm((gemm, operands)))?;
     report(Timing {
@@ -225,7 +226,7 @@ impl<D: Device> Step<'_, D> {
         time("rms_norm", 0.0, numbers(shape.width, 6), &|i| self.norm(rows, 0, &layer(i).ffn_norm))?;
         time("store_kv", 0.0, numbers(shape.qkv_dim(), 4), &|i| self.store_kv(i % layers.len(), layer(i)))?;
         let (flop, bytes) = self.attention_work(&shape);
-        let attention = if self.batch.tiles.is_empty() { "attend_token + combine" } else { "attend_prompt" };
+        let attention = if self.batch.tiles.is_empty() { "attend_token" } else { "attend_prompt" };
         time(attention, flop, bytes, &|i| self.attend(i % layers.len()))?;
         time("swiglu", 0.0, numbers(shape.ffn, 6), &|_| self.swiglu())?;
         type Pick = fn(Gemms) -> (Gemm, Operands);
@@ -245,16 +246,15 @@ impl<D: Device> Step<'_, D> {
     /// Returns the floating-point operations of the attention of one layer, and the bytes of keys and values that it reads once.
     fn attention_work(&self, shape: &Shape) -> (f64, f64) {
         let scores: f64 = self.batch.positions.iter().map(|position| f64::from(*position) + 1.0).sum();
-        let singles = self.batch.combined.iter().take(self.batch.single_tokens);
-        let tokens = singles.map(|row| self.batch.positions[row[0] as usize]);
-        let prompts = self.batch.tiles.iter().map(|tile| tile[5] - 1).max();
-        let read: f64 = tokens.chain(prompts).map(|position| f64::from(position) + 1.0).sum();
+        let tokens = self.batch.partitions.iter().map(|part| part[2] - part[1]);
+        let prompts = self.batch.tiles.iter().map(|tile| tile[5]).max();
+        let read: f64 = tokens.chain(prompts).map(f64::from).sum();
         (4.0 * scores * shape.query_dim() as f64, 2.0 * read * shape.kv_row_bytes() as f64)
     }
 
     fn measure_head(&self, case: TimingCase, rows: usize, report: &mut dyn FnMut(Timing)) -> Result<(), CudaError> {
         let gemm = self.buffers.head_gemm(self.model, rows);
-        self.device.prepare(&[gemm], super::PREPARE_MAX)?;
+        self.device.prepare(&[(gemm.0, vec![gemm.1])], super::PREPARE_MAX)?;
         let (flop, bytes) = gemm_work(gemm.0);
         let seconds = seconds_of(self.device, 8, |_| self.device.gemm(gemm))?;
         report(Timing { what: "gemm head", case: case.name(), seconds, flop, bytes });

@@ -4,7 +4,7 @@ use super::{
     emulated::{ORDERS, narrow, widened},
     *,
 };
-use crate::cuda::plan::Batch;
+use crate::cuda::plan::{Batch, prompt_partitions_max};
 use tandem_model::Pairs;
 
 const LAYERS: usize = 2;
@@ -116,32 +116,32 @@ fn attended(given: &Given, sequences: &[Sequence], order: u32) -> (Vec<u8>, Batc
     let lists = |lists: &[u32]| numbers(lists.to_vec());
     let (qkv, pool) = (Memory::of(&device, &given.qkv).unwrap(), Memory::of(&device, &given.pool).unwrap());
     let (tables, tiles) = (numbers(batch.tables.clone()), lists(batch.tiles.as_flattened()));
-    let (partitions, combined) = (lists(batch.partitions.as_flattened()), lists(batch.combined.as_flattened()));
+    let partitions = lists(batch.partitions.as_flattened());
     let out = Memory::new(&device, batch.rows() * shape.query_dim() * 2).unwrap();
-    let partial = batch.combined.iter().map(|row| row[2] as usize).sum::<usize>();
+    let partial = batch.partitions.len() + prompt_partitions_max(shape, device.multiprocessors());
     let partial_outputs = Memory::new(&device, partial * shape.query_dim() * 4).unwrap();
     let partial_sums = Memory::new(&device, partial * shape.heads * 8).unwrap();
-    let (outs, sums) = (partial_outputs.address(), partial_sums.address());
+    let arrivals = numbers(vec![0; batch.rows() * shape.kv_heads * shape.group().div_ceil(Shape::TOKEN_ROWS)]);
+    let (outs, sums, counters) = (partial_outputs.address(), partial_sums.address(), arrivals.address());
     let scale = f32_argument((std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32);
     let (qkv, pool, tables) = (qkv.address(), pool.address(), tables.address());
     if !batch.tiles.is_empty() {
         let grid = [batch.tiles.len(), shape.kv_heads, 1];
         let launch = Launch { kernel: Kernel::AttendPrompt, grid, shared_bytes: shape.prompt_bytes() };
-        let arguments = &mut [qkv, pool, tables, tiles.address(), out.address(), outs, sums, LAYER as u64, scale];
+        let arguments = &mut [qkv, pool, tables, tiles.address(), out.address(), outs, sums, counters, LAYER as u64, scale];
         device.launch(launch, arguments).unwrap();
     }
     if !batch.partitions.is_empty() {
         let grid = [batch.partitions.len(), shape.kv_heads, shape.group().div_ceil(Shape::TOKEN_ROWS)];
         let launch = Launch { kernel: Kernel::AttendToken, grid, shared_bytes: shape.token_bytes() };
-        let arguments = &mut [qkv, pool, tables, partitions.address(), outs, sums, LAYER as u64, scale];
+        let arguments = &mut [qkv, pool, tables, partitions.address(), out.address(), outs, sums, counters, LAYER as u64, scale];
         device.launch(launch, arguments).unwrap();
-    }
-    if !batch.combined.is_empty() {
-        let launch = Launch { kernel: Kernel::Combine, grid: [batch.combined.len(), shape.heads, 1], shared_bytes: 0 };
-        device.launch(launch, &mut [outs, sums, combined.address(), out.address()]).unwrap();
     }
     let mut bytes = vec![0; batch.rows() * shape.query_dim() * 2];
     device.download(out.address(), &mut bytes).unwrap();
+    let mut left = vec![0xff; arrivals.bytes()];
+    device.download(counters, &mut left).unwrap();
+    assert!(left.iter().all(|byte| *byte == 0), "the counters are ready for the next layer");
     (bytes, batch)
 }
 

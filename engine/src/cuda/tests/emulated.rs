@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "the emulation is a C++ library, which computes on memory by address")]
 
 use super::*;
-use crate::cuda::device::{CommunicatorId, Epilogue, Gemm, Imported, IpcHandle, Operands, PeerCommunicator, Region};
+use crate::cuda::device::{CommunicatorId, Epilogue, Gemm, Imported, IpcHandle, Operands, PeerCommunicator, Purpose, Region};
 use half::{bf16, f16};
 use libloading::Library;
 use std::{
@@ -237,15 +237,11 @@ impl Device for Emulated {
 
     type Graph = Vec<Captured>;
 
-    fn new_stream(&self) -> Result<Self, CudaError> {
+    fn new_stream(&self, _: Purpose) -> Result<Self, CudaError> {
         let (library, allocated, counts) = (Arc::clone(&self.library), Arc::clone(&self.allocated), Arc::clone(&self.counts));
         let (refuses_capture, sums_left) = (Arc::clone(&self.refuses_capture), Arc::clone(&self.sums_left));
         let (capture, prepared, stuck) = (Mutex::default(), Mutex::default(), AtomicBool::default());
         Ok(Self { library, order: self.order, allocated, capture, counts, prepared, refuses_capture, sums_left, stuck })
-    }
-
-    fn new_copy_stream(&self) -> Result<Self, CudaError> {
-        self.new_stream()
     }
 
     fn multiprocessors(&self) -> usize {
@@ -361,10 +357,12 @@ impl Device for Emulated {
     }
 
     /// Checks and remembers the GEMMs; does not time them.
-    fn prepare(&self, gemms: &[(Gemm, Operands)], _limit: Duration) -> Result<(), CudaError> {
+    fn prepare(&self, gemms: &[(Gemm, Vec<Operands>)], _limit: Duration) -> Result<(), CudaError> {
         for (Gemm { rows, inputs, outputs, .. }, operands) in gemms {
-            self.check(operands.weights, outputs * inputs * 2);
-            self.check(operands.inputs, rows * inputs * 2);
+            for operands in operands {
+                self.check(operands.weights, outputs * inputs * 2);
+                self.check(operands.inputs, rows * inputs * 2);
+            }
         }
         self.prepared.lock().unwrap().extend(gemms.iter().map(|(gemm, _)| *gemm));
         Ok(())
@@ -433,7 +431,7 @@ impl Device for Emulated {
             [Some(PipeEnd::Sends(sender)), Some(PipeEnd::Receives(receiver))]
         });
         let end = ends[rank as usize].take().expect("each rank joins once");
-        Ok(Pipe { device: self.new_stream()?, end: Mutex::new(end) })
+        Ok(Pipe { device: self.new_stream(Purpose::Copies)?, end: Mutex::new(end) })
     }
 }
 

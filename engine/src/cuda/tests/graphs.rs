@@ -15,7 +15,8 @@ use crate::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tandem_grammar::{Kind, Vocabulary};
 
-const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+const LIMITS: CudaLimits =
+    CudaLimits { capacity_blocks: Some(256), engines: 1, step_tokens_max: 96, sequences_max: 8, urgent: false };
 /// Number of blocks that several sequences share at their start, filled with random KV.
 const SHARED_BLOCKS: u32 = 150;
 /// Number of blocks that belong to one sequence alone.
@@ -123,7 +124,7 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
         let mut model =
             Model::load(&file, BLOCK_SIZE, SHARED_MAX, Shard { rank: 0, ranks: 1 }, weights::Origin::File, open).unwrap();
         model.context_length = 1_000;
-        let device = model.device.new_stream().unwrap();
+        let device = model.device.new_stream(Purpose::Steps).unwrap();
         (Runner::new(Arc::from([model]), LIMITS).unwrap(), device)
     };
     let (plain, plain_device) = engine(0);
@@ -153,6 +154,42 @@ fn replayed_steps_equal_direct_steps_and_leave_other_blocks_unchanged() {
     device.refuse_capture(true);
     same(generate(&mut plain));
     assert_eq!(device.capture_counts(), [1, 0], "no second capture is tried soon");
+}
+
+#[test]
+fn recorded_graphs_serve_all_decode_steps_without_logprobs_and_change_no_result() {
+    let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "llama-bf16").unwrap().1);
+    let engine = || {
+        let model = super::models::load(&file, 0);
+        let device = model[0].device.new_stream(Purpose::Steps).unwrap();
+        (Runner::new(model, LIMITS).unwrap(), device)
+    };
+    let steps = |engine: &mut dyn Engine| {
+        let sampler = Sampler::new(Sampling { temperature: 0.0, ..Sampling::default() }, &[]);
+        let blocks: Vec<Vec<BlockId>> = (0..8).map(|i| (8 * i..8 * i + 8).map(BlockId).collect()).collect();
+        let (mut computed, mut tokens) = ([0; 8], Vec::new());
+        for batch in [1, 2, 5, 8, 8, 3, 7] {
+            let request = |i: usize| Logits::Sample(sampler.request(computed[i] + 1));
+            let chunk = |i: usize| Chunk { tokens: &[5], start: computed[i], blocks: &blocks[i], logits: request(i) };
+            tokens.extend(sampled(engine.step(&(0..batch).map(chunk).collect::<Vec<_>>()).unwrap()));
+            computed[..batch].iter_mut().for_each(|computed| *computed += 1);
+        }
+        assert!(tokens.iter().all(|sampled| sampled.token < 48));
+        tokens
+    };
+    let (plain, _) = engine();
+    let expected = steps(&mut plain.without_graphs());
+    let (runner, device) = engine();
+    let mut runner = runner.with_recorded_graphs().unwrap();
+    let [recorded, replayed] = device.capture_counts();
+    assert_eq!(recorded, replayed);
+    assert_eq!(steps(&mut runner), expected);
+    assert_eq!(device.capture_counts(), [recorded, replayed + 7], "every step is a replay");
+    let (refusing, device) = engine();
+    device.refuse_capture(true);
+    let mut refusing = refusing.with_recorded_graphs().unwrap();
+    assert!(refusing.refused_graphs() >= 1, "refusals are counted, and the engine starts");
+    assert_eq!(steps(&mut refusing), expected);
 }
 
 #[test]

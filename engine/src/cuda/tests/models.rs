@@ -7,7 +7,8 @@ use tandem_model::ModelFile;
 pub(super) const BLOCK_SIZE: usize = 4;
 /// The shared memory of a thread block on Hopper, in bytes.
 pub(super) const SHARED_MAX: usize = 227 << 10;
-pub(super) const LIMITS: CudaLimits = CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8 };
+pub(super) const LIMITS: CudaLimits =
+    CudaLimits { capacity_blocks: Some(64), engines: 1, step_tokens_max: 96, sequences_max: 8, urgent: false };
 
 pub(super) fn load(file: &dyn ModelFile, order: u32) -> Arc<[Model<Emulated>]> {
     load_sharded(file, 1, order).unwrap()
@@ -172,7 +173,7 @@ fn blocks_can_be_moved_to_another_engine() {
 fn dropping_engine_and_model_frees_all_memory() {
     let file = gguf(goldens::models().into_iter().find(|(name, _)| *name == "qwen2-q8_0").unwrap().1);
     let model = load(&file, 0);
-    let device = model[0].device.new_stream().unwrap();
+    let device = model[0].device.new_stream(Purpose::Steps).unwrap();
     let weights = device.allocated_bytes();
     let mut engine = Runner::new(Arc::clone(&model), LIMITS).unwrap();
     run(&mut engine, &[1; 30], &scattered(0, 1), &[30]);

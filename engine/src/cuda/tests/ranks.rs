@@ -113,7 +113,7 @@ fn lost_rank_fails_the_step_without_a_hang() {
         let sampler = Sampler::new(Sampling::default(), &[]);
         for logits in [Logits::None, Logits::Sample(sampler.request(9)), Logits::All] {
             let models = load_sharded(&golden("llama-f16"), 2, 0).unwrap();
-            let devices: Vec<Emulated> = models.iter().map(|model| model.device.new_stream().unwrap()).collect();
+            let devices: Vec<Emulated> = models.iter().map(|model| model.device.new_stream(Purpose::Steps).unwrap()).collect();
             let mut engine = Runner::new(models, LIMITS).unwrap();
             let (blocks, tokens) = (scattered(0, 1), tokens(9));
             run(&mut engine, &tokens[..8], &blocks, &[8]);
@@ -131,7 +131,7 @@ fn lost_rank_fails_the_step_without_a_hang() {
 fn each_rank_allocates_its_shard_only_and_frees_it_on_drop() {
     let file = golden("qwen2-q8_0");
     let [whole, shard] = [1, 2].map(|ranks| load_sharded(&file, ranks, 0).unwrap());
-    let devices: Vec<Emulated> = shard.iter().map(|model| model.device.new_stream().unwrap()).collect();
+    let devices: Vec<Emulated> = shard.iter().map(|model| model.device.new_stream(Purpose::Steps).unwrap()).collect();
     let weights: Vec<usize> = devices.iter().map(Emulated::allocated_bytes).collect();
     assert!(weights.iter().all(|bytes| *bytes < whole[0].device.allocated_bytes()));
     assert!(weights[1] < weights[0], "only the first rank has the head");
