@@ -24,7 +24,7 @@ impl Client {
             // `Scheduled` is sent again if the cached tokens are reported later. Its event is recorded only once.
             Message::Scheduled(_) => self.scheduled.call_once(|| self.span.event("scheduled", &[])),
             Message::DecodeStarted(_) => self.span.event("started", &[]),
-            Message::PrefillTimeline(_) => {}
+            Message::Waiting(_) | Message::PrefillTimeline(_) => {}
             Message::PromptLogprobs(_) | Message::Tokens(_) | Message::Finished(_) => {
                 self.began.call_once(|| self.span.event("first token", &[]));
                 outcome = Some(LedgerEntry::began);

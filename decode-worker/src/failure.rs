@@ -82,6 +82,6 @@ impl Ended {
             ) => (FailureReason::InvalidRequest, this),
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, this),
         };
-        Ok(Failure { reason: reason.into(), message, instance_id })
+        Ok(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })
     }
 }

@@ -1,11 +1,13 @@
 //! The client of a prefill worker: one `Prefill` stream.
 
-use crate::failure::Ended;
+use crate::{client::Client, failure::Ended, worker::in_time};
+use std::time::Duration;
 use tandem_proto::{
     channel::{Channels, MESSAGE_BYTES_MAX},
     v1::{
         Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
-        TransferCapabilities, WorkerRef, prefill_client::PrefillClient, prefill_reply, prefill_request::Message,
+        TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient, prefill_reply,
+        prefill_request::Message,
     },
 };
 use tokio::sync::mpsc;
@@ -22,6 +24,8 @@ pub(crate) struct Prefill {
 }
 
 pub(crate) enum Reply {
+    /// The prompt waits in the prefill worker's queue, whose engine makes progress.
+    Waiting,
     /// The prompt has left the prefill worker's queue; `Scheduled` follows.
     Submitted,
     Scheduled(Scheduled),
@@ -32,7 +36,7 @@ pub(crate) enum Reply {
 
 impl Prefill {
     /// Opens the stream; returns once the prefill worker has accepted it.
-    pub(crate) async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
+    async fn open(channels: &Channels, prefill: WorkerRef, start: PrefillStart) -> Result<Self, Ended> {
         let WorkerRef { instance_id, address, .. } = prefill;
         let lost = || Ended::PrefillLost { prefill: instance_id.clone() };
         let channel = channels.to(&address).map_err(|_| lost())?;
@@ -51,6 +55,28 @@ impl Prefill {
         Ok(Self { instance_id, offered: None, requests, replies })
     }
 
+    /// Opens the stream and waits in the prefill worker's queue. Returns the stream and its first message after the wait. Forwards each report
+    /// that the prompt still waits to the client.
+    ///
+    /// # Errors
+    /// Fails if the prefill worker is lost, or if it reports nothing for `limit` (`None` sets no limit).
+    pub(crate) async fn begin(
+        channels: &Channels,
+        prefill: WorkerRef,
+        start: PrefillStart,
+        limit: Option<Duration>,
+        client: &Client,
+    ) -> Result<(Self, Reply), Ended> {
+        let culprit = prefill.instance_id.clone();
+        let mut opened = in_time(limit, Self::open(channels, prefill, start), &culprit).await?;
+        loop {
+            match in_time(limit, opened.next(), &culprit).await? {
+                Reply::Waiting => client.send(generate_reply::Message::Waiting(Waiting {})).await?,
+                first => return Ok((opened, first)),
+            }
+        }
+    }
+
     /// Returns the next message; skips kinds of messages that this version does not know. A broken stream counts as a lost worker. This method is
     /// cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
@@ -60,6 +86,7 @@ impl Prefill {
                 None
             });
             return match reply.ok_or_else(|| self.lost())?.message {
+                Some(prefill_reply::Message::Waiting(_)) => Ok(Reply::Waiting),
                 Some(prefill_reply::Message::Submitted(_)) => Ok(Reply::Submitted),
                 Some(prefill_reply::Message::Scheduled(scheduled)) => Ok(Reply::Scheduled(scheduled)),
                 Some(prefill_reply::Message::KvHandle(handle)) => Ok(Reply::Handle(handle)),

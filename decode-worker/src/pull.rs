@@ -11,7 +11,7 @@ use crate::{
     forward::forward,
     handles::Handles,
     prefill::{Prefill, Reply},
-    worker::{RemotePrompt, Worker, in_time},
+    worker::{RemotePrompt, Worker},
 };
 use futures::FutureExt;
 use tandem_engine::{Event, Generate, KvSource};
@@ -25,22 +25,13 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
-    let (begun, culprit) = (Instant::now(), prefill.instance_id.clone());
+    let culprit = prefill.instance_id.clone();
     let mut job = worker.common.backend.generate(generate).await?;
-    let place = async {
-        match job.next().await {
-            Some(Event::Submitted) => Ok(()),
-            other => Err(ended(other, &worker.common.info.instance_id)),
-        }
-    };
-    in_time(start_within, place, &worker.common.info.instance_id).await?;
-    let starting = async {
-        let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
-        let first = prefill.next().await?;
-        Ok((prefill, first))
-    };
-    let (mut prefill, first) =
-        in_time(start_within.map(|limit| limit.saturating_sub(begun.elapsed())), starting, &culprit).await?;
+    match worker.first_event(start_within, job.next(), client).await? {
+        Some(Event::Submitted) => {}
+        other => return Err(ended(other, &worker.common.info.instance_id)),
+    }
+    let (mut prefill, first) = Prefill::begin(&worker.channels, prefill, start, start_within, client).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;
@@ -74,7 +65,7 @@ async fn handle(job: &mut dyn Job, prefill: &mut Prefill, first: Reply, client: 
     let (mut reply, mut scheduled) = (first, false);
     loop {
         match reply {
-            Reply::Submitted => {}
+            Reply::Waiting | Reply::Submitted => {}
             Reply::Scheduled(message) if !scheduled => {
                 client.send(Message::Scheduled(message)).await?;
                 scheduled = true;

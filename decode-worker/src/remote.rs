@@ -10,7 +10,7 @@ use crate::{
     forward::forward,
     prefill::{Prefill, Reply},
     pull,
-    worker::{Receiving, RemotePrompt, Worker, in_time},
+    worker::{Receiving, RemotePrompt, Worker},
 };
 use tandem_engine::{Event, Started};
 use tandem_proto::v1::{
@@ -54,16 +54,12 @@ async fn run_with_transfers(
     client: &Client,
 ) -> Result<(), Ended> {
     let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
-    let culprit = prefill.instance_id.clone();
-    let starting = async {
-        let mut prefill = Prefill::open(&worker.channels, prefill, start).await?;
-        match prefill.next().await? {
-            Reply::Scheduled(scheduled) => Ok((prefill, scheduled)),
-            Reply::Failure(failure) => Err(Ended::Prefill(failure)),
-            Reply::Submitted | Reply::Handle(_) | Reply::Done(_) => Err(prefill.lost()),
-        }
+    let (mut prefill, first) = Prefill::begin(&worker.channels, prefill, start, start_within, client).await?;
+    let scheduled = match first {
+        Reply::Scheduled(scheduled) => scheduled,
+        Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
+        Reply::Waiting | Reply::Submitted | Reply::Handle(_) | Reply::Done(_) => return Err(prefill.lost()),
     };
-    let (mut prefill, scheduled) = in_time(start_within, starting, &culprit).await?;
     client.send(Message::Scheduled(scheduled)).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     // Values are dropped in the reverse order of their declaration. The negotiated path is declared before the job, so blocks can be received as long
@@ -141,7 +137,7 @@ async fn receive(
                     return Err(Ended::NoBlocks);
                 }
                 Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
-                Reply::Submitted | Reply::Scheduled(_) | Reply::Handle(_) => return Err(prefill.lost()),
+                Reply::Waiting | Reply::Submitted | Reply::Scheduled(_) | Reply::Handle(_) => return Err(prefill.lost()),
             },
             () = tokio::time::sleep_until(deadline) => {
                 return Err(match negotiated {

@@ -7,7 +7,7 @@ use crate::{
     failure::Ended,
     forward::{LateCount, forward},
     remote,
-    worker::{Worker, in_time},
+    worker::Worker,
 };
 use std::sync::Arc;
 use tandem_engine::Event;
@@ -86,13 +86,9 @@ impl Worker {
             (&generate.namespace.clone(), &generate.request_id.clone(), &generate.account.clone());
         let model = self.common.model_of(namespace)?;
         let prompt = ScheduledPrompt { request_id, attempt, model, account, prompt, cached: None };
-        let starting = async {
-            let job = self.common.backend.generate(generate).await?;
-            let mut job = CountedJob::new(job, &self.common, prompt);
-            let first = job.next().await;
-            Ok((job, first))
-        };
-        let (mut job, first) = in_time(start_within, starting, &self.common.info.instance_id).await?;
+        let job = self.common.backend.generate(generate).await?;
+        let mut job = CountedJob::new(job, &self.common, prompt);
+        let first = self.first_event(start_within, job.next(), client).await?;
         let mut scheduled = Scheduled { reported_later: true, ..Scheduled::default() };
         let late = match first {
             Some(Event::Scheduled { cached }) => {

@@ -1,10 +1,10 @@
 //! The state that all requests of a decode worker share.
 
-use crate::{convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
+use crate::{client::Client, convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
 use std::time::Duration;
 use tandem_proto::{
     channel::Channels,
-    v1::{PrefillStart, WorkerRef},
+    v1::{PrefillStart, Waiting, WorkerRef, generate_reply::Message},
 };
 use tandem_transfer::ReceivePaths;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -37,17 +37,34 @@ pub(crate) struct RemotePrompt<'a> {
     pub(crate) waiting: SemaphorePermit<'a>,
 }
 
-/// Waits until a prefill has begun. If this takes longer than `limit` (`None` sets no limit), the attempt fails, and the failure names the instance
-/// `culprit`.
+impl Worker {
+    /// Waits for the first event of a job of this worker. While the job waits in the queue, reports this to the client.
+    ///
+    /// # Errors
+    /// Fails if the engine makes no progress for `limit` (`None` sets no limit), or if the client has disconnected.
+    pub(crate) async fn first_event<T>(
+        &self,
+        limit: Option<Duration>,
+        first: impl Future<Output = T>,
+        client: &Client,
+    ) -> Result<T, Ended> {
+        let report = || client.send(Message::Waiting(Waiting {}));
+        let first = tandem_worker::first_event(&*self.common.backend, limit, first, report).await?;
+        first.ok_or_else(|| Ended::NotStarted { culprit: self.common.info.instance_id.clone() })
+    }
+}
+
+/// Waits for a message of a prefill worker. If this takes longer than `limit` (`None` sets no limit), the attempt fails, and the failure names the
+/// instance `culprit`.
 pub(crate) async fn in_time<T>(
     limit: Option<Duration>,
-    starting: impl Future<Output = Result<T, Ended>>,
+    message: impl Future<Output = Result<T, Ended>>,
     culprit: &str,
 ) -> Result<T, Ended> {
     match limit {
-        None => starting.await,
+        None => message.await,
         Some(limit) => {
-            tokio::time::timeout(limit, starting).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
+            tokio::time::timeout(limit, message).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
         }
     }
 }

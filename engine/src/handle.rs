@@ -210,6 +210,11 @@ impl EngineHandle {
         }
     }
 
+    /// Returns when the current step, or the write of one block, began; `None` while the engine is idle.
+    pub fn busy_since(&self) -> Option<Instant> {
+        *self.busy_since.borrow()
+    }
+
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(command(reply)).await.ok()?;

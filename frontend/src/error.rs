@@ -1,6 +1,10 @@
 //! The errors that a client may receive, and the only table that maps them to HTTP statuses and OpenAI's error body.
 
-use crate::{dispatch::DispatchError, keys::Exceeded, model::error::ServedModelError};
+use crate::{
+    dispatch::{DispatchError, seconds},
+    keys::Exceeded,
+    model::error::ServedModelError,
+};
 use axum::{
     Json,
     http::{HeaderName, HeaderValue, StatusCode, header},
@@ -247,6 +251,9 @@ impl ApiError {
             Self::Internal => Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error") },
             Self::Dispatch(error) => match error {
                 DispatchError::Refused { .. } => bad(None, Some("request_refused")),
+                DispatchError::Overloaded { retry_after } => {
+                    Parts { retry_after: Some(seconds(*retry_after)), ..unavailable("overloaded") }
+                }
                 DispatchError::NoWorker { .. } => unavailable("no_worker"),
                 DispatchError::NoRouter => unavailable("no_router"),
                 DispatchError::RouterUnready { reason: FailureReason::Draining } => unavailable("router_draining"),

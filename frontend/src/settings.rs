@@ -50,10 +50,14 @@ pub struct FrontendSettings {
     pub router_wait: Duration,
     /// The maximum time from a request to its first token, including all attempts.
     pub first_token_timeout: Duration,
+    /// The longest time for which a request may wait in line for its prefill. A request for which the router estimates a longer wait is refused with 503.
+    /// `None`: no request is refused for its wait.
+    pub max_wait: Option<Duration>,
     /// The maximum number of attempts up to the first token, after which the request fails. A resumed generation may make as many attempts
     /// again.
     pub attempts: u32,
-    /// An attempt whose prefill has not begun within this time is retried on another worker, except the last attempt.
+    /// An attempt whose prefill has not begun is retried on another worker, except the last attempt, if the worker in whose queue it waits
+    /// makes no progress for this long.
     pub attempt_timeout: Duration,
     /// How many times a generation whose worker is lost is resumed on another worker. 0: such a generation ends with an error.
     pub resumes: u32,
@@ -137,6 +141,7 @@ impl FrontendSettings {
             admin: None,
             router_wait: Duration::from_secs(2),
             first_token_timeout: Duration::from_secs(60),
+            max_wait: Some(Duration::from_secs(10)),
             attempts: 3,
             attempt_timeout: Duration::from_secs(30),
             resumes: 8,

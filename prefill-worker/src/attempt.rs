@@ -10,10 +10,10 @@ use tandem_kv::Namespace;
 use tandem_node::trace::Span;
 use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
-    v1::{self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request},
+    v1::{self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Waiting, prefill_reply, prefill_request},
 };
 use tandem_transfer::{SendPaths, TicketError, Transfer, TransferError};
-use tandem_worker::{CountedJob, Direction, Disconnected, Job, ReplySender, ScheduledPrompt};
+use tandem_worker::{CountedJob, Direction, Disconnected, Job, ReplySender, ScheduledPrompt, first_event};
 use tonic::Streaming;
 
 /// Runs one attempt until its blocks are written on the decode worker. Dropping the future cancels the prefill and releases its blocks.
@@ -27,7 +27,8 @@ pub(crate) async fn attempt(
 ) -> Result<PrefillDone, Ended> {
     let prompt_tokens = u32::try_from(start.prompt.len()).unwrap_or(u32::MAX);
     let mut job = submit(worker, &mut start).await?;
-    let Some(Event::Scheduled { cached }) = job.next().await else { return Err(Ended::Engine) };
+    let first = first_event(&*worker.common.backend, None, job.next(), || send_waiting(replies)).await?;
+    let Some(Some(Event::Scheduled { cached })) = first else { return Err(Ended::Engine) };
     if let Some(capabilities) = transfers.capabilities() {
         replies.send(PrefillReply { message: Some(prefill_reply::Message::TransferCapabilities(*capabilities)) }).await?;
     }
@@ -43,6 +44,11 @@ pub(crate) async fn attempt(
     })?;
     check(&missing_blocks, blocks(prompt_tokens, worker.common.backend.info().block_size))?;
     send(worker, job, missing_blocks, transfer, span).await
+}
+
+/// Reports that the prompt waits in the queue of an engine that makes progress.
+pub(crate) async fn send_waiting(replies: &ReplySender<PrefillReply>) -> Result<(), Disconnected> {
+    replies.send(PrefillReply { message: Some(prefill_reply::Message::Waiting(Waiting {})) }).await
 }
 
 pub(crate) async fn send_scheduled(

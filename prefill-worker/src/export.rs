@@ -2,7 +2,7 @@
 
 use crate::{
     Worker,
-    attempt::{send_scheduled, submit},
+    attempt::{send_scheduled, send_waiting, submit},
     failure::{Ended, Protocol},
 };
 use tandem_engine::{Event, KvHandle};
@@ -11,7 +11,7 @@ use tandem_node::trace::Span;
 use tandem_proto::v1::{
     self, PrefillChunk, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Submitted, prefill_reply, prefill_request,
 };
-use tandem_worker::{Disconnected, ReplySender};
+use tandem_worker::{Disconnected, ReplySender, first_event};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
@@ -30,10 +30,18 @@ pub(crate) async fn export(
 ) -> Result<PrefillDone, Ended> {
     let prompt_digest = prompt_digest(hash_key, &Namespace::from_bytes(&start.cache_namespace), &start.prompt);
     let mut job = submit(worker, &mut start).await?;
+    let mut first = true;
     let handle = loop {
+        let event = async {
+            if std::mem::take(&mut first) {
+                first_event(&*worker.common.backend, None, job.next(), || send_waiting(replies)).await.map(Option::flatten)
+            } else {
+                Ok(job.next().await)
+            }
+        };
         let event = tokio::select! {
             biased;
-            event = job.next() => event,
+            event = event => event?,
             early = messages.message() => return Err(unexpected(early)),
         };
         match event {

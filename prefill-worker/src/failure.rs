@@ -91,6 +91,6 @@ impl Ended {
             Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => FailureReason::EngineFailed,
             Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,
         };
-        Report::Failure(Failure { reason: reason.into(), message, instance_id })
+        Report::Failure(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })
     }
 }

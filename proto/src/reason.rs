@@ -18,13 +18,14 @@ impl FailureReason {
             Self::Draining => "draining",
             Self::WriteRefused => "write_refused",
             Self::NoWorker => "no_worker",
+            Self::Overloaded => "overloaded",
             Self::Starting => "starting",
         }
     }
 
     /// Returns the status of a call that is refused for this reason, and that may succeed later or on another router.
     pub fn refusal(self, message: impl Into<String>) -> Status {
-        let failure = Failure { reason: self.into(), message: message.into(), instance_id: String::new() };
+        let failure = Failure { reason: self.into(), message: message.into(), instance_id: String::new(), retry_after_ms: 0 };
         let details = failure.encode_to_vec().into();
         Status::with_details(Code::Unavailable, failure.message, details)
     }

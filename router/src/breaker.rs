@@ -49,7 +49,8 @@ pub(crate) fn is_fault(reason: FailureReason) -> bool {
         | Reason::Draining
         | Reason::WriteRefused
         | Reason::NoWorker
-        | Reason::Starting => false,
+        | Reason::Starting
+        | Reason::Overloaded => false,
     }
 }
 

@@ -8,6 +8,7 @@ mod applied;
 mod breaker;
 mod cluster;
 mod index;
+mod line;
 mod metrics;
 mod peer_watch;
 mod predictions;

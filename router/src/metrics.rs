@@ -17,6 +17,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) route_duration: Histogram,
     pub(crate) event_lag: Histogram,
     pub(crate) refused: Counter,
+    pub(crate) overloaded: Counter,
+    pub(crate) estimated_wait: Histogram,
     pub(crate) joined: Gauge,
     pub(crate) incompatible: Gauge,
     pub(crate) unreachable: Gauge,
@@ -81,6 +83,14 @@ impl RouterMetrics {
                 "Time from the worker's sending of KV events to their arrival, by the clocks of both hosts.",
             ),
             refused: counter("tandem_router_refused_total", "Placements that the router refused."),
+            overloaded: counter(
+                "tandem_router_overloaded_total",
+                "Placements that the router refused because the request would wait in line for longer than --max-wait.",
+            ),
+            estimated_wait: histogram(
+                "tandem_router_estimated_wait_seconds",
+                "Estimated time in line of each placed request, before its prefill begins.",
+            ),
             joined: workers("joined"),
             incompatible: workers("incompatible"),
             unreachable: workers("unreachable"),

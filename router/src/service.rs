@@ -161,9 +161,10 @@ impl RouterService {
         if prompt.request_id.is_empty() {
             return Err(Status::invalid_argument("`request_id` is missing"));
         }
-        if [&prompt.request_id, &prompt.traceparent, &prompt.model].iter().any(|text| text.len() > TEXT_BYTES_MAX) {
+        let texts = [&prompt.request_id, &prompt.traceparent, &prompt.model, &prompt.account];
+        if texts.iter().any(|text| text.len() > TEXT_BYTES_MAX) {
             return Err(Status::invalid_argument(format!(
-                "`request_id`, `traceparent` and `model` may have at most {TEXT_BYTES_MAX} bytes each"
+                "`request_id`, `traceparent`, `model` and `account` may have at most {TEXT_BYTES_MAX} bytes each"
             )));
         }
         if prompt.prompt_tokens == 0 {
@@ -185,6 +186,8 @@ impl RouterService {
             samples: prompt.samples,
             max_tokens: prompt.max_tokens,
             prompt_logits: prompt.prompt_logits,
+            account: prompt.account.into(),
+            max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
         };
         Ok((prompt.existing, request))
     }
@@ -372,6 +375,11 @@ fn failure(error: PlacementError) -> Failure {
         PlacementError::NoEligibleWorker(NoEligibleWorker::PromptTooLong) | PlacementError::NoModelNamed => {
             FailureReason::InvalidRequest
         }
+        PlacementError::Overloaded { .. } => FailureReason::Overloaded,
     };
-    Failure { reason: reason.into(), message: error.to_string(), instance_id: String::new() }
+    let retry_after_ms = match error {
+        PlacementError::Overloaded { retry_after } => u32::try_from(retry_after.as_millis()).unwrap_or(u32::MAX).max(1),
+        _ => 0,
+    };
+    Failure { reason: reason.into(), message: error.to_string(), instance_id: String::new(), retry_after_ms }
 }

@@ -8,7 +8,7 @@ use std::{
 use tandem_engine::{EngineHandle, EngineInfo, Event, Generate, KvHandle, Prefill, Refusal};
 use tandem_kv::{BlockAccess, KvBatch, Load, Snapshot};
 use tandem_proto::v1::WorkerInfo;
-use tokio::sync::broadcast;
+use tokio::{sync::broadcast, time::Instant};
 
 /// The back end of a worker. Jobs have token ids as input and output, never text. `docs/adr/022-worker-back-end.md` describes how an external
 /// engine implements this trait.
@@ -36,6 +36,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Resolves when the back end hangs: it has work and makes no progress. It may recover.
     async fn hung(&self);
+
+    /// Returns when the current step began; `None` while no step runs, or if an engine in another process does not tell its steps. A back end
+    /// whose steps end makes progress.
+    fn busy_since(&self) -> Option<Instant> {
+        None
+    }
 
     /// Returns how this back end exchanges KV with the back ends of other workers.
     fn kv_exchange(&self) -> KvExchange<'_>;
@@ -144,6 +150,10 @@ impl Backend for EngineHandle {
 
     async fn hung(&self) {
         self.hung().await;
+    }
+
+    fn busy_since(&self) -> Option<Instant> {
+        self.busy_since()
     }
 
     fn kv_exchange(&self) -> KvExchange<'_> {

@@ -9,12 +9,14 @@ mod ledger;
 mod metrics;
 mod requests;
 mod scheduled;
+mod waiting;
 
 pub use backend::{Backend, CacheWatch, Job, KvExchange};
 pub use ledger::{Ledger, LedgerEntry, LedgerLine, Outcome, ScheduledPrompt, WorkerLedger};
 pub use metrics::{Direction, WorkerMetrics};
 pub use requests::{Disconnected, Replies, ReplySender, Requests};
 pub use scheduled::CountedJob;
+pub use waiting::first_event;
 
 use control::ControlService;
 use futures::future::OptionFuture;

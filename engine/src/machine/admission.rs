@@ -111,7 +111,9 @@ impl Machine {
             // one job of a burst is cancelled, only the job after it loses its expected prefix.
             expected_prefix = prefixes.min_by_key(|(_, blocks)| Reverse(*blocks));
         }
-        let cost = sequence.remaining().saturating_sub(cached_blocks * self.info.block_size as usize);
+        // Of a prompt whose KV comes from another worker, only the last token is computed here. It does not wait for prompts that are computed here.
+        let to_compute = if sequence.is_remote() { 1 } else { sequence.remaining() };
+        let cost = to_compute.saturating_sub(cached_blocks * self.info.block_size as usize);
         let of_account = |other: &&Sequence| other.account == sequence.account && !other.is_decoding();
         let waiting = self.waiting.iter().filter(|queued| of_account(&&queued.sequence));
         let waiting = waiting.map(|queued| self.tokens_to_compute(queued));

@@ -12,8 +12,8 @@ use tandem_proto::{
 use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Status, Streaming};
 
-/// If the prefill does not begin within `start_timeout`, the decode worker reports which worker is late. The frontend waits this long for
-/// the report.
+/// If a worker in whose queue the prompt waits makes no progress within `start_timeout`, the decode worker reports which one it is. The
+/// frontend waits this long for the report.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// The facts about the attempt that generated the first token. They stay those of this attempt after a resume on another worker. Only the
@@ -68,9 +68,9 @@ pub(crate) struct AttemptError {
 }
 
 impl Work<'_> {
-    /// Runs one attempt up to its first token. `number` is 1 for a prompt's first attempt; ledgers identify attempts by it. The prefill has
-    /// to begin within `start_timeout`; `None`: it may wait in the worker's queue without a limit. Cancel-safe: dropping the future closes
-    /// the stream.
+    /// Runs one attempt up to its first token. `number` is 1 for a prompt's first attempt; ledgers identify attempts by it. Until the prefill
+    /// begins, the decode worker has to report within each `start_timeout` that the prompt waits in the queue of an engine that makes progress;
+    /// `None`: no report is required. Cancel-safe: dropping the future closes the stream.
     ///
     /// # Errors
     /// The attempt ended before its first token.
@@ -94,16 +94,16 @@ impl Work<'_> {
         }
         let channel = decoders.to(address).map_err(|_| error(FailureReason::Unspecified))?;
         let mut client = DecodeClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        // If the prefill starts late, the decode worker reports whether it or the prefill worker is at fault. A decode worker that does not
+        // If an engine makes no progress, the decode worker reports whether it or the prefill worker is at fault. A decode worker that does not
         // report in time is itself at fault.
-        let deadline = start_timeout.map(|limit| placed_at + limit + REPORT_DELAY_MAX);
+        let deadline = || start_timeout.map(|limit| Instant::now() + limit + REPORT_DELAY_MAX);
         let late = || error(FailureReason::Timeout);
         let opening = client.generate(self.request(&placement, number, start_timeout));
-        let opened = in_time(deadline, opening).await.ok_or_else(late)?;
+        let opened = in_time(deadline(), opening).await.ok_or_else(late)?;
         let mut replies = opened.map_err(|status| AttemptError::from_status(&status, instance_id))?.into_inner();
         let (mut scheduled, mut started, mut prefilled) = (None, None, None);
         loop {
-            let deadline = deadline.filter(|_| scheduled.is_none());
+            let deadline = deadline().filter(|_| scheduled.is_none());
             match in_time(deadline, next_message(&mut replies, instance_id)).await.ok_or_else(late)?? {
                 Message::Scheduled(message) => match &mut scheduled {
                     None => scheduled = Some((message, Instant::now())),
@@ -111,6 +111,8 @@ impl Work<'_> {
                         report_later(first, message);
                     }
                 },
+                // The next message is awaited for as long again.
+                Message::Waiting(_) => {}
                 Message::DecodeStarted(message) => started = Some((message, Instant::now())),
                 message @ Message::PrefillTimeline(_) => prefilled = Some(message),
                 first => {

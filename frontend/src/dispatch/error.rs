@@ -1,5 +1,6 @@
 //! The error of a prompt that got no result.
 
+use std::time::Duration;
 use tandem_proto::v1::FailureReason;
 use tonic::{Code, Status};
 
@@ -9,6 +10,9 @@ pub(crate) enum DispatchError {
     /// The request can never run on this cluster. The message of the worker or router says why, and what to change.
     #[error("The request cannot run here: {message}.")]
     Refused { message: String },
+    /// The request would wait in line for longer than its limit. Within this time the wait becomes short enough, unless other requests come first.
+    #[error("The first token would come too late: too many requests wait. Try again in {} seconds.", seconds(*.retry_after))]
+    Overloaded { retry_after: Duration },
     #[error("{}; try again shortly.", no_worker(*.reason))]
     NoWorker { reason: FailureReason },
     #[error("No router is known to this server; try again shortly.")]
@@ -27,11 +31,16 @@ pub(crate) enum DispatchError {
     #[error("The request failed {attempts} times before its first token (last: {}); try again shortly.", .reason.label())]
     Attempts { attempts: u32, reason: FailureReason },
     #[error("The first token did not come within {} seconds; try again later.", .limit.as_secs_f64())]
-    Timeout { limit: std::time::Duration },
+    Timeout { limit: Duration },
     #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
     Lost { reason: FailureReason },
     #[error("This server is shutting down; send the request again.")]
     Stopped,
+}
+
+/// Returns a time in whole seconds, as `retry-after` has it: at least 1.
+pub(crate) fn seconds(time: Duration) -> u16 {
+    time.as_secs_f64().ceil().max(1.0) as u16
 }
 
 /// Returns a client's words for a router's reason that it cannot place a request.

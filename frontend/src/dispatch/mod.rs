@@ -12,7 +12,7 @@ mod routers;
 
 pub(crate) use attempt::{AttemptError, Facts};
 pub(crate) use availability::{Unavailable, check};
-pub(crate) use error::DispatchError;
+pub(crate) use error::{DispatchError, seconds};
 pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 

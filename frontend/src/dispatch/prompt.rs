@@ -1,6 +1,6 @@
 //! A prompt of a request, with all data about it that routers and workers need.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
 use tandem_proto::v1::{ExistingPlacement, Identity, RoutePrompt, Sampling};
@@ -26,6 +26,8 @@ pub(crate) struct Prompt {
     /// The number of alternative tokens whose logprobs are returned for each token of the prompt; `None` if the prompt's logprobs are not
     /// requested.
     pub(crate) prompt_logprobs: Option<u32>,
+    /// The longest time for which the prompt may wait in line; `None`: it may wait without a limit.
+    pub(crate) max_wait: Option<Duration>,
 }
 
 impl Prompt {
@@ -46,6 +48,8 @@ impl Prompt {
             prompt_logits: self.prompt_logprobs.is_some(),
             identity: Some((*self.identity).clone()),
             existing,
+            max_wait_ms: self.max_wait.map_or(0, |max_wait| u32::try_from(max_wait.as_millis()).unwrap_or(u32::MAX).max(1)),
+            account: self.account.clone(),
         }
     }
 }

@@ -63,6 +63,9 @@ impl RouterStream {
                     Placement::from_wire(placement).ok_or_else(incomplete)
                 }
                 Some(route_reply::Message::Failure(failure)) => match failure.reason() {
+                    FailureReason::Overloaded => {
+                        Err(DispatchError::Overloaded { retry_after: Duration::from_millis(failure.retry_after_ms.into()) })
+                    }
                     FailureReason::InvalidRequest => Err(DispatchError::Refused { message: failure.message }),
                     reason => Err(DispatchError::NoWorker { reason }),
                 },

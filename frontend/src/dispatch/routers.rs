@@ -149,7 +149,7 @@ impl Routers {
     /// Requests a placement from one router after the other, until a router can place the prompt. While no router answers, waits for one.
     ///
     /// # Errors
-    /// No router can place the prompt, or a router reports that no worker can ever run the prompt.
+    /// No router can place the prompt, or a router reports that no worker can ever run the prompt, or that it would wait too long.
     pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
         self.answered(|| self.place_once(prompt)).await
     }
@@ -191,7 +191,8 @@ impl Routers {
             // If there is no other router, only the timeout for the first token bounds the wait.
             let placed = if only_one { placing.await } else { in_time(placing).await };
             match placed {
-                Err(DispatchError::Refused { message }) => return Err(DispatchError::Refused { message }),
+                // The other routers know the same workers.
+                Err(error @ (DispatchError::Refused { .. } | DispatchError::Overloaded { .. })) => return Err(error),
                 Err(error) => {
                     let error = self.note_failure(&router.address, error);
                     // A router's report that no worker is available says more than the error of an unreachable router.

@@ -27,6 +27,7 @@ use tandem_proto::{
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+const MAX_WAIT: &str = "x-max-wait";
 
 /// The options in a request's headers. The peer was allowed to send these headers.
 pub(super) struct HeaderOptions {
@@ -37,6 +38,8 @@ pub(super) struct HeaderOptions {
     pub(super) account: String,
     /// The clients with which the request shares cached KV: those of this account, or of this account and key. `None`: all clients.
     pub(super) cache_owner: Option<String>,
+    /// The longest time for which each prompt may wait in line (`x-max-wait`, at most the frontend's setting); `None`: no limit.
+    pub(super) max_wait: Option<Duration>,
 }
 
 pub(crate) struct App {
@@ -53,6 +56,8 @@ pub(crate) struct App {
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
     pub(super) keep_alive: Duration,
+    /// See [`FrontendSettings::max_wait`].
+    max_wait: Option<Duration>,
     pub(super) trust: Trust,
     /// Whether requests may have their own chat template.
     pub(super) trusts_templates: bool,
@@ -118,6 +123,7 @@ impl App {
             encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,
+            max_wait: settings.max_wait,
             trust,
             trusts_templates: settings.trust_request_chat_template,
             keys,
@@ -132,7 +138,7 @@ impl App {
     /// Reads the options in a request's headers. The account is that of the request's key, if it has one.
     ///
     /// # Errors
-    /// The peer sent a header that it may not send, or the account name is malformed.
+    /// The peer sent a header that it may not send, or the account name or `x-max-wait` is malformed.
     pub(super) fn header_options(
         &self,
         headers: &HeaderMap,
@@ -154,6 +160,7 @@ impl App {
             explain: self.trust.flag(headers, EXPLAIN, trusted)?,
             account,
             cache_owner,
+            max_wait: max_wait(headers, self.max_wait)?,
         })
     }
 
@@ -180,4 +187,16 @@ impl App {
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(|name| keys::is_name(name)).map(str::to_owned).ok_or_else(problem)
     }
+}
+
+/// Returns the limit on the wait that the header `x-max-wait` sets, but at most `limit`, the frontend's own one.
+///
+/// # Errors
+/// The header is not a positive number.
+fn max_wait(headers: &HeaderMap, limit: Option<Duration>) -> Result<Option<Duration>, ApiError> {
+    let Some(value) = headers.get(MAX_WAIT) else { return Ok(limit) };
+    let seconds = value.to_str().ok().and_then(|value| value.parse::<f64>().ok()).filter(|seconds| *seconds > 0.0);
+    let wait = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let wait = wait.ok_or_else(|| ApiError::invalid(MAX_WAIT, Problem::Rule { rule: "must be a number of seconds above 0" }))?;
+    Ok(Some(limit.map_or(wait, |limit| limit.min(wait))))
 }

@@ -124,9 +124,9 @@ impl Samples {
             Message::PrefillTimeline(timeline) => self.events.push_back(AnswerEvent::Prefilled(timeline.chunks)),
             Message::Scheduled(scheduled) => self.events.push_back(AnswerEvent::Scheduled(scheduled)),
             Message::Failure(failure) => return Err(failure.reason()),
-            // This message precedes an attempt's first token, so here it comes from a resume. It does not change the facts of the attempt
+            // These messages precede an attempt's first token, so here they come from a resume. They do not change the facts of the attempt
             // that generated the first token.
-            Message::DecodeStarted(_) => {}
+            Message::Waiting(_) | Message::DecodeStarted(_) => {}
         }
         Ok(())
     }

@@ -26,3 +26,4 @@ mod templates;
 mod tenants;
 mod tools;
 mod usage;
+mod wait;

@@ -475,7 +475,8 @@ pub fn finished(sample: u32, reason: FinishReason, stop_token: Option<u32>) -> g
 }
 
 pub fn failure(reason: FailureReason, instance_id: &str) -> Failure {
-    Failure { reason: reason.into(), message: "because of the test".to_owned(), instance_id: instance_id.to_owned() }
+    let message = "because of the test".to_owned();
+    Failure { reason: reason.into(), message, instance_id: instance_id.to_owned(), retry_after_ms: 0 }
 }
 
 pub fn chat(options: Value) -> Value {

@@ -1,6 +1,7 @@
 //! One booking: a placed request, from its placement until it is released.
 
 use crate::{
+    line::Waiting,
     replication::{BookingRecord, HASHES_MAX},
     worker_bookings::{BookedLoad, BookingKey},
 };
@@ -33,6 +34,8 @@ pub(super) struct Booking {
     /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
     pub(super) answer: Answer,
+    /// The request in the line of the worker that prefills it, until its first token. A request that another router has placed is in no line.
+    pub(super) waiting: Waiting,
 }
 
 /// The answer to a request.
@@ -94,7 +97,9 @@ impl Booking {
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
         let expected_tokens = answer_tokens.min(TOKENS_MAX * u64::from(SAMPLES_MAX));
         let answer = Answer { expected_tokens, ..Answer::default() };
-        Self { key, decode, prefill, model: "".into(), prefilling, answering_since: None, hashes, overlap_tokens: None, answer }
+        let waiting = Waiting::default();
+        let model = "".into();
+        Self { key, decode, prefill, model, prefilling, answering_since: None, hashes, overlap_tokens: None, answer, waiting }
     }
 }
 

@@ -5,6 +5,7 @@ use super::{
     members::Members,
 };
 use crate::{
+    line::Left,
     replication::{self, Journal},
     worker_bookings::{BookingId, BookingKey},
 };
@@ -43,7 +44,7 @@ impl Bookings {
     /// booking, or `None` if it has ended.
     pub(super) fn on_prefilled(&mut self, id: BookingId, members: &mut Members) -> Option<&mut Booking> {
         let booking = self.by_id.get_mut(&id)?;
-        if members.on_prefilled(booking) {
+        if members.on_prefilled(booking, Left::Served) {
             booking.answering_since = Some(members.now());
             self.journal.record(id);
         }

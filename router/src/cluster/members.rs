@@ -14,6 +14,7 @@ use crate::{
     applied::{Applied, IndexedWorker},
     breaker::Breaker,
     index::{PrefixIndex, Replacement, WorkerSlot},
+    line::{Left, Line},
     metrics::WorkerSeries,
     predictions::Predictions,
     rates::{MeasuredLogs, Measurement},
@@ -75,6 +76,8 @@ pub(super) struct Member {
     /// The time of the latest report that showed decoding since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
+    /// The requests that the worker prefills and that wait for their first tokens.
+    pub(super) line: Line,
     pub(super) breaker: Breaker,
     pub(super) series: WorkerSeries,
     /// The numbers of the worker's placements since it joined. They are equal to the counters in `series`.
@@ -169,8 +172,11 @@ impl Members {
         let (id, now) = (MemberId(self.next_id), self.now());
         self.next_id += 1;
         let instance_id = InstanceId::from(info.instance_id.as_str());
-        let (slot, mut own_bookings) = (self.index.add_worker(), WorkerBookings::default());
+        let (slot, mut own_bookings, mut line) = (self.index.add_worker(), WorkerBookings::default(), Line::new(now));
         for booking in bookings {
+            if booking.prefilling && *booking.prefills_on() == instance_id {
+                line.join(&booking.waiting);
+            }
             for (_, prefilling) in booking.places().filter(|(on, _)| **on == instance_id) {
                 own_bookings.add(booking.key.clone(), BookedLoad::default(), booking.answer_tokens_on(&instance_id));
                 if prefilling {
@@ -193,6 +199,7 @@ impl Members {
             prefilled_at: now,
             decoded_at: now,
             bookings: own_bookings,
+            line,
             breaker: Breaker::default(),
             series,
             placements: v1::PlacementTotals::default(),
@@ -377,13 +384,17 @@ impl Members {
                 self.predictions.add(slot, &booking.hashes);
             }
         }
+        if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| booking.prefilling) {
+            member.line.join(&booking.waiting);
+        }
     }
 
-    /// Records that the booking's prompt has been prefilled, so that its prefill no longer counts as load. Returns false if this was
-    /// already recorded.
-    pub(super) fn on_prefilled(&mut self, booking: &mut Booking) -> bool {
-        let was_prefilling = std::mem::take(&mut booking.prefilling);
+    /// Records that the booking's prompt has been prefilled, so that its prefill no longer counts as load, and that the request has left its
+    /// line. Returns false if this was already recorded.
+    pub(super) fn on_prefilled(&mut self, booking: &mut Booking, left: Left) -> bool {
+        let (was_prefilling, now) = (std::mem::take(&mut booking.prefilling), self.now());
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| was_prefilling) {
+            member.line.leave(&booking.waiting, left, now);
             member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
                 member.bookings.remove(&booking.key, 0);
@@ -396,7 +407,7 @@ impl Members {
 
     /// Removes the booking from its workers.
     pub(super) fn release(&mut self, mut booking: Booking) {
-        self.on_prefilled(&mut booking);
+        self.on_prefilled(&mut booking, Left::Abandoned);
         if let Some(member) = self.of_mut(&booking.decode) {
             member.bookings.remove(&booking.key, booking.answer.expected_tokens);
         }

@@ -14,6 +14,7 @@ pub(crate) mod texts;
 mod unavailable;
 mod view;
 mod virtual_router;
+mod wait;
 
 pub(crate) use members::{JoinError, MemberId};
 pub(crate) use peers::PeerId;
@@ -25,6 +26,7 @@ use crate::{
     applied::{SLICE_BLOCKS, slice_len},
     breaker::is_fault,
     index::{PrefixIndex, Replacement},
+    line::Waiting,
     metrics::RouterMetrics,
     replication::PeerUpdate,
     route::Role,
@@ -230,8 +232,9 @@ impl State {
     ) -> Result<Placed, PlacementError> {
         let started = Instant::now();
         let placed = self.try_place(request, excluded, attempt);
-        if placed.is_err() {
+        if let Err(error) = &placed {
             self.metrics.refused.increment(1);
+            self.metrics.overloaded.increment(u64::from(matches!(error, PlacementError::Overloaded { .. })));
         }
         self.metrics.route_duration.record(started.elapsed());
         placed
@@ -243,15 +246,12 @@ impl State {
         }
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
-        let choice = decision.choice?;
+        let max_wait = request.max_wait.filter(|_| attempt == 1);
+        let (choice, wait) = decision.within(request, decision.choice?, max_wait, self.members.now())?;
         let placement = decision.placement(choice);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
-        let known_blocks = u64::from(overlap_blocks) + u64::from(computes.predicted_blocks);
-        let full = BookedLoad {
-            tokens: computes.new_tokens(&decision.query, known_blocks),
-            sequences: request.samples.clamp(1, SAMPLES_MAX),
-        };
+        let full = BookedLoad { tokens: decision.new_tokens(choice), sequences: request.samples.clamp(1, SAMPLES_MAX) };
         let load = match choice.prefill {
             None => LoadByRole { decode: full, ..LoadByRole::default() },
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
@@ -268,7 +268,9 @@ impl State {
             hashes: decision.hashes.into(),
             overlap_tokens: Some(u64::from(overlap_blocks) * u64::from(decision.query.block_size)),
             answer,
+            waiting: decision.waiting(request, choice),
         };
+        self.metrics.estimated_wait.record(wait);
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
     }
@@ -297,6 +299,7 @@ impl State {
             hashes: if prefilling && !request.prompt_logits { request.hashes.clone() } else { [].into() },
             overlap_tokens: None,
             answer,
+            waiting: Waiting::default(),
         };
         self.metrics.rebooked.increment(1);
         Ok(self.book(booking, LoadByRole::default()))

@@ -8,7 +8,10 @@ use super::{
     bookings::Bookings,
     members::Members,
 };
-use crate::replication::{BookingRecord, PeerUpdate};
+use crate::{
+    line::Left,
+    replication::{BookingRecord, PeerUpdate},
+};
 use std::collections::{BTreeMap, HashMap, HashSet, hash_map::Entry};
 
 /// The id of a connection to a peer router.
@@ -68,7 +71,7 @@ impl Peers {
                 (Entry::Vacant(_), None) => {}
                 (Entry::Occupied(mut known), Some(record)) => {
                     if !record.prefilling {
-                        members.on_prefilled(known.get_mut());
+                        members.on_prefilled(known.get_mut(), Left::Served);
                     }
                 }
                 // The peer's limit on its bookings is higher than this router's. An ignored booking counts as load once the workers report its

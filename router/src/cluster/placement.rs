@@ -49,6 +49,9 @@ pub(super) struct Decision<'a> {
     pub(super) choice: Result<Choice, NoEligibleWorker>,
     /// The number of tokens that the answer is expected to have, of all samples together.
     pub(super) answer_tokens: u64,
+    pub(super) seed: PlacementSeed,
+    /// Whether the duration of the model's answers was measured, on which the costs depend.
+    pub(super) answers_measured: bool,
 }
 
 impl Placer {
@@ -132,7 +135,8 @@ impl Placer {
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
         let choice = route::place(&costs, &query, &candidates, seed);
         let answer_tokens = self.expected_answer_tokens(&model, request);
-        Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens })
+        let answers_measured = answer_ms.is_some();
+        Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens, seed, answers_measured })
     }
 }
 

@@ -1,7 +1,7 @@
 //! A request to place, and the error of a request that cannot be placed.
 
 use crate::route::NoEligibleWorker;
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, RequestId, SequenceHash};
 
 /// A request to place.
@@ -18,6 +18,9 @@ pub(crate) struct PlacementRequest {
     pub(crate) max_tokens: u32,
     /// Whether logits of prompt tokens are requested.
     pub(crate) prompt_logits: bool,
+    pub(crate) account: Arc<str>,
+    /// The longest time for which the request may wait in line; `None`: it may wait without a limit.
+    pub(crate) max_wait: Option<Duration>,
 }
 
 /// Instances that have failed a request.
@@ -43,4 +46,9 @@ pub(crate) enum PlacementError {
     TooManyBookings,
     #[error("the request has failed on all placements that one request may have; try again later")]
     TooManyAttempts,
+    #[error("the request would wait in line for longer than its limit; try again in {} seconds", .retry_after.as_secs_f64().ceil())]
+    Overloaded {
+        /// The time until the estimated wait is within the limit, if no other request is placed meanwhile.
+        retry_after: Duration,
+    },
 }

@@ -6,6 +6,7 @@ mod membership;
 mod models;
 mod peers;
 mod placement;
+mod wait;
 
 use super::*;
 use crate::{Costs, PrefillPlace, route::NoEligibleWorker};
@@ -95,6 +96,8 @@ impl Scenario {
             samples: 1,
             max_tokens: 0,
             prompt_logits: false,
+            account: "".into(),
+            max_wait: None,
         }
     }
 
@@ -135,6 +138,7 @@ impl Scenario {
         for member in self.state.members.values() {
             let booked = &member.bookings;
             assert_eq!((booked.tokens, booked.sequences, booked.count, booked.answer_tokens), (0, 0, 0, 0));
+            assert!(member.line.is_empty());
         }
         assert!(self.state.members.predictions.is_empty());
         assert!(self.recorder.render().contains("tandem_router_bookings 0"), "{}", self.recorder.render());

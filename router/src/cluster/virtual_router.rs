@@ -172,6 +172,8 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         samples: 1,
         max_tokens: request.max_tokens,
         prompt_logits: false,
+        account: "".into(),
+        max_wait: None,
     }
 }
 

@@ -239,6 +239,7 @@ impl Parts {
             block_size: self.block_size,
             concurrent_sequences: sequences_max as usize,
             sequences_per_client: limits.sequences_per_client(sequences_max),
+            max_wait: limits.max_wait(),
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
             encoding_cache_bytes: limits.encoding_cache_bytes,

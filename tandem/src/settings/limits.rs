@@ -3,6 +3,7 @@
 use super::common::with_commas;
 use clap::Args;
 use serde::Serialize;
+use std::time::Duration;
 
 /// The frontend's limits on connections, memory and sequences.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
@@ -15,6 +16,12 @@ pub struct LimitArgs {
     /// that one client leaves capacity to others]
     #[arg(long, env = "TANDEM_MAX_SEQUENCES_PER_ACCOUNT", value_name = "N")]
     pub max_sequences_per_account: Option<u32>,
+
+    /// Longest time, in seconds, for which a request may wait in line before its prefill begins; `off` or 0 means no limit. A request that would wait
+    /// longer, by the router's estimate, is refused at once with 503 and `Retry-After`. The default is about as long as a reader waits for an
+    /// answer that has not begun. Clients can set less with the header `x-max-wait`
+    #[arg(long, env = "TANDEM_MAX_WAIT", value_name = "SECONDS", default_value = "10", value_parser = max_wait)]
+    pub max_wait: f64,
 
     /// Size limit of a request body [default: 128 bytes for each token of the model's context, at least 4 MiB, at most 32 MiB: the longest
     /// prompt fits, and a body sent by mistake is refused]
@@ -52,6 +59,11 @@ pub struct LimitArgs {
 }
 
 impl LimitArgs {
+    /// Returns the longest time for which a request may wait in line; `None` if there is no limit.
+    pub fn max_wait(&self) -> Option<Duration> {
+        (self.max_wait > 0.0).then(|| Duration::from_secs_f64(self.max_wait))
+    }
+
     /// Returns how many of `all` sequences one client may use; `None` if there is no limit.
     pub fn sequences_per_client(&self, all: u32) -> Option<usize> {
         match self.max_sequences_per_account.unwrap_or(all.div_ceil(2)) {
@@ -59,4 +71,10 @@ impl LimitArgs {
             bound => Some(bound as usize),
         }
     }
+}
+
+/// Reads a number of seconds, at most a day; 0 for `off`.
+fn max_wait(text: &str) -> Result<f64, &'static str> {
+    let seconds = if text == "off" { Some(0.0) } else { text.parse().ok() };
+    seconds.filter(|seconds| (0.0..=86_400.0).contains(seconds)).ok_or("write a number of seconds from 0 to 86400, or off")
 }

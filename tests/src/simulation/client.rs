@@ -10,8 +10,9 @@ use futures::future::join;
 use http_body_util::{BodyExt, Full};
 use hyper::{Request, body::Bytes, client::conn::http1::handshake};
 use hyper_util::rt::TokioIo;
+use std::time::Duration;
 use tandem::audit::ClientLine;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 /// The codes of errors that faults may cause and after which a client may retry.
 const RETRYABLE: [&str; 8] = [
@@ -29,9 +30,12 @@ const DRAINING: &str = "draining";
 
 #[derive(Default)]
 pub(super) struct Outcome {
-    status: Option<u16>,
+    pub(super) status: Option<u16>,
     request_id: Option<String>,
-    retry_after: bool,
+    /// The response's header `retry-after`, in seconds.
+    pub(super) retry_after: Option<u64>,
+    /// Time from the request to the first event of a stream.
+    pub(super) first_event: Option<Duration>,
     streamed: bool,
     body: Vec<u8>,
     pub(super) end: End,
@@ -73,6 +77,7 @@ pub(super) async fn send(network: SimulatedNetwork, frontend: Name, spec: Reques
 }
 
 async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpec, outcome: &mut Outcome) -> anyhow::Result<()> {
+    let sent = Instant::now();
     let dial = network.dial_from(&CLIENT.into());
     let io = dial(&format!("{frontend}:80")).await?;
     let (mut sender, connection) = handshake(TokioIo::new(io)).await?;
@@ -83,11 +88,15 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
         let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
         outcome.status = Some(response.status().as_u16());
         outcome.request_id = header("x-request-id");
-        outcome.retry_after = header("retry-after").is_some();
+        outcome.retry_after = header("retry-after").and_then(|seconds| seconds.parse().ok());
         outcome.streamed = header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
         let mut body = response.into_body();
         while let Some(frame) = body.frame().await {
             if let Some(data) = frame?.data_ref() {
+                // A comment only keeps the connection open.
+                if outcome.streamed && outcome.first_event.is_none() && data.starts_with(b"data: ") {
+                    outcome.first_event = Some(sent.elapsed());
+                }
                 outcome.body.extend_from_slice(data);
             }
         }
@@ -138,8 +147,8 @@ impl Outcome {
         }
         let answer = self.answer().map_err(|error| format!("{error:#}"))?;
         if status != 200 {
-            if !(matches!(status, 503 | 504) && self.retry_after) {
-                return Err(format!("status {status}, retry-after: {}: {:?}", self.retry_after, answer.frames));
+            if !(matches!(status, 503 | 504) && self.retry_after.is_some()) {
+                return Err(format!("status {status}, retry-after: {:?}: {:?}", self.retry_after, answer.frames));
             }
             return retryable(&answer.last()["error"]);
         }

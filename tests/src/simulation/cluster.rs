@@ -54,7 +54,22 @@ pub(super) struct SimulatedCluster {
     engine: EngineSettings,
     sim: SimSettings,
     prefill: PrefillPlace,
+    limits: Limits,
     faults: Vec<Fault>,
+}
+
+/// The frontend's limits on requests.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub(super) sequences: usize,
+    pub(super) max_wait: Option<Duration>,
+}
+
+impl Default for Limits {
+    /// Returns limits under which no request is refused for its wait, however slow the engines are.
+    fn default() -> Self {
+        Self { sequences: 1_024, max_wait: None }
+    }
 }
 
 /// A machine and the process on it, if one runs.
@@ -74,6 +89,10 @@ struct Process {
 
 impl SimulatedCluster {
     pub(super) fn new(plan: &Plan, ledger: &Path, random: &mut Random, log: Log) -> Result<Self> {
+        Self::limited(plan, ledger, random, log, Limits::default())
+    }
+
+    pub(super) fn limited(plan: &Plan, ledger: &Path, random: &mut Random, log: Log, limits: Limits) -> Result<Self> {
         let key = ClusterKey::new(SECRET).expect("the secret is long enough");
         let engine = EngineSettings { hash_key: key.hash_key(), ..plan.engine };
         let network = SimulatedNetwork::new(random.fork(), key, log.clone());
@@ -92,6 +111,7 @@ impl SimulatedCluster {
             engine,
             sim: plan.sim,
             prefill: plan.prefill,
+            limits,
             faults: Vec::new(),
         };
         let names: Vec<Name> =
@@ -147,7 +167,7 @@ impl SimulatedCluster {
                 let settings = DecodeWorkerSettings {
                     worker,
                     advertise: Some(format!("{name}:1")),
-                    remote_waiting_max: 64,
+                    remote_waiting_max: self.limits.sequences,
                     receive_timeout: RECEIVE_TIMEOUT,
                     transfer_mode: TransferMode::Tcp,
                 };
@@ -163,7 +183,12 @@ impl SimulatedCluster {
             Role::Frontend => {
                 let router = format!("{}:1", self.hosts[self.first_host(Role::Router)].name);
                 let model = ServedModel::sim("sim").with_context_length(sim.capacity_blocks * BLOCK_SIZE);
-                let settings = FrontendSettings { block_size: BLOCK_SIZE, ..FrontendSettings::new(router, model) };
+                let settings = FrontendSettings {
+                    block_size: BLOCK_SIZE,
+                    concurrent_sequences: self.limits.sequences,
+                    max_wait: self.limits.max_wait,
+                    ..FrontendSettings::new(router, model)
+                };
                 run(&mut tasks, tandem_frontend::run(listener, settings, metrics, own_shutdown));
             }
         }

@@ -9,6 +9,7 @@ mod coverage;
 mod log;
 mod network;
 mod oracle;
+pub mod overload;
 mod plan;
 mod random;
 
@@ -100,8 +101,9 @@ pub fn run(seed: u64) -> Report {
         Ok(ClusterRun { mut violations, outcomes, settled }) => {
             let coverage = Coverage::count(&outcomes, &metrics);
             if settled {
-                violations
-                    .extend(audit_findings(&outcomes, &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]));
+                violations.extend(
+                    audit_findings(outcomes.iter(), &ledger, &metrics).unwrap_or_else(|error| vec![format!("{error:#}")]),
+                );
             }
             (violations, coverage)
         }
@@ -293,9 +295,9 @@ async fn settle(cluster: &SimulatedCluster) -> Result<Option<String>> {
 }
 
 /// Reconciles the usage that clients received, the workers' ledger and the metrics.
-fn audit_findings(outcomes: &[Outcome], ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
+fn audit_findings<'a>(outcomes: impl Iterator<Item = &'a Outcome>, ledger: &Path, metrics: &Metrics) -> Result<Vec<String>> {
     let mut evidence = audit::read(&[], &[ledger.to_owned()], &[])?;
-    evidence.client = outcomes.iter().map(Outcome::line).collect();
+    evidence.client = outcomes.map(Outcome::line).collect();
     evidence.metrics.add(&metrics.render());
     Ok(audit::check(&evidence).1.iter().map(ToString::to_string).collect())
 }

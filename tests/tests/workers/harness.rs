@@ -399,6 +399,7 @@ impl Replies {
         while let Some(message) = self.next().await {
             assert!(answer.failure.is_none(), "a failure is the last message");
             match message {
+                Message::Waiting(_) => {}
                 Message::Scheduled(scheduled) => {
                     assert!(
                         answer.scheduled.is_none() && answer.started.is_none(),

@@ -141,3 +141,22 @@ fn revoked_reservation_keeps_blocks_being_written() {
     assert_eq!(world.tokens(1, 0), alone(grows).swap_remove(0));
     world.assert_idle();
 }
+
+#[test]
+fn remote_prompt_does_not_wait_for_prompts_that_are_computed_here() {
+    let mut world = World::new(512, SETTINGS);
+    for job in 1..=12 {
+        let local = generate(prompt(&format!("local {job}"), 300), 1);
+        world.machine.generate(job, local, world.now).expect("the job fits in the cache");
+    }
+    world.step();
+    let (job, ticket) = reserved(&mut world);
+    let writing = world.begin(ticket, &[0, 1, 2, 3, 4, 5, 6]).expect("the reservation needs all blocks");
+    world.end(writing, &kv(&job.prompt), true);
+    world.confirm(ticket);
+    world.step();
+    assert!(!world.tokens(0, 0).is_empty(), "its last token is computed in the next step");
+    assert!(world.machine.load().waiting_requests > 0, "prompts that are computed here still wait");
+    world.run();
+    world.assert_idle();
+}

@@ -1,0 +1,97 @@
+//! Requests that would wait too long are refused.
+
+use super::*;
+use std::{collections::VecDeque, time::Duration};
+use tokio::time::advance;
+
+/// Two decode workers. A request to one of them is served every 50 ms.
+struct Lines {
+    scenario: Scenario,
+    waiting: VecDeque<BookingId>,
+}
+
+impl Lines {
+    fn new() -> Self {
+        Self { scenario: Scenario::with(settings(PrefillPlace::Local), 0, 2), waiting: VecDeque::new() }
+    }
+
+    fn place(
+        &mut self,
+        max_wait: Option<Duration>,
+        hashes: Arc<[SequenceHash]>,
+        excluded: &[&str],
+        attempt: u32,
+    ) -> Result<String, PlacementError> {
+        let request = PlacementRequest { max_wait, ..self.scenario.request(1_001, hashes) };
+        let failed = excluded.iter().map(|instance| (*instance).into()).collect();
+        let excluded = Excluded { failed, ..Excluded::default() };
+        let (booking, placement) = self.scenario.state.place(&request, &excluded, attempt)?;
+        self.waiting.push_back(booking);
+        Ok(name(&placement.decode))
+    }
+
+    fn add(&mut self, requests: usize, excluded: &[&str]) {
+        (0..requests).for_each(|_| drop(self.place(None, [].into(), excluded, 1).expect("a worker is eligible")));
+    }
+
+    async fn serve(&mut self, requests: usize) {
+        for _ in 0..requests {
+            advance(Duration::from_millis(50)).await;
+            let booking = self.waiting.pop_front().expect("requests wait");
+            self.scenario.state.on_prefilled(booking, Some(0));
+            self.scenario.state.release(booking);
+        }
+    }
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn request_that_would_wait_too_long_is_refused_until_the_line_is_short_enough() {
+    let mut lines = Lines::new();
+    lines.add(100, &[]);
+    lines.place(Some(SECOND), [].into(), &[], 1).expect("nothing is measured yet");
+    for _ in 0..80 {
+        lines.serve(1).await;
+        lines.add(1, &[]);
+    }
+    lines.place(Some(6 * SECOND), [].into(), &[], 1).expect("the wait is about 5 s");
+    let Err(PlacementError::Overloaded { retry_after }) = lines.place(Some(2 * SECOND), [].into(), &[], 1) else {
+        panic!("the wait is about 5 s")
+    };
+    assert!((2.5..3.5).contains(&retry_after.as_secs_f64()), "{retry_after:?}");
+    let metrics = lines.scenario.recorder.render();
+    assert!(metrics.contains("tandem_router_overloaded_total 1\n"), "{metrics}");
+    lines.place(Some(2 * SECOND), [].into(), &[], 2).expect("an admitted request is not refused later");
+    let served = (retry_after.as_secs_f64() * 20.0) as usize;
+    lines.serve(served / 2).await;
+    lines.place(Some(2 * SECOND), [].into(), &[], 1).expect_err("only half of the time has passed");
+    lines.serve(served - served / 2 + 4).await;
+    lines.place(Some(2 * SECOND), [].into(), &[], 1).expect("the line has become shorter");
+    while let Some(booking) = lines.waiting.pop_front() {
+        lines.scenario.state.release(booking);
+    }
+    lines.scenario.assert_idle();
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long_line() {
+    let mut lines = Lines::new();
+    let cached = hashes(1, 0, 62);
+    lines.scenario.stored("d0", &cached);
+    for name in ["d0", "d1"] {
+        let load = Load { prefill_tokens_per_second: 1e5, prefill_measurements: 1, ..Load::default() };
+        lines.scenario.reports(name, vec![], load, &[]);
+    }
+    lines.add(40, &["d1-1"]);
+    for _ in 0..80 {
+        lines.serve(1).await;
+        lines.add(1, &["d1-1"]);
+    }
+    // The worker reports that it has computed the prompts, and the requests still wait for their first tokens.
+    let all: Vec<String> = (0..=lines.scenario.requests).map(|number| format!("r{number}")).collect();
+    let all: Vec<&str> = all.iter().map(String::as_str).collect();
+    lines.scenario.reports("d0", vec![], Load { prefill_tokens_per_second: 1e5, ..Load::default() }, &all);
+    assert_eq!(lines.place(None, cached.clone(), &[], 1).expect("there is no limit"), "d0");
+    assert_eq!(lines.place(Some(SECOND), cached, &[], 1).expect("the other worker has no line"), "d1");
+}

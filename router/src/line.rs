@@ -1,0 +1,251 @@
+//! The requests that wait on one worker for their first tokens, and the speed at which this line moves.
+//!
+//! The speed is measured, so it includes everything that limits the worker: its device, its places, its blocks, and the worker that decodes.
+//! A line shows what a worker can do only while the worker has more work than it can do: in periods at whose end some of the requests still
+//! wait that waited at the beginning. In other periods the worker can do at least what it did.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use tokio::time::Instant;
+
+/// The work that a request is counted with in addition to its new prompt tokens: about what a step costs besides its tokens.
+const REQUEST_TOKENS: u64 = 64;
+/// The shortest period over which the speed is measured. The speed of a line in which requests wait for less than that is not known.
+const PERIOD_MIN: Duration = Duration::from_secs(1);
+/// The age at which a period counts half as much as the latest one.
+const HALF_LIFE: Duration = Duration::from_secs(10);
+/// The age at which a measured speed is not used any more.
+const SPEED_MAX_AGE: Duration = Duration::from_secs(60);
+
+/// One request in a line. The default is in no line.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Waiting {
+    account: Arc<str>,
+    work: u64,
+}
+
+impl Waiting {
+    /// Returns the request of this account whose prompt has this number of new tokens.
+    pub(crate) fn new(account: Arc<str>, new_tokens: u64) -> Self {
+        Self { account, work: new_tokens + REQUEST_TOKENS }
+    }
+}
+
+/// The requests that wait on the worker that prefills them.
+#[derive(Debug)]
+pub(crate) struct Line {
+    /// The work of the waiting requests by account. Each account has some.
+    waiting: BTreeMap<Arc<str>, u64>,
+    period: Period,
+    /// The measured speed, and when it was measured; `None` until then.
+    speed: Option<(Speed, Instant)>,
+}
+
+/// A period over which the speed is measured.
+#[derive(Debug)]
+struct Period {
+    since: Instant,
+    /// All work that waited at the beginning.
+    at_first: u64,
+    /// The work of the requests that got their first token.
+    served: u64,
+    /// The work of all requests that have left the line.
+    left: u64,
+}
+
+/// Work, and the time that it took. Both are sums in which older periods count less.
+#[derive(Clone, Copy, Debug, Default)]
+struct Speed {
+    work: f64,
+    seconds: f64,
+}
+
+/// How a request leaves a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// With its first token.
+    Served,
+    /// It was cancelled, or it is placed again.
+    Abandoned,
+}
+
+impl Line {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self { waiting: BTreeMap::new(), period: Period { since: now, at_first: 0, served: 0, left: 0 }, speed: None }
+    }
+
+    pub(crate) fn join(&mut self, request: &Waiting) {
+        if request.work > 0 {
+            *self.waiting.entry(request.account.clone()).or_default() += request.work;
+        }
+    }
+
+    /// Removes a request that has joined the line.
+    pub(crate) fn leave(&mut self, Waiting { account, work }: &Waiting, left: Left, now: Instant) {
+        let Some(of_account) = self.waiting.get_mut(account).filter(|_| *work > 0) else { return };
+        *of_account -= work;
+        if *of_account == 0 {
+            self.waiting.remove(account);
+        }
+        self.period.left += work;
+        self.period.served += if left == Left::Served { *work } else { 0 };
+        let Period { since, at_first, served, left } = self.period;
+        let took = now.duration_since(since);
+        if took < PERIOD_MIN {
+            return;
+        }
+        if left >= at_first {
+            self.at_least(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
+            self.begin_period(now);
+        } else if served * 2 >= at_first {
+            // A request counts when it leaves, although part of its work was done before. Half of the line is enough for this not to matter.
+            self.measure(Speed { work: served as f64, seconds: took.as_secs_f64() }, now);
+            self.begin_period(now);
+        }
+    }
+
+    /// Returns the speed of the line in work per second; `None`: it is not known.
+    pub(crate) fn speed(&self, now: Instant) -> Option<f64> {
+        let (speed, measured) = self.speed?;
+        (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
+    }
+
+    /// Returns how long one more request of `account`, with the same work as `request`, would wait if the line has this speed. It waits for all
+    /// work of its account, and for as much of every other account, because workers serve accounts in turn.
+    pub(crate) fn wait(&self, request: &Waiting, speed: f64) -> Duration {
+        let own = self.waiting.get(&request.account).copied().unwrap_or_default();
+        let others = self.waiting.iter().filter(|(account, _)| **account != request.account);
+        let ahead = own + others.map(|(_, work)| *work.min(&(own + request.work))).sum::<u64>();
+        Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    fn begin_period(&mut self, now: Instant) {
+        self.period = Period { since: now, at_first: self.waiting.values().sum(), served: 0, left: 0 };
+    }
+
+    /// Takes the speed of a period in which there was always work.
+    fn measure(&mut self, speed: Speed, now: Instant) {
+        let (before, measured) = self.speed.unwrap_or((Speed::default(), now));
+        let kept = (-now.duration_since(measured).as_secs_f64() / HALF_LIFE.as_secs_f64()).exp2();
+        let Speed { work, seconds } = speed;
+        self.speed = Some((Speed { work: before.work * kept + work, seconds: before.seconds * kept + seconds }, now));
+    }
+
+    /// Takes the speed of a period in which there may have been no work for some time. It raises a known speed.
+    fn at_least(&mut self, speed: Speed, now: Instant) {
+        if self.speed.is_some_and(|(known, _)| known.per_second() < speed.per_second()) {
+            self.speed = Some((speed, now));
+        }
+    }
+}
+
+impl Speed {
+    fn per_second(self) -> f64 {
+        self.work / self.seconds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(account: &str, new_tokens: u64) -> Waiting {
+        Waiting::new(account.into(), new_tokens - REQUEST_TOKENS)
+    }
+
+    /// Returns how long one more request of the account would wait; `None` if the speed is not known.
+    fn wait(line: &Line, account: &str, now: Instant) -> Option<f64> {
+        Some(line.wait(&request(account, 1_000), line.speed(now)?).as_secs_f64())
+    }
+
+    /// Returns a line of `requests` equal requests of 1,000 tokens at the start.
+    fn line(requests: usize, start: Instant) -> Line {
+        let mut line = Line::new(start);
+        (0..requests).for_each(|_| line.join(&request("a", 1_000)));
+        line
+    }
+
+    /// One request leaves every `every`, and another joins. Returns the time at the end.
+    fn keeps_moving(line: &mut Line, requests: u32, every: Duration, left: Left, start: Instant) -> Instant {
+        for number in 1..=requests {
+            let now = start + every * number;
+            line.leave(&request("a", 1_000), left, now);
+            line.join(&request("a", 1_000));
+        }
+        start + every * requests
+    }
+
+    #[test]
+    fn request_waits_for_the_line_before_it_at_the_measured_speed() {
+        let start = Instant::now();
+        let mut line = line(40, start);
+        assert_eq!(wait(&line, "a", start), None, "nothing is known before the line has moved");
+        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
+        let waits = wait(&line, "a", now).expect("the speed is known");
+        assert!((3.9..4.1).contains(&waits), "{waits}");
+        // The worker becomes four times slower. Newer periods count more.
+        let now = keeps_moving(&mut line, 100, Duration::from_millis(400), Left::Served, now);
+        let waits = wait(&line, "a", now).expect("the speed is known");
+        assert!((14.0..16.1).contains(&waits), "{waits}");
+        assert_eq!(wait(&line, "a", now + SPEED_MAX_AGE * 2), None, "an old speed is not used");
+        // The worker becomes twenty times faster, so that no request waits for a second any more.
+        for number in 1..=200 {
+            let now = now + Duration::from_millis(20) * number;
+            line.leave(&request("a", 1_000), Left::Served, now);
+            line.join(&request("a", 1_000));
+        }
+        let waits = wait(&line, "a", now + 4 * PERIOD_MIN).expect("the speed is known");
+        assert!((0.7..0.9).contains(&waits), "{waits}");
+    }
+
+    #[test]
+    fn line_without_a_backlog_measures_nothing() {
+        let start = Instant::now();
+        // Three requests wait for 0.3 s each: the worker could perhaps serve many more.
+        let mut short = line(3, start);
+        let now = keeps_moving(&mut short, 200, Duration::from_millis(100), Left::Served, start);
+        assert_eq!(wait(&short, "a", now), None);
+        // Nothing is served, because all clients leave.
+        let mut abandoned = line(40, start);
+        let now = keeps_moving(&mut abandoned, 200, Duration::from_millis(100), Left::Abandoned, start);
+        assert_eq!(wait(&abandoned, "a", now), None);
+        // Short prompts pass a long one, which the worker computes meanwhile. What they take says little about the worker.
+        let mut passed = Line::new(start);
+        passed.join(&request("a", 100_000));
+        for number in 1..=20 {
+            let now = start + Duration::from_millis(500) * number;
+            passed.join(&request("a", 100));
+            passed.leave(&request("a", 100), Left::Served, now);
+        }
+        assert_eq!(wait(&passed, "a", start + Duration::from_secs(11)), None);
+    }
+
+    #[test]
+    fn account_waits_for_as_much_of_other_accounts_as_of_its_own() {
+        let start = Instant::now();
+        let mut line = line(40, start);
+        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
+        let wait = |line: &Line, account| wait(line, account, now).expect("the speed is known");
+        assert!((0.09..0.11).contains(&wait(&line, "b")), "the first request of an account waits for one of the other account");
+        (0..10).for_each(|_| line.join(&request("b", 1_000)));
+        assert!((2.0..2.2).contains(&wait(&line, "b")), "{}", wait(&line, "b"));
+        assert!((4.9..5.1).contains(&wait(&line, "a")), "{}", wait(&line, "a"));
+    }
+
+    #[test]
+    fn line_is_empty_when_all_requests_have_left() {
+        let start = Instant::now();
+        let mut line = line(3, start);
+        line.join(&Waiting::default());
+        for left in [Left::Served, Left::Abandoned, Left::Served] {
+            assert!(!line.is_empty());
+            line.leave(&request("a", 1_000), left, start);
+        }
+        line.leave(&Waiting::default(), Left::Served, start);
+        assert!(line.is_empty());
+    }
+}

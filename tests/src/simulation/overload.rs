@@ -1,0 +1,199 @@
+//! A cluster that receives several times as many requests as it can serve, in simulated time.
+
+use super::{
+    audit_findings,
+    client::{self, End, Outcome},
+    cluster::{Limits, SimulatedCluster},
+    log::Log,
+    plan::{BLOCK_SIZE, Plan, RequestSpec, Role},
+    random::Random,
+    settle,
+};
+use anyhow::{Context, Result, ensure};
+use std::time::Duration;
+use tandem_engine::{EngineSettings, sim::SimSettings};
+use tandem_kv::HashKey;
+use tandem_router::PrefillPlace;
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep_until},
+};
+
+/// The number of clients that keep the cluster saturated while its capacity is measured.
+const SATURATING: usize = 60;
+/// The cluster's capacity is measured over this time, which begins when the cluster is saturated.
+const MEASURED: Duration = Duration::from_secs(20);
+const SATURATED_AFTER: Duration = Duration::from_secs(10);
+const PROMPT_TOKENS: usize = 1_000;
+
+/// Clients that send requests at a constant rate.
+#[derive(Clone, Copy, Debug)]
+pub struct Overload {
+    /// The time for which a request may wait in line; `None`: any time.
+    pub max_wait: Option<Duration>,
+    /// The rate of requests, as a multiple of the cluster's capacity.
+    pub load: f64,
+    /// The time for which requests are sent.
+    pub lasts: Duration,
+    /// The fraction of the clients that leave before the end of their answers, in percent.
+    pub leaving_percent: u64,
+    /// Whether prompts are prefilled on prefill workers or on decode workers.
+    pub prefill: PrefillPlace,
+}
+
+/// A request that was sent under overload. Times count from the start of the overload.
+#[derive(Clone, Debug)]
+pub struct Sent {
+    /// When the request was sent.
+    pub at: Duration,
+    /// Time to the first token; `None`: there was none.
+    pub first_token: Option<Duration>,
+    /// Time to the end of the response, or until the client left.
+    pub ended: Duration,
+    /// The status of the response; `None`: the client left before.
+    pub status: Option<u16>,
+    /// The response's header `retry-after`, in seconds.
+    pub retry_after: Option<u64>,
+    /// Whether the whole response arrived.
+    pub complete: bool,
+}
+
+/// What a cluster did under overload.
+#[derive(Debug)]
+pub struct Overloaded {
+    /// First tokens a second of the saturated cluster.
+    pub capacity: f64,
+    /// All requests, in the order of their times.
+    pub requests: Vec<Sent>,
+    /// The time from the last request until nothing ran and nothing was held any more.
+    pub quiet_after: Duration,
+    /// Attempts that failed.
+    pub failed_attempts: f64,
+    /// Findings of the audit of usage, ledger and metrics.
+    pub findings: Vec<String>,
+}
+
+/// Runs the overload in this thread.
+///
+/// # Errors
+/// Fails if the cluster does not become idle.
+pub fn run(overload: Overload) -> Result<Overloaded> {
+    fastrand::seed(1);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    runtime.block_on(overload.run())
+}
+
+impl Overload {
+    async fn run(self) -> Result<Overloaded> {
+        let folder = tempfile::tempdir()?;
+        let ledger = folder.path().join("ledger");
+        let (log, mut random) = (Log::new(), Random::new(1));
+        let measured = SimulatedCluster::new(&self.plan(), &folder.path().join("measured"), &mut random, log.clone())?;
+        let capacity = capacity(&measured).await?;
+        drop(measured);
+        let limits = Limits { max_wait: self.max_wait, ..Limits::default() };
+        let cluster = SimulatedCluster::limited(&self.plan(), &ledger, &mut random, log, limits)?;
+        settled(&cluster).await?;
+        let count = (capacity * self.load * self.lasts.as_secs_f64()) as usize;
+        let (started, mut clients) = (Instant::now(), JoinSet::new());
+        for number in 0..count {
+            let at = self.lasts.mul_f64(number as f64 / count as f64);
+            let leaves = random.chance(self.leaving_percent).then(|| random.millis(100..9_000));
+            let exchange = exchange(&cluster, RequestSpec { disconnect_after: leaves, ..request(number, at) });
+            clients.spawn(async move {
+                sleep_until(started + at).await;
+                exchange.await
+            });
+        }
+        let mut outcomes: Vec<(RequestSpec, Outcome, Duration)> = Vec::new();
+        // The last request is sent by then.
+        sleep_until(started + self.lasts).await;
+        while let Some(client) = clients.join_next().await {
+            outcomes.push(client?);
+        }
+        settled(&cluster).await?;
+        let quiet_after = started.elapsed().saturating_sub(self.lasts);
+        let findings = audit_findings(outcomes.iter().map(|(_, outcome, _)| outcome), &ledger, &cluster.metrics)?;
+        let failed_attempts = crate::sum(&cluster.metrics.render(), "tandem_frontend_attempts_failed_total", "");
+        outcomes.sort_by_key(|(spec, ..)| spec.at);
+        let requests = outcomes.into_iter().map(|(spec, outcome, ended)| Sent {
+            at: spec.at,
+            first_token: outcome.first_event,
+            ended,
+            status: outcome.status,
+            retry_after: outcome.retry_after,
+            complete: outcome.end == End::Complete,
+        });
+        Ok(Overloaded { capacity, requests: requests.collect(), quiet_after, failed_attempts, findings })
+    }
+
+    fn plan(&self) -> Plan {
+        Plan {
+            engine: EngineSettings {
+                chunk_budget: 512,
+                batch_max: 64,
+                queue_max: 4_096,
+                prefix_caching: true,
+                hash_key: HashKey::NONE,
+                max_buffered_events: 1_024,
+                step_max: Duration::from_secs(60),
+            },
+            sim: SimSettings { block_size: BLOCK_SIZE, capacity_blocks: 8_192, speedup: 0.12, ..SimSettings::default() },
+            prefill: self.prefill,
+            requests: Vec::new(),
+            faults: Vec::new(),
+            afterwards: Vec::new(),
+        }
+    }
+}
+
+/// Measures the capacity: a constant number of clients sends one request after the other.
+async fn capacity(cluster: &SimulatedCluster) -> Result<f64> {
+    settled(cluster).await?;
+    let (started, mut clients) = (Instant::now(), JoinSet::new());
+    let (mut number, mut served) = (0, 0);
+    while started.elapsed() < SATURATED_AFTER + MEASURED {
+        while clients.len() < SATURATING {
+            clients.spawn(exchange(cluster, request(number, Duration::ZERO)));
+            number += 1;
+        }
+        clients.join_next().await.context("clients run")??;
+        served += usize::from(started.elapsed() >= SATURATED_AFTER);
+    }
+    while clients.join_next().await.is_some() {}
+    settled(cluster).await?;
+    Ok(served as f64 / MEASURED.as_secs_f64())
+}
+
+async fn settled(cluster: &SimulatedCluster) -> Result<()> {
+    let unsettled = settle(cluster).await?;
+    ensure!(unsettled.is_none(), "{}", unsettled.unwrap_or_default());
+    Ok(())
+}
+
+/// Returns a request whose prompt no other one shares.
+fn request(number: usize, at: Duration) -> RequestSpec {
+    let prompt = format!("{number:08} of all the requests; ");
+    RequestSpec {
+        at,
+        prompt: prompt.repeat(PROMPT_TOKENS.div_ceil(prompt.len())),
+        samples: 1,
+        max_tokens: 16,
+        temperature: 0.0,
+        seed: number as u64,
+        stop: None,
+        ignore_end: true,
+        stream: true,
+        disconnect_after: None,
+    }
+}
+
+/// Sends the request; returns it with its outcome, and the time until it ended.
+fn exchange(cluster: &SimulatedCluster, spec: RequestSpec) -> impl Future<Output = (RequestSpec, Outcome, Duration)> + use<> {
+    let (network, frontend) = (cluster.network.clone(), cluster.hosts[cluster.first_host(Role::Frontend)].name.clone());
+    async move {
+        let sent = Instant::now();
+        let outcome = client::send(network, frontend, spec.clone()).await;
+        (spec, outcome, sent.elapsed())
+    }
+}

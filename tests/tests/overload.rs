@@ -1,0 +1,101 @@
+//! A cluster under four times the load that it can serve, in simulated time. `-- --nocapture` prints the table of docs/reliability.md.
+
+use std::time::Duration;
+use tandem_router::PrefillPlace;
+use tandem_tests::simulation::overload::{Overload, Overloaded, Sent, run};
+
+const LASTS: Duration = Duration::from_secs(60);
+const OVERLOAD: Overload = Overload {
+    max_wait: Some(Duration::from_secs(10)),
+    load: 4.0,
+    lasts: LASTS,
+    leaving_percent: 20,
+    prefill: PrefillPlace::Auto,
+};
+
+fn percentile(times: impl Iterator<Item = Duration>, percent: usize) -> f64 {
+    let mut times: Vec<Duration> = times.collect();
+    times.sort_unstable();
+    times.get((times.len() * percent / 100).min(times.len().saturating_sub(1))).map_or(0.0, Duration::as_secs_f64)
+}
+
+fn refusals(overloaded: &Overloaded) -> impl Iterator<Item = &Sent> {
+    overloaded.requests.iter().filter(|sent| sent.status == Some(503))
+}
+
+fn first_tokens(overloaded: &Overloaded) -> impl Iterator<Item = Duration> {
+    overloaded.requests.iter().filter_map(|sent| sent.first_token)
+}
+
+/// Returns the first tokens a second during the overload, as a fraction of the capacity.
+fn goodput(overloaded: &Overloaded) -> f64 {
+    let during = overloaded.requests.iter().filter(|sent| sent.first_token.is_some_and(|took| sent.at + took <= LASTS));
+    during.count() as f64 / LASTS.as_secs_f64() / overloaded.capacity
+}
+
+#[expect(clippy::print_stdout, reason = "the table is in docs/reliability.md")]
+fn print(name: &str, overloaded: &Overloaded) {
+    let refused = refusals(overloaded).count();
+    let errors = overloaded.requests.iter().filter(|sent| sent.status.is_some_and(|status| status != 200)).count() - refused;
+    println!(
+        "| {name} | {:.1}/s | {} | {refused} | {errors} | {:.0} | {:.1} s | {:.1} s | {:.3} s | {:.2} | {:.1} s |",
+        overloaded.capacity,
+        overloaded.requests.len(),
+        overloaded.failed_attempts,
+        percentile(first_tokens(overloaded), 50),
+        percentile(first_tokens(overloaded), 99),
+        percentile(refusals(overloaded).map(|sent| sent.ended), 99),
+        goodput(overloaded),
+        overloaded.quiet_after.as_secs_f64(),
+    );
+}
+
+#[test]
+fn overloaded_cluster_serves_at_capacity_and_refuses_the_rest_at_once() {
+    // Where the router chooses the place of each prefill, a cluster without measurements admits somewhat too much in the first seconds.
+    for (prefill, late_max, goodput_min) in
+        [(PrefillPlace::Remote, 12.0, 0.9), (PrefillPlace::Local, 12.0, 0.9), (PrefillPlace::Auto, 14.0, 0.85)]
+    {
+        let overloaded = run(Overload { prefill, ..OVERLOAD }).expect("the cluster becomes idle");
+        print(&format!("{prefill:?}"), &overloaded);
+        let late = percentile(first_tokens(&overloaded), 99);
+        assert!(late <= late_max, "{prefill:?}: an admitted request waits {late} s for its first token");
+        let goodput = goodput(&overloaded);
+        assert!(goodput >= goodput_min, "{prefill:?}: {goodput} of the capacity is used");
+        let refused = percentile(refusals(&overloaded).map(|sent| sent.ended), 99);
+        assert!(refused <= 0.1, "{prefill:?}: a refusal takes {refused} s");
+        assert!(overloaded.quiet_after <= Duration::from_secs(12), "{prefill:?}: {:?}", overloaded.quiet_after);
+        assert_eq!(overloaded.findings, Vec::<String>::new(), "{prefill:?}");
+        for sent in &overloaded.requests {
+            let answered = sent.status.is_none_or(|status| status == 200 || status == 503);
+            assert!(answered, "{prefill:?}: {sent:?}");
+        }
+        check_retry_after(&overloaded);
+    }
+}
+
+/// The time after which the speeds of all lines are measured. Before, the estimates rest on rates that do not include what decoding takes.
+const MEASURED_AFTER: Duration = Duration::from_secs(10);
+
+/// Checks that after each refusal by measured speeds another request is admitted within twice the time that the refusal says, and, if that is more than a second, not
+/// before half of it.
+fn check_retry_after(overloaded: &Overloaded) {
+    for (at, refused) in
+        overloaded.requests.iter().enumerate().filter(|(_, sent)| sent.status == Some(503) && sent.at >= MEASURED_AFTER)
+    {
+        let seconds = refused.retry_after.expect("a refusal says when to try again");
+        let admitted = overloaded.requests[at..].iter().find(|sent| sent.status != Some(503));
+        let Some(after) = admitted.map(|sent| (sent.at - refused.at).as_secs_f64()) else { continue };
+        assert!(after <= 2.0 * seconds as f64, "{refused:?}: a request was admitted only after {after} s");
+        assert!(seconds == 1 || after >= seconds as f64 / 2.0, "{refused:?}: a request was admitted already after {after} s");
+    }
+}
+
+#[test]
+#[ignore = "a comparison for docs/reliability.md"]
+fn overloaded_cluster_without_a_limit_on_the_wait() {
+    for prefill in [PrefillPlace::Auto, PrefillPlace::Remote, PrefillPlace::Local] {
+        let overloaded = run(Overload { max_wait: None, prefill, ..OVERLOAD }).expect("the cluster becomes idle");
+        print(&format!("{prefill:?}, no limit"), &overloaded);
+    }
+}
