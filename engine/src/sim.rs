@@ -3,12 +3,15 @@
 //! Each slot of a block holds a hash of the sequence up to the slot's token, and the next token depends on the KV of *all* tokens before
 //! it. So a torn, stale or misplaced block changes the text, and a test that compares texts detects it.
 
-use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, StepOutput};
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+use crate::{Chunk, Engine, EngineError, EngineInfo, Logits, SampledToken, StepOutput, sampling::SampleRequest};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
 };
-use std::time::Duration;
 use tandem_kv::{BlockId, TokenId, mix};
 use tandem_model::sim::{CONTEXT_LENGTH, IM_END, VOCAB_SIZE};
 
@@ -94,6 +97,7 @@ pub struct SimEngine {
     folds: Vec<Option<u64>>,
     clock: SimClock,
     real_time: bool,
+    samples: bool,
 }
 
 /// The simulated time that steps have taken and that the engine's thread has not slept yet. It is cheap to clone.
@@ -134,7 +138,14 @@ impl SimEngine {
             folds: vec![None; blocks],
             clock: SimClock::default(),
             real_time: false,
+            samples: false,
         }
+    }
+
+    /// Makes the device sample tokens, from the few that are likely, instead of returning rows of the whole vocabulary.
+    #[must_use]
+    pub fn sampling(self) -> Self {
+        Self { samples: true, ..self }
     }
 
     /// Makes each step take its simulated duration in real time, instead of adding the duration to the clock.
@@ -182,7 +193,7 @@ impl Engine for SimEngine {
     }
 
     fn step(&mut self, chunks: &[Chunk<'_>]) -> Result<StepOutput, EngineError> {
-        let mut logits = Vec::new();
+        let (mut logits, mut sampled) = (Vec::new(), Vec::new());
         let (mut prefill_tokens, mut decodes) = (0, 0u32);
         for chunk in chunks {
             match chunk.tokens.len() {
@@ -203,7 +214,10 @@ impl Engine for SimEngine {
                 };
                 if wanted {
                     let state = self.state(chunk.blocks, start + i + 1);
-                    self.vocabulary.push_logits(&mut logits, state);
+                    match chunk.logits {
+                        Logits::Sample(request) if self.samples => sampled.push(self.vocabulary.sample(state, &request)),
+                        _ => self.vocabulary.push_logits(&mut logits, state),
+                    }
                 }
             }
         }
@@ -221,7 +235,7 @@ impl Engine for SimEngine {
         {
             std::thread::sleep(duration);
         }
-        Ok(StepOutput::Logits(logits))
+        Ok(if self.samples { StepOutput::Sampled { tokens: sampled, logits } } else { StepOutput::Logits(logits) })
     }
 
     fn read_block(&self, block: BlockId, into: &mut [u8]) -> Result<(), EngineError> {
@@ -249,28 +263,42 @@ fn fold(slots: &[u64]) -> u64 {
 }
 
 impl Vocabulary {
-    /// Appends a row of logits with up to four likely tokens, so that temperature and seed change the sampled token. In some rows the end token is
-    /// the likeliest. If a constraint bars the end token, the token that closes a text is the likeliest instead.
+    /// Returns the likely tokens and their logits, at most six. They are up to four words, so that temperature and seed change the sampled token. In
+    /// some rows the end token is the likeliest. If a constraint bars the end token, the token that closes a text is the likeliest instead.
+    fn candidates(&self, state: u64) -> BTreeMap<TokenId, f32> {
+        let word = |candidate: u64| {
+            let draw = mix(state ^ (candidate << 32));
+            (self.words[(draw % self.words.len() as u64) as usize], 4.0 - candidate as f32)
+        };
+        let mut candidates: BTreeMap<_, _> = (0..4).rev().map(word).collect();
+        if state.is_multiple_of(END_ODDS) {
+            candidates.insert(self.end, 8.0);
+            candidates.extend(self.close.map(|close| (close, 4.0)));
+        }
+        candidates
+    }
+
+    /// Appends a row with the logits of all tokens.
     fn push_logits(&self, logits: &mut Vec<f32>, state: u64) {
         let row = logits.len();
         logits.resize(row + self.size, NO_CANDIDATE);
-        for candidate in (0..4u64).rev() {
-            let draw = mix(state ^ (candidate << 32));
-            let word = self.words[(draw % self.words.len() as u64) as usize];
-            logits[row + word as usize] = 4.0 - candidate as f32;
-        }
-        if state.is_multiple_of(END_ODDS) {
-            logits[row + self.end as usize] = 8.0;
-            if let Some(close) = self.close {
-                logits[row + close as usize] = 4.0;
-            }
-        }
+        self.candidates(state).into_iter().for_each(|(token, logit)| logits[row + token as usize] = logit);
+    }
+
+    fn sample(&self, state: u64, request: &SampleRequest<'_>) -> SampledToken {
+        let candidates: Vec<(TokenId, f32)> = self.candidates(state).into_iter().collect();
+        request.among(&candidates).unwrap_or_else(|| {
+            let mut row = Vec::new();
+            self.push_logits(&mut row, state);
+            request.on_host(&row)
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::{Sampler, Sampling};
 
     const BLOCKS: [BlockId; 3] = [BlockId(5), BlockId(0), BlockId(2)];
 
@@ -317,6 +345,33 @@ mod tests {
             let last = Chunk { tokens: &tokens[39..], start: 39, blocks: &BLOCKS, logits: Logits::Last };
             let logits = destination.step(&[last]).expect("the simulator does not fail").into_logits();
             assert_eq!(logits == whole, !torn);
+        }
+    }
+
+    #[test]
+    fn device_samples_the_tokens_that_the_host_samples_from_its_logits() {
+        let vocabulary = Vocabulary::default();
+        let plain = Sampling::default();
+        let cases = [
+            plain.clone(),
+            Sampling { temperature: 0.0, ..plain.clone() },
+            Sampling { temperature: 0.3, top_p: 0.7, ..plain.clone() },
+            Sampling { top_k: 2, min_p: 0.05, ..plain.clone() },
+            Sampling { temperature: 2.0, ..plain.clone() },
+            Sampling { min_tokens: 1, stop_token_ids: vec![IM_END], ..plain.clone() },
+            Sampling { logprobs: Some(2), ..plain.clone() },
+            Sampling { logit_bias: [(7, 50.0)].into(), ..plain.clone() },
+            Sampling { presence_penalty: 1.0, ..plain.clone() },
+            Sampling { allowed_token_ids: [7, 9].into(), ..plain },
+        ];
+        for (case, sampling) in cases.into_iter().enumerate() {
+            for state in 0..300 {
+                let sampler = Sampler::new(Sampling { seed: state, ..sampling.clone() }, &[]);
+                let request = sampler.request(state as u32);
+                let mut row = Vec::new();
+                vocabulary.push_logits(&mut row, state);
+                assert_eq!(vocabulary.sample(state, &request), request.on_host(&row), "case {case}, state {state}");
+            }
         }
     }
 

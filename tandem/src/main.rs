@@ -21,6 +21,10 @@ use tandem::{bench, cli::BenchCommand};
 use tandem::{cli::ModelCommand, model::Store};
 use tandem_node::retry::error_chain;
 
+/// Takes less CPU than the system's allocator and returns the memory of a burst to the system (docs/adr/040-edge-cpu.md).
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     let cli = match Cli::read(std::env::args_os().collect(), std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT")) {
         Ok(cli) => cli,

@@ -22,9 +22,27 @@ pub struct SampledToken {
 
 impl SampleRequest<'_> {
     /// Samples a token on the host from a row of logits.
-    #[cfg(test)]
     pub(crate) fn on_host(&self, row: &[f32]) -> SampledToken {
         self.sampler.sample(row, self.position)
+    }
+
+    /// Samples one of these tokens, which are in the order of their ids, as [`SampleRequest::on_host`] does from a row in which all other tokens are
+    /// too unlikely to be sampled at a temperature of at most 1. Returns `None` if the other tokens matter: for logprobs, penalties, biases and bans,
+    /// or at a higher temperature.
+    pub(crate) fn among(&self, candidates: &[(TokenId, f32)]) -> Option<SampledToken> {
+        let Sampler { sampling, constrained, .. } = self.sampler;
+        let is_plain = sampling.temperature <= 1.0
+            && sampling.logprobs.is_none()
+            && sampling.logit_bias.is_empty()
+            && sampling.allowed_token_ids.is_empty()
+            && sampling.bad_words.is_empty()
+            && constrained.is_none()
+            && !self.sampler.has_penalties()
+            && self.sampler.generated_len >= sampling.min_tokens;
+        let row: Vec<f32> = candidates.iter().filter(|_| is_plain).map(|(_, logit)| *logit).collect();
+        let sampled = (!row.is_empty()).then(|| self.on_host(&row))?;
+        let (token, _) = candidates.get(sampled.token as usize)?;
+        Some(SampledToken { token: *token, ..sampled })
     }
 
     pub(crate) fn sampling(&self) -> &super::Sampling {

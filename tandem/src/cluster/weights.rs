@@ -186,7 +186,9 @@ impl Loaded {
                 let engine = CpuEngine::new(weights.clone(), config.cpu());
                 Ok(Box::new(engine.map_err(|error| StartError::Engine(error.into()))?))
             }
-            Device::Sim(vocabulary) => Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time())),
+            Device::Sim(vocabulary) => {
+                Ok(Box::new(SimEngine::with_vocabulary(config.sim(), vocabulary.clone()).in_real_time().sampling()))
+            }
         }
     }
 }
