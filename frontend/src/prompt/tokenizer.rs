@@ -9,6 +9,7 @@ mod encoder;
 mod gguf;
 mod json;
 mod kind;
+mod library;
 mod sentence_piece;
 mod spelling;
 mod splitter;

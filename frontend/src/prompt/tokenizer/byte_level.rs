@@ -2,7 +2,7 @@
 
 use super::{
     bpe::{Bpe, Scratch},
-    encoder::Library,
+    library::Library,
     spelling::Spelling,
     splitter::Splitter,
 };

@@ -2,7 +2,8 @@
 
 use super::{
     Tokenizer,
-    encoder::{Encoder, Library},
+    encoder::Encoder,
+    library::Library,
     sentence_piece::SentencePiece,
     spelling::{SPACE, Spelling},
 };

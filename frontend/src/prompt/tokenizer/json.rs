@@ -1,11 +1,6 @@
 //! Builds tokenizers from `tokenizer.json`, the file of Hugging Face's `tokenizers`.
 
-use super::{
-    Tokenizer,
-    encoder::{Encoder, Library},
-    kind,
-    spelling::Spelling,
-};
+use super::{Tokenizer, encoder::Encoder, kind, library::Library, spelling::Spelling};
 use crate::model::error::ServedModelError;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
