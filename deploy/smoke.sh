@@ -2,6 +2,7 @@
 # Starts docker-compose.yml unchanged, sends requests, replaces every container of Tandem, kills some while requests run, and reports how
 # many requests were lost.
 #   bash deploy/smoke.sh          builds images unless TANDEM_IMAGE and TANDEM_FETCH_IMAGE name local ones
+#   TANDEM_MTLS=on bash deploy/smoke.sh      the same, with certificates for all processes
 # The script needs the right to kill containers' processes, which root has. It uses a separate project (tandem-smoke) and the ports 18000,
 # 18001, 19090 and 13000, and removes everything at the end.
 set -euo pipefail
@@ -15,9 +16,9 @@ docker info >/dev/null 2>&1 || { echo "deploy/smoke.sh: the Docker engine does n
 SECRETS_DIR=$(mktemp -d)
 export SECRETS_DIR
 trap '"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1; rm -rf "$SECRETS_DIR"' EXIT
+if [ -z "${TANDEM_IMAGE:-}" ]; then "${compose[@]}" build model router; fi
 bash secrets.sh "$SECRETS_DIR"
 
-if [ -z "${TANDEM_IMAGE:-}" ]; then "${compose[@]}" build model router; fi
 "${compose[@]}" up -d --no-build "${services[@]}"
 printf 'waiting until a request can be served\n'
 for _ in $(seq 300); do

@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/tandem"
 # The oldest version that Chart.yaml permits, and the newest whose schemas are installed.
 VERSIONS = ["1.29", kubernetes_validate.latest_version()]
-# Kinds of the Prometheus operator, whose schemas are not those of Kubernetes.
-CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+# Kinds of the Prometheus operator and of cert-manager, whose schemas are not those of Kubernetes.
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "Issuer", "Certificate"}
 # Settings that the chart must refuse, and a part of the error.
 REFUSED = [
     ("enginee=cpu", "enginee"),
@@ -29,6 +29,9 @@ REFUSED = [
     ("router.tlsSecret=x", "router.tlsSecret"),
     ("frontend.flags.listen=x", "--listen"),
     ("flags.etcd=x", "--etcd"),
+    ("router.flags.cluster-ca=x", "--cluster-ca"),
+    ("clusterTls.source=yes", "clusterTls.source"),
+    ("clusterTls.issuer.name=x", "clusterTls.source"),
     ("model.source=/tmp/x", "model.source"),
     ("model.source=/var/lib/tandem/models/x", "model.claim.name"),
     ("model.claim.create=true", "model.claim.name"),

@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 RUNS = {
     "static": "engine=sim,decode.replicas=2,prefill.autoscaling.enabled=true",
     "etcd": "engine=sim,decode.replicas=2,discovery=etcd,nats.enabled=true",
+    "certificates": "engine=sim,decode.replicas=2,clusterTls.source=secrets",
 }
 # The machine's address in the network of the pods. It stands for the node, whose connections network policies do not concern.
 NODE = "10.99.0.1"
@@ -31,7 +32,7 @@ NODE = "10.99.0.1"
 FORBIDDEN = [("frontend", "prefill", 7100), ("prefill", "router", 7000), ("decode", "frontend", 8000), ("router", "decode", 9200)]
 READY_SECONDS = 60
 # The folders of a container, and the same in a pod's folder here.
-FOLDERS = {"/run/secrets/tandem": "secrets", "/etc/tandem": "configuration", "/var/lib/tandem": "state", "/data": "state"}
+FOLDERS = {"/run/secrets/tandem": "secrets", "/run/secrets/cluster-tls": "certificates", "/etc/tandem": "configuration", "/var/lib/tandem": "state", "/data": "state"}
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)"
 
 
@@ -58,6 +59,9 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.folder.chmod(0o755)
+        # The certificates of all roles, of which each pod gets its own.
+        self.certificates = self.folder / "all-certificates"
+        subprocess.run([tandem, "cert", self.certificates, "--cluster", "test-tandem"], check=True, stdout=subprocess.DEVNULL)
         self.hosts = self.folder / "hosts"
         self.hosts.touch()
         self.pods, self.names, self.started = {}, {}, 0
@@ -145,6 +149,12 @@ class Pod:
             key.write_text("0123456789abcdef" * 4)
             os.chown(key, 0, self.user)
             key.chmod(0o440)
+        role = self.component + ("-worker" if self.component in ("prefill", "decode") else "")
+        for source, file in {f"{role}.pem": "tls.crt", f"{role}.key": "tls.key", "ca.pem": "ca.crt"}.items():
+            if (cluster.certificates / source).exists():
+                shutil.copy(cluster.certificates / source, folder / "certificates" / file)
+                os.chown(folder / "certificates" / file, 0, self.user)
+                (folder / "certificates" / file).chmod(0o440)
         for file, text in (entry for item in cluster.of_kind("ConfigMap") for entry in item["data"].items()):
             (folder / "configuration" / file).write_text(text)
 

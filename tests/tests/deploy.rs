@@ -141,6 +141,40 @@ fn serving_processes_have_secrets_and_a_pinned_model_and_download_no_model() -> 
     Ok(())
 }
 
+/// The folders of a container with the settings for `TANDEM_MTLS`, and with the certificate of its role.
+const SETTINGS: &str = "/etc/tandem";
+const CERTIFICATES: &str = "/run/certificates";
+
+#[test]
+fn each_service_reads_the_certificate_of_its_own_role() -> Result<()> {
+    let mut roles = BTreeSet::new();
+    for (name, service) in services(CLUSTER)?.into_iter().chain(services(VLLM)?) {
+        if service["environment"]["TANDEM_CLUSTER_KEY_FILE"].is_null() {
+            continue;
+        }
+        let role = service["command"][0].as_str().context("a role")?.to_owned();
+        ensure!(service["environment"]["TANDEM_CONFIG"] == format!("{SETTINGS}/${{TANDEM_MTLS:-off}}.toml"), "{name}: TANDEM_CONFIG");
+        for volume in [
+            format!("./mtls:{SETTINGS}:ro"),
+            format!("${{SECRETS_DIR:-./secrets}}/certificates/{role}:{CERTIFICATES}:ro"),
+        ] {
+            ensure!(names(&service["volumes"]).contains(&volume), "{name} does not mount {volume}");
+        }
+        roles.insert(role);
+    }
+    ensure!(roles.len() == 4, "only {roles:?} were found");
+    for (file, certificate) in [("on", true), ("off", false)] {
+        let path = deploy(&format!("mtls/{file}.toml")).display().to_string();
+        for role in &roles {
+            let args = ["tandem", role, "--config", &path].map(OsString::from).to_vec();
+            let settings = format!("{:?}", Cli::read(args, None)?.command);
+            let is_set = settings.contains(&format!("cluster_cert: Some(\"{CERTIFICATES}/cert.pem\")"));
+            ensure!(is_set == certificate, "{role}, {file}: {settings}");
+        }
+    }
+    Ok(())
+}
+
 fn with_defaults(text: &str) -> Result<String> {
     let Some((before, rest)) = text.split_once("${") else { return Ok(text.to_owned()) };
     let (variable, after) = rest.split_once('}').context("a variable ends with a brace")?;
@@ -198,7 +232,10 @@ fn settings_of_vllm_services_exist_and_are_valid() -> Result<()> {
         let command = texts(&service["command"])?;
         roles.insert(command[0].clone());
         let variables = service["environment"].as_object().context("settings")?.iter();
-        let variables = variables.map(|(name, setting)| Ok((name.clone(), value(setting)?))).collect::<Result<_>>()?;
+        let in_container = format!("{SETTINGS}/");
+        let here = format!("{}/", deploy("mtls").display());
+        let variables = variables.map(|(name, setting)| Ok((name.clone(), value(setting)?.replace(&in_container, &here))));
+        let variables = variables.collect::<Result<_>>()?;
         read(with_variables(command, &variables).with_context(|| name.clone())?)?;
     }
     ensure!(roles.len() == 4, "only {roles:?} were found");

@@ -56,7 +56,7 @@ fn cpu_seconds(process: &Up) -> f64 {
 
 /// Measures an idle cluster of ten workers, two routers, two frontends, etcd and NATS.
 pub fn cluster() {
-    let shape = Shape { frontends: 2, routers: 2, prefill_workers: 5, decode_workers: 5, services: true, args: Vec::new() };
+    let shape = Shape { frontends: 2, routers: 2, prefill_workers: 5, decode_workers: 5, services: true, ..Shape::default() };
     let rig = Rig::start(&shape);
     let now = || rig.running().map(|(name, process)| (name.to_owned(), cpu_seconds(process))).collect::<Vec<_>>();
     let (before, since) = (now(), Instant::now());

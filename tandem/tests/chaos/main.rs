@@ -2,7 +2,7 @@
 //!
 //! `cargo test --release -p tandem --test chaos` runs each scenario in a short form, with limits that hold on a busy machine. The figures of
 //! docs/reliability.md come from the long forms, which need a machine that does nothing else: `cargo test --release -p tandem --test chaos --
-//! --ignored --nocapture`.
+//! --ignored --nocapture`. With `CHAOS_CERTIFICATES=1`, the processes of all scenarios have certificates.
 
 mod churn;
 #[path = "../process/cluster.rs"]
@@ -53,7 +53,12 @@ fn repeated_worker_kills_and_client_disconnects_lose_no_answer() {
 
 #[test]
 fn failure_of_any_process_in_a_cluster_with_etcd_and_nats_loses_no_answer() {
-    several::run(Form::Short, |row| print_and_check(&row));
+    several::run(Form::Short, rig::certificates(), |row| print_and_check(&row));
+}
+
+#[test]
+fn failure_of_any_process_in_a_cluster_with_certificates_loses_no_answer() {
+    several::run(Form::Short, true, |row| print_and_check(&row));
 }
 
 /// Makes the tests that measure run one after another.
@@ -90,7 +95,7 @@ fn long_run_of_worker_faults_loses_no_answer() {
 fn long_run_of_faults_in_a_cluster_with_etcd_and_nats_loses_no_answer() {
     let _alone = run_alone();
     let mut rows = Vec::new();
-    several::run(Form::Long, |row| rows.push(row));
+    several::run(Form::Long, rig::certificates(), |row| rows.push(row));
     table::print(&rows);
     rows.iter().for_each(|row| row.check(Form::Long));
 }

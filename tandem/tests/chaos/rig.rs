@@ -2,7 +2,7 @@
 //! audited.
 
 use crate::{
-    cluster::{Plan, address, ready, series, until},
+    cluster::{Plan, address, make_certificates, ready, series, until},
     services::Services,
     up::{Up, tandem},
 };
@@ -38,12 +38,27 @@ pub struct Shape {
     pub decode_workers: usize,
     /// Whether the processes use etcd and NATS instead of static lists and streams.
     pub services: bool,
+    /// Whether the processes have certificates, so that their connections use mutual TLS.
+    pub certificates: bool,
     pub args: Vec<String>,
+}
+
+/// Whether all scenarios run with certificates.
+pub fn certificates() -> bool {
+    std::env::var_os("CHAOS_CERTIFICATES").is_some()
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { frontends: 1, routers: 1, prefill_workers: 2, decode_workers: 2, services: false, args: Vec::new() }
+        Self {
+            frontends: 1,
+            routers: 1,
+            prefill_workers: 2,
+            decode_workers: 2,
+            services: false,
+            certificates: certificates(),
+            args: Vec::new(),
+        }
     }
 }
 
@@ -88,7 +103,12 @@ pub struct AuditResult {
 impl Rig {
     /// Starts the processes, and waits until they are connected and can serve requests.
     pub fn start(shape: &Shape) -> Self {
-        let plan = Plan::with_routers(shape.routers);
+        let mut plan = Plan::with_routers(shape.routers);
+        if shape.certificates {
+            let folder = plan.file("certificates");
+            make_certificates(&folder);
+            plan = plan.with_certificates(folder);
+        }
         let kinds = [
             ("f", "frontend", shape.frontends),
             ("r", "router", shape.routers),

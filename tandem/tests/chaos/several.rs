@@ -225,9 +225,17 @@ fn rolling_restart(rig: &mut Rig, _: Form) -> Instant {
 }
 
 /// Runs all scenarios of the form on one cluster. The long form ends with a scenario that kills processes repeatedly.
-pub fn run(form: Form, mut row: impl FnMut(Row)) {
+pub fn run(form: Form, certificates: bool, mut row: impl FnMut(Row)) {
     let args = ["--sim-speedup", "1", "--kv-capacity-tokens", "32768"].map(str::to_owned).to_vec();
-    let mut rig = Rig::start(&Shape { frontends: 2, routers: 2, prefill_workers: 3, decode_workers: 2, services: true, args });
+    let mut rig = Rig::start(&Shape {
+        frontends: 2,
+        routers: 2,
+        prefill_workers: 3,
+        decode_workers: 2,
+        services: true,
+        certificates,
+        args,
+    });
     let expected = undisturbed(&rig.outcomes(rig.send_all(&load::distinct())));
     for scenario in SCENARIOS.iter().filter(|scenario| form == Form::Long || scenario.short) {
         // In the long form, the kill of each kind of process is a scenario of its own.

@@ -1,18 +1,18 @@
 //! A cluster of processes. Each process has a fixed port, so that it can be restarted at the same address.
 #![allow(dead_code, reason = "not every test crate uses all helpers")]
 
-use crate::up::Up;
+use crate::up::{Up, tandem};
 use std::{
     fs::{self, OpenOptions},
     net::{Ipv4Addr, SocketAddr, TcpListener},
     os::unix::fs::PermissionsExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicU16, Ordering},
     time::Duration,
 };
 use tandem_proto::{
     ClusterKey,
-    channel::{self, Network},
+    channel::{self, ClusterTls, Network, PeerRole, TlsPem},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
 };
 use tokio::time::Instant;
@@ -47,11 +47,37 @@ pub fn address() -> SocketAddr {
     }
 }
 
+/// Runs `tandem cert`, which makes or renews the certificates in this folder.
+pub fn make_certificates(folder: &Path) {
+    let made = tandem(&["cert", folder.to_str().expect("the path is UTF-8")]).output().expect("the binary runs");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let text = String::from_utf8_lossy(&made.stdout).into_owned();
+    assert!(text.contains("spiffe://tandem.internal/tandem/tandem/decode-worker"), "{text}");
+}
+
+/// Returns the flags of a process with this role, for the certificates in this folder.
+pub fn certificate_flags(folder: &Path, role: &str) -> Vec<String> {
+    let file = |name: &str, suffix: &str| folder.join(format!("{name}.{suffix}")).to_str().expect("the path is UTF-8").to_owned();
+    let flags =
+        [("--cluster-cert", file(role, "pem")), ("--cluster-cert-key", file(role, "key")), ("--cluster-ca", file("ca", "pem"))];
+    flags.into_iter().flat_map(|(flag, file)| [flag.to_owned(), file]).collect()
+}
+
+/// Reads the certificate of this role in a folder.
+pub fn tls(folder: &Path, role: PeerRole) -> ClusterTls {
+    let text = |name: &str| fs::read_to_string(folder.join(name)).expect("the file was made");
+    let (certificate, key) = (text(&format!("{}.pem", role.name())), text(&format!("{}.key", role.name())));
+    ClusterTls::new(TlsPem { certificate: &certificate, key: &key, ca: &text("ca.pem") }, role, None)
+        .expect("the files are valid")
+}
+
 /// The addresses, the key and the files with which the processes of a cluster are started.
 pub struct Plan {
     folder: tempfile::TempDir,
     pub routers: Vec<SocketAddr>,
     pub key: ClusterKey,
+    /// The folder with the processes' certificates; `None`: they have none.
+    certificates: Option<PathBuf>,
     pub runtime: tokio::runtime::Runtime,
 }
 
@@ -67,10 +93,16 @@ impl Plan {
         let (folder, routers) =
             (tempfile::tempdir().expect("the system can create a temporary folder"), (0..count).map(|_| address()).collect());
         let key = ClusterKey::new(SECRET.as_bytes()).expect("the secret is long enough");
-        let plan = Self { folder, routers, key, runtime };
+        let plan = Self { folder, routers, key, certificates: None, runtime };
         plan.secret("key", SECRET);
         plan.list(&[]);
         plan
+    }
+
+    /// Gives every process the certificate of its role in this folder.
+    #[must_use]
+    pub fn with_certificates(self, folder: PathBuf) -> Self {
+        Self { certificates: Some(folder), ..self }
     }
 
     pub fn file(&self, name: &str) -> PathBuf {
@@ -88,11 +120,14 @@ impl Plan {
         fs::write(self.file("workers"), text).expect("the folder is writable");
     }
 
-    /// Starts a role with the cluster's key and these arguments only. Its log is in the file `name`.
+    /// Starts a role with the cluster's key, its certificate if the cluster has certificates, and these arguments only. Its log is in the file
+    /// `name`.
     pub fn start(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
         let key = self.file("key");
         let key = ["--cluster-key-file", key.to_str().expect("the path is UTF-8")];
-        self.start_without_key(role, name, listen, &[&key, args].concat())
+        let certificate = self.certificates.as_ref().map_or_else(Vec::new, |folder| certificate_flags(folder, role));
+        let certificate: Vec<&str> = certificate.iter().map(String::as_str).collect();
+        self.start_without_key(role, name, listen, &[&key, &certificate[..], args].concat())
     }
 
     pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
@@ -141,7 +176,8 @@ impl Plan {
 
     pub fn view_of(&self, number: usize) -> WorkersReply {
         let endpoint = channel::endpoint(&self.routers[number].to_string()).expect("the address is valid");
-        let network = Network::tcp(self.key.clone());
+        let tls = self.certificates.as_ref().map(|folder| tls(folder, PeerRole::Tool));
+        let network = Network::tcp(self.key.clone()).with_tls(tls).expecting(&[PeerRole::Router]);
         let reply = async { RouterClient::new(network.connect(&endpoint).await.ok()?).workers(WorkersRequest {}).await.ok() };
         self.runtime.block_on(reply).map_or_else(WorkersReply::default, tonic::Response::into_inner)
     }

@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 use tandem::{Process, Served, cli, cli::Cli};
+use tandem_proto::channel::{Peer, PeerRole};
 use tandem_tests::{Client, sim_settings, start};
 
 /// The folder of the rendered manifests, which ci/test.sh sets.
@@ -206,6 +207,44 @@ fn static_addresses_of_the_chart_belong_to_its_pods() -> Result<()> {
         }
     }
     ensure!(checked >= 30, "only {checked} addresses were found");
+    Ok(())
+}
+
+#[test]
+fn each_pod_of_the_chart_has_the_certificate_of_its_own_role() -> Result<()> {
+    const SECRET_OF_ROLE: [(&str, &str); 5] = [
+        ("frontend", "frontend"),
+        ("router", "router"),
+        ("prefill", "prefill-worker"),
+        ("decode", "decode-worker"),
+        ("tool", "tool"),
+    ];
+    let Some(renderings) = renderings()? else { return Ok(()) };
+    let (mut mounted, mut made) = (0, 0);
+    for rendering in &renderings {
+        for (name, pod) in rendering.pods() {
+            let container = containers(pod).find(|container| container["name"] == "tandem");
+            let Some(args) = container.map(arguments).filter(|args| flag(args, "--cluster-cert").is_some()) else { continue };
+            for (setting, file) in [("--cluster-cert", "tls.crt"), ("--cluster-cert-key", "tls.key"), ("--cluster-ca", "ca.crt")] {
+                ensure!(flag(&args, setting) == Some(&*format!("{SECRETS}cluster-tls/{file}")), "{name}: {setting}");
+            }
+            let volume = list(&pod["volumes"]).iter().find(|volume| volume["name"] == "cluster-tls").context("a volume")?;
+            let (_, component) = text(&volume["secret"]["secretName"]).rsplit_once('-').context("the name of a Secret")?;
+            ensure!(SECRET_OF_ROLE.contains(&(component, &args[0])), "{name} has the certificate {volume}");
+            mounted += 1;
+        }
+        for certificate in rendering.of_kind("Certificate").filter(|certificate| certificate["spec"]["isCA"].is_null()) {
+            let (spec, cluster) = (&certificate["spec"], text(&certificate["metadata"]["name"]));
+            let (cluster, component) = cluster.rsplit_once('-').context("the names of a cluster and a component")?;
+            let role = SECRET_OF_ROLE.into_iter().find(|(secret, _)| *secret == component).context("a role")?.1;
+            let role = PeerRole::ALL.into_iter().find(|known| known.name() == role).context("a role of a process")?;
+            let peer = Peer { cluster: cluster.to_owned(), role };
+            ensure!(spec["uris"] == json!([peer.uri("tandem.internal")]), "{spec}");
+            ensure!(text(&spec["secretName"]) == format!("{cluster}-cert-{component}"), "{spec}");
+            made += 1;
+        }
+    }
+    ensure!(mounted == 8 && made == 5, "{mounted} pods have certificates, {made} certificates are made");
     Ok(())
 }
 

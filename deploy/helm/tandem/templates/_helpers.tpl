@@ -33,6 +33,21 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- get (dict "frontend" "9300" "router" "9000" "prefill" "9100" "decode" "9200") . -}}
 {{- end }}
 
+{{/* The name that a role has in `tandem ROLE`, and in its certificate. */}}
+{{- define "tandem.role" -}}
+{{- get (dict "prefill" "prefill-worker" "decode" "decode-worker") . | default . -}}
+{{- end }}
+
+{{/* Whether the processes have certificates. */}}
+{{- define "tandem.hasCertificates" -}}
+{{- if ne .Values.clusterTls.source "none" -}}yes{{- end -}}
+{{- end }}
+
+{{/* The Secret with a certificate. dict root, component */}}
+{{- define "tandem.certificateSecret" -}}
+{{- printf "%s-%s" (default (printf "%s-cert" (include "tandem.fullname" .root)) .root.Values.clusterTls.secretName) .component -}}
+{{- end }}
+
 {{- define "tandem.modelsFolder" -}}/var/lib/tandem/models{{- end }}
 
 {{/* ORG/NAME of hf:ORG/NAME@REVISION; the last part of a path. */}}
@@ -156,6 +171,9 @@ capabilities: { drop: [ALL] }
 {{- fail "prefill workers with engine vllm need vllm.kvConnector nixl; without it set prefill.replicas to 0: decode workers then prefill their own prompts" -}}
 {{- end -}}
 {{- end -}}
+{{- if and $v.clusterTls.issuer.name (ne $v.clusterTls.source "cert-manager") -}}
+{{- fail "clusterTls.issuer needs clusterTls.source cert-manager" -}}
+{{- end -}}
 {{- if and (hasPrefix "/" $v.model.source) (not $v.model.claim.name) -}}
 {{- fail "a path in model.source needs model.claim.name, the claim that holds it" -}}
 {{- end -}}
@@ -169,7 +187,7 @@ capabilities: { drop: [ALL] }
 {{- end -}}
 {{- end -}}
 {{- range $role := list "frontend" "router" "prefill" "decode" -}}
-{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "model" "served-model-name" "offline" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" -}}
+{{- range $flag := list "cluster" "cluster-key-file" "listen" "admin-listen" "advertise" "grace-period" "engine" "model" "served-model-name" "offline" "cluster-cert" "cluster-cert-key" "cluster-ca" "workers" "workers-file" "router" "peers" "etcd" "nats" "worker-id" "api-keys-file" "tls-cert" "tls-key" -}}
 {{- if or (hasKey (get $v $role).flags $flag) (hasKey $v.flags $flag) -}}
 {{- fail (printf "the chart itself sets --%s; remove it from flags and use the chart's values" $flag) -}}
 {{- end -}}

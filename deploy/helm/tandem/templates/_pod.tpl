@@ -5,7 +5,7 @@
 {{- $isWorker := has $component (list "prefill" "decode") }}
 {{- $modelFrom := include "tandem.modelFrom" . }}
 {{- $byEtcd := eq $v.discovery "etcd" }}
-- {{ get (dict "prefill" "prefill-worker" "decode" "decode-worker") $component | default $component }}
+- {{ include "tandem.role" $component }}
 - --listen=0.0.0.0:{{ include "tandem.port" $component }}
 - --admin-listen=0.0.0.0:{{ include "tandem.adminPort" $component }}
 - --grace-period={{ $v.gracePeriodSeconds }}
@@ -14,6 +14,11 @@
 {{- end }}
 {{- if $isWorker }}
 - --worker-id=$(POD_NAME)
+{{- end }}
+{{- if include "tandem.hasCertificates" $root }}
+- --cluster-cert=/run/secrets/cluster-tls/tls.crt
+- --cluster-cert-key=/run/secrets/cluster-tls/tls.key
+- --cluster-ca=/run/secrets/cluster-tls/ca.crt
 {{- end }}
 {{- if $byEtcd }}
 {{- include "tandem.connection" (dict "root" $root "component" "etcd" "servers" $v.etcd.endpoints "settings" $v.etcd) }}
@@ -71,6 +76,12 @@
 {{- $modelFrom := include "tandem.modelFrom" . }}
 - { name: tmp, mountPath: /tmp }
 - { name: cluster-key, mountPath: /run/secrets/tandem, readOnly: true }
+{{- if include "tandem.hasCertificates" .root }}
+- { name: cluster-tls, mountPath: /run/secrets/cluster-tls, readOnly: true }
+{{- if eq .component "router" }}
+- { name: tool-tls, mountPath: /run/secrets/tool-tls, readOnly: true }
+{{- end }}
+{{- end }}
 {{- range $server := tuple "etcd" "nats" }}
 {{- $settings := get $v $server }}
 {{- if eq (include "tandem.uses" (dict "root" $.root "component" $.component "server" $server)) "yes" }}
@@ -115,6 +126,13 @@
     secretName: {{ default (printf "%s-cluster-key" (include "tandem.fullname" .root)) $v.clusterKey.existingSecret }}
     defaultMode: 0440
     items: [{ key: {{ $v.clusterKey.key }}, path: cluster_key }]
+{{- if include "tandem.hasCertificates" .root }}
+- { name: cluster-tls, secret: { secretName: {{ include "tandem.certificateSecret" . }}, defaultMode: 0440 } }
+{{- if eq .component "router" }}
+# For `tandem top` in this pod.
+- { name: tool-tls, secret: { secretName: {{ include "tandem.certificateSecret" (dict "root" .root "component" "tool") }}, defaultMode: 0440 } }
+{{- end }}
+{{- end }}
 {{- range $server := tuple "etcd" "nats" }}
 {{- $settings := get $v $server }}
 {{- if eq (include "tandem.uses" (dict "root" $.root "component" $.component "server" $server)) "yes" }}
