@@ -272,6 +272,11 @@ impl ApiError {
         self.parts().status
     }
 
+    /// Returns the error's code, which is one of this program's, never a text of the client.
+    pub(crate) fn code(&self) -> Option<&'static str> {
+        self.parts().code
+    }
+
     pub(crate) fn message(&self) -> String {
         shortened(&self.to_string()).into_owned()
     }

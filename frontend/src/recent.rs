@@ -1,4 +1,5 @@
-//! The prompts that ended last, for the dashboard: their usage, workers and timeline, but no text and no token ids.
+//! The prompts that ended last, for the dashboard: their usage, workers and timeline, but no text and no token ids. Also their sums over the last
+//! hour, and the requests that were refused last.
 
 use crate::{clock::unix_ms, usage::CachedSource};
 use parking_lot::Mutex;
@@ -8,10 +9,47 @@ use std::{
     sync::Arc,
 };
 
+/// The length of a [`Period`], in milliseconds. It is that of the window over which the dashboard's lines are drawn.
+const PERIOD_MS: u64 = 10_000;
+/// The number of periods: those of an hour.
+const PERIODS_MAX: usize = 360;
+/// The number of refused requests that are kept.
+const REFUSALS_MAX: usize = 50;
+
 /// The latest records, one for each prompt that ended.
 pub(crate) struct Recent {
     pub(crate) max: usize,
     ring: Mutex<Ring>,
+    history: Mutex<VecDeque<Period>>,
+    refusals: Mutex<VecDeque<Refusal>>,
+}
+
+/// The sums over the prompts that ended in ten seconds, by the worker that computed them.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Period {
+    end_unix_ms: u64,
+    workers: BTreeMap<String, Sums>,
+}
+
+/// Sums over prompts whose worker reported its cached tokens.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Sums {
+    prompts: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    overlap_blocks: u64,
+}
+
+/// A request that was answered with an error. Its texts are those of this program, never the client's.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Refusal {
+    pub(crate) at_unix_ms: u64,
+    pub(crate) request_id: String,
+    /// The path of the route, without what the client put into it.
+    pub(crate) endpoint: String,
+    pub(crate) status: u16,
+    /// The error's code.
+    pub(crate) code: Option<&'static str>,
 }
 
 #[derive(Default)]
@@ -102,12 +140,13 @@ pub(crate) struct FailedAttempt {
 
 impl Recent {
     pub(crate) fn new(max: usize) -> Self {
-        Self { max, ring: Mutex::default() }
+        Self { max, ring: Mutex::default(), history: Mutex::default(), refusals: Mutex::default() }
     }
 
     /// Adds the record of a prompt that ends now, and removes the oldest record if there are more than `max`.
     pub(crate) fn add(&self, finished: Finished) {
         let ended_unix_ms = unix_ms();
+        self.sum(ended_unix_ms, &finished);
         let mut ring = self.ring.lock();
         ring.added += 1;
         let record = Arc::new(Record { number: ring.added, ended_unix_ms, finished });
@@ -122,5 +161,120 @@ impl Recent {
         let ring = self.ring.lock();
         let new = usize::try_from(ring.added.saturating_sub(after)).unwrap_or(usize::MAX);
         ring.records.iter().skip(ring.records.len().saturating_sub(new)).cloned().collect()
+    }
+
+    /// Adds a prompt that ends now to the sums of its worker.
+    fn sum(&self, now_unix_ms: u64, finished: &Finished) {
+        let PromptDetails { prefill_worker, decode_worker, cached_tokens_source, overlap_blocks, .. } = &finished.details;
+        let (Some(worker), Some(cached)) = (prefill_worker.as_ref().or(decode_worker.as_ref()), finished.cached_tokens) else { return };
+        if *cached_tokens_source != CachedSource::Worker {
+            return;
+        }
+        let end_unix_ms = (now_unix_ms / PERIOD_MS + 1) * PERIOD_MS;
+        let mut history = self.history.lock();
+        if history.back().is_none_or(|period| period.end_unix_ms != end_unix_ms) {
+            if history.len() >= PERIODS_MAX {
+                history.pop_front();
+            }
+            history.push_back(Period { end_unix_ms, workers: BTreeMap::new() });
+        }
+        let Some(period) = history.back_mut() else { return };
+        let sums = period.workers.entry(worker.clone()).or_default();
+        sums.prompts += 1;
+        sums.prompt_tokens += u64::from(finished.prompt_tokens);
+        sums.cached_tokens += u64::from(cached);
+        sums.overlap_blocks += u64::from(*overlap_blocks);
+    }
+
+    /// Returns the sums of the periods in which prompts ended, of an hour at most, the oldest first.
+    pub(crate) fn history(&self) -> Vec<Period> {
+        let since = unix_ms().saturating_sub(PERIOD_MS * PERIODS_MAX as u64);
+        self.history.lock().iter().filter(|period| period.end_unix_ms > since).cloned().collect()
+    }
+
+    /// Adds a request that was answered with an error.
+    pub(crate) fn refuse(&self, refusal: Refusal) {
+        let mut refusals = self.refusals.lock();
+        if refusals.len() >= REFUSALS_MAX {
+            refusals.pop_front();
+        }
+        refusals.push_back(refusal);
+    }
+
+    /// Returns the requests that were refused last, the oldest first.
+    pub(crate) fn refusals(&self) -> Vec<Refusal> {
+        self.refusals.lock().iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A prompt of 100 tokens that ended with these cached tokens.
+    fn finished(worker: &str, cached_tokens: Option<u32>, cached_tokens_source: CachedSource) -> Finished {
+        let details = PromptDetails {
+            request_id: "r-0".to_owned(),
+            cached_tokens_source,
+            cached_tokens_by_tier: BTreeMap::new(),
+            overlap_blocks: 2,
+            prefill_worker: None,
+            decode_worker: Some(worker.to_owned()),
+            ttft_ms: 1.0,
+            queue_ms: 0.0,
+            kv_transfer_ms: 0.0,
+            kv_transfer_bytes: 0,
+            migrations: 0,
+        };
+        let steps = Stages {
+            requested_ms: None,
+            placed_ms: None,
+            scheduled_ms: None,
+            chunks: Vec::new(),
+            started_ms: None,
+            first_token_ms: None,
+            ended_ms: 1.0,
+            failed: Vec::new(),
+        };
+        Finished {
+            endpoint: "completions",
+            streamed: false,
+            status: 200,
+            samples: 1,
+            prompt_tokens: 100,
+            completion_tokens: 1,
+            cached_tokens,
+            block_size: Some(16),
+            details,
+            steps,
+        }
+    }
+
+    #[test]
+    fn history_has_the_sums_of_each_period_and_worker_for_an_hour() {
+        let recent = Recent::new(10);
+        let now = unix_ms() / PERIOD_MS * PERIOD_MS;
+        recent.sum(now, &finished("a", Some(32), CachedSource::Worker));
+        recent.sum(now + PERIOD_MS - 1, &finished("a", Some(0), CachedSource::Worker));
+        recent.sum(now + PERIOD_MS - 1, &finished("b", Some(64), CachedSource::Worker));
+        recent.sum(now, &finished("a", Some(64), CachedSource::RouterEstimate));
+        recent.sum(now, &finished("a", None, CachedSource::Unknown));
+        let sums = |prompts, cached_tokens| Sums { prompts, prompt_tokens: 100 * prompts, cached_tokens, overlap_blocks: 2 * prompts };
+        let workers = [("a", sums(2, 32)), ("b", sums(1, 64))].map(|(name, sums)| (name.to_owned(), sums)).into();
+        assert_eq!(recent.history(), [Period { end_unix_ms: now + PERIOD_MS, workers }]);
+        for number in 1..=PERIODS_MAX as u64 + 3 {
+            recent.sum(now + number * PERIOD_MS, &finished("a", Some(0), CachedSource::Worker));
+        }
+        assert_eq!(recent.history().len(), PERIODS_MAX);
+    }
+
+    #[test]
+    fn oldest_refusals_are_forgotten() {
+        let recent = Recent::new(10);
+        for status in 0..=REFUSALS_MAX as u16 {
+            recent.refuse(Refusal { at_unix_ms: 1, request_id: String::new(), endpoint: String::new(), status, code: None });
+        }
+        let refusals = recent.refusals();
+        assert_eq!((refusals.len(), refusals[0].status), (REFUSALS_MAX, 1));
     }
 }

@@ -18,9 +18,11 @@ use crate::{
     cert::CertArgs,
     explain::ExplainArgs,
     key::KeyCommand,
-    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess, address},
+    server::{ServerAddress, ServerArgs},
+    settings::{FrontendProcess, RouterProcess, UpSettings, WorkerProcess},
 };
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -109,11 +111,13 @@ pub enum Command {
     #[cfg(feature = "top")]
     Top(TopArgs),
 
-    /// Health check: exit with 0 if a process is ready, else with 1
-    Ready {
-        /// host:port of a frontend, or of another process's --admin-listen
-        #[arg(default_value = "127.0.0.1:8000", value_parser = address)]
-        address: String,
+    /// Health check of a frontend, or of another process at its --admin-listen: exit with 0 if it is ready, else with 1
+    Ready(ServerArgs),
+
+    /// Print a script that completes commands and flags in a shell, such as `source <(tandem completions bash)`
+    Completions {
+        /// The shell
+        shell: Shell,
     },
 
     /// Download and list models
@@ -152,6 +156,9 @@ pub enum BenchCommand {
 pub enum AuditCommand {
     /// Compare the usage that clients received, the ledgers of workers (--ledger of `up`) and the metrics; exit with 1 if they differ
     Check {
+        /// Processes whose /metrics are read now: frontends, and other processes at their --admin-listen. Each is a port of this machine, host:port, or a URL
+        #[arg(value_name = "SERVER")]
+        servers: Vec<ServerAddress>,
         /// Files with the usage that clients received, one JSON object a line: {"request_id": the x-request-id, "usage": {"prompts": 1,
         /// "prompt_tokens": 52, "cached_tokens": 48, "source": "worker"}}. Leave out fields that a client did not receive
         #[arg(long, value_name = "FILE", required = true)]
@@ -159,8 +166,8 @@ pub enum AuditCommand {
         /// The ledgers of all workers
         #[arg(long, value_name = "FILE", required = true)]
         ledger: Vec<PathBuf>,
-        /// Files with the last /metrics of each process, one file per process, taken after all requests had ended
-        #[arg(long, value_name = "FILE", required = true)]
+        /// Files with the last /metrics of each process that is not named as SERVER, one file per process, taken after all requests had ended
+        #[arg(long, value_name = "FILE", required_unless_present = "servers")]
         metrics: Vec<PathBuf>,
         /// Id of a worker that was killed: its last counters and the last lines of its ledger are lost
         #[arg(long = "lost-worker", value_name = "ID")]
@@ -225,7 +232,28 @@ pub struct Serve<R: Args + Serialize> {
     pub print_config: bool,
 }
 
+impl Cli {
+    /// Returns the script that completes commands and flags in a shell.
+    pub fn completions(shell: Shell) -> String {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Self::command(), "tandem", &mut script);
+        String::from_utf8(script).expect("names and help are UTF-8")
+    }
+}
+
 impl<R: Args + Serialize> Serve<R> {
+    /// Returns the settings that differ from the defaults of the subcommand `role`, in one line. Secrets are left out.
+    pub fn changed(&self, role: &str) -> String {
+        let mut cli = Cli::command();
+        let command = cli.find_subcommand_mut(role).expect("each role is a subcommand").clone();
+        let matches = command.mut_args(|arg| arg.env(None::<&str>)).try_get_matches_from([role]);
+        let defaults = R::from_arg_matches(&matches.expect("every setting has a default")).expect("the defaults are valid");
+        let table = |role: &R| toml::Table::try_from(role).expect("settings can be serialized");
+        let (given, defaults) = (table(&self.role), table(&defaults));
+        let changed = given.iter().filter(|(name, value)| defaults.get(*name) != Some(value));
+        changed.map(|(name, value)| format!("{name} = {value}")).collect::<Vec<_>>().join(", ")
+    }
+
     /// Returns the role's settings in the format of the file for `--config`. Secrets are left out.
     pub fn to_toml(&self) -> String {
         toml::to_string(&self.role).expect("settings can be serialized")

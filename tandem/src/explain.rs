@@ -1,18 +1,21 @@
 //! `tandem route explain`: shows where a running cluster would place a prompt, and the costs that the router compares.
 
-use crate::{http, text_table::text_table};
-use anyhow::{Context, Result, bail, ensure};
+use crate::{
+    http::Reply,
+    server::{KEY_VARIABLE, Server, ServerArgs, wrong_kind},
+    text_table::text_table,
+};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// The arguments of `tandem route explain`.
 #[derive(clap::Args, Debug)]
 pub struct ExplainArgs {
-    /// host:port of the frontend
-    #[arg(long, env = "TANDEM_FRONTEND", value_name = "ADDRESS", default_value = "127.0.0.1:8000", value_parser = crate::settings::address)]
-    pub frontend: String,
+    #[command(flatten)]
+    server: ServerArgs,
     /// Name of the environment variable that has the API key, for a frontend that needs one
-    #[arg(long, value_name = "NAME", default_value = http::KEY_VARIABLE)]
+    #[arg(long, value_name = "NAME", default_value = KEY_VARIABLE)]
     key_env: String,
     #[command(flatten)]
     prompt: PromptArgs,
@@ -54,29 +57,30 @@ pub fn run(args: ExplainArgs) -> Result<String> {
         PromptArgs { tokens: Some(tokens), .. } => tokens.into(),
         PromptArgs { prompt, .. } => prompt.into(),
     };
-    let key = http::key_in(&args.key_env);
-    let models = || http::get_with_key(&format!("http://{}/v1/models", args.frontend), key.as_deref());
+    let server = args.server.open(Some(&args.key_env))?;
     let model = match args.model {
         Some(model) => model.into(),
-        None => reply(&args.frontend, models())?["data"][0]["id"].clone(),
+        None => reply(&server, server.get("/v1/models"))?["data"][0]["id"].clone(),
     };
     let mut body = json!({ "model": model, "prompt": prompt, "max_tokens": 1 });
     if let Some(salt) = args.cache_salt {
         body["cache_salt"] = salt.into();
     }
-    let sent = http::post(&args.frontend, "/v1/completions", ("x-tandem-explain", "true"), key.as_deref(), &body.to_string());
-    let answer = reply(&args.frontend, sent)?;
+    let answer = reply(&server, server.post("/v1/completions", ("x-tandem-explain", "true"), &body.to_string()))?;
     if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
 }
 
+const WANTED: &str = "`tandem route explain` asks a frontend; `tandem up` starts one at 127.0.0.1:8000";
+
 /// Parses the frontend's reply.
 ///
-/// Fails if the reply is an error, or if the process is not a frontend.
-fn reply(frontend: &str, reply: Result<http::Reply, ureq::Error>) -> Result<Value> {
-    let reply =
-        reply.with_context(|| format!("no frontend answers at {frontend}; start one, or set its address with --frontend"))?;
-    let body: Value = serde_json::from_str(&reply.body)
-        .with_context(|| format!("the process at {frontend} is not a frontend; set a frontend's address with --frontend"))?;
+/// Fails if the reply is an error, or if the server is not a frontend.
+fn reply(server: &Server, reply: Result<Reply, ureq::Error>) -> Result<Value> {
+    let reply = reply.map_err(|error| server.no_reply(error, WANTED))?;
+    let Ok(body) = serde_json::from_str::<Value>(&reply.body) else {
+        let other = || anyhow!("{} is not a frontend; {WANTED}", server.address);
+        return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(other));
+    };
     if let Some(message) = body["error"]["message"].as_str() {
         bail!("the frontend refused the request: {message}");
     }

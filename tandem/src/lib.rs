@@ -15,6 +15,7 @@ pub mod model;
 pub mod ready;
 mod secrets;
 pub mod serve;
+pub mod server;
 pub mod settings;
 mod text_table;
 #[cfg(feature = "top")]

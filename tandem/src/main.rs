@@ -41,11 +41,11 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Command::Up(up) => return run_or_print(*up, |role| &role.common, Cluster::start),
-        Command::Router(router) => return run_or_print(*router, |role| &role.common, Process::router),
-        Command::PrefillWorker(worker) => return run_or_print(*worker, |role| &role.common, Process::prefill_worker),
-        Command::DecodeWorker(worker) => return run_or_print(*worker, |role| &role.common, Process::decode_worker),
-        Command::Frontend(frontend) => return run_or_print(*frontend, |role| &role.common, Process::frontend),
+        Command::Up(up) => return run_or_print("up", *up, |role| &role.common, Cluster::start),
+        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, Process::router),
+        Command::PrefillWorker(worker) => return run_or_print("prefill-worker", *worker, |role| &role.common, Process::prefill_worker),
+        Command::DecodeWorker(worker) => return run_or_print("decode-worker", *worker, |role| &role.common, Process::decode_worker),
+        Command::Frontend(frontend) => return run_or_print("frontend", *frontend, |role| &role.common, Process::frontend),
         #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
@@ -59,6 +59,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
             }
         }
+        Command::Completions { shell } => print(&Cli::completions(shell)),
         #[cfg(feature = "load")]
         Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
         #[cfg(feature = "load")]
@@ -73,7 +74,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Chat(args) => chat::run(args)?,
         Command::Cert(args) => print(&cert::run(&args)?),
         Command::Key { command } => print(&key::run(command)?),
-        Command::Ready { address } => ready::check(&address)?,
+        Command::Ready(server) => ready::check(&server)?,
         Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
         Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
             let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
@@ -86,8 +87,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print_error(&note);
             }
         }
-        Command::Audit { command: AuditCommand::Check { client, ledger, metrics, lost_workers, lost_frontend, result } } => {
+        Command::Audit { command: AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result } } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
+            for server in servers {
+                evidence.metrics.add(&audit::metrics_of(server)?);
+            }
             evidence.lost_workers.extend(lost_workers);
             evidence.lost_frontend = lost_frontend;
             let (checked, findings) = audit::check(&evidence);
@@ -110,19 +114,24 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn run_or_print<R, S, F>(command: Serve<R>, common: fn(&R) -> &CommonArgs, start: impl FnOnce(R) -> F) -> anyhow::Result<()>
+fn run_or_print<R, S, F>(
+    role: &str,
+    command: Serve<R>,
+    common: fn(&R) -> &CommonArgs,
+    start: impl FnOnce(R) -> F,
+) -> anyhow::Result<()>
 where
     R: clap::Args + serde::Serialize,
     S: Served,
     F: Future<Output = Result<S, StartError>>,
 {
-    let settings = command.to_toml();
     if command.print_config {
-        print(&settings);
+        print(&command.to_toml());
         return Ok(());
     }
+    let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
-    serve::run(&telemetry, Duration::from_secs(grace_period), &settings, start(command.role))
+    serve::run(&telemetry, Duration::from_secs(grace_period), &changed, start(command.role))
 }
 
 #[expect(clippy::print_stderr, reason = "one line about a failure or an incomplete result")]

@@ -8,20 +8,21 @@ use anyhow::Context;
 use std::{future::Future, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `settings` are logged at the start.
+/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `changed`: the settings that differ from the defaults, which
+/// are logged at the start.
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
 pub fn run<S: Served>(
     telemetry: &TelemetryArgs,
     grace: Duration,
-    settings: &str,
+    changed: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
     tandem_node::telemetry::init(&telemetry.log, telemetry.log_format)?;
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
-    tracing::info!(settings = settings.replace('\n', ", "), "starting");
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
     let done = runtime.block_on(serve(grace, start));
     // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.
     runtime.shutdown_background();

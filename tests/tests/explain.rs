@@ -36,7 +36,7 @@ async fn explanation_matches_the_placement_and_runs_no_prompt() -> Result<()> {
     let frontend = cluster.frontend().to_string();
     let text = request["prompt"].as_str().expect("the prompt is a string").to_owned();
     let run = |json: bool| {
-        let mut args = vec!["tandem", "route", "explain", "--frontend", &frontend, "--prompt", &text];
+        let mut args = vec!["tandem", "route", "explain", &frontend, "--prompt", &text];
         args.extend(json.then_some("--json"));
         let cli = tandem::cli::Cli::read(args.into_iter().map(Into::into).collect(), None)?;
         let tandem::cli::Command::Route { command: tandem::cli::RouteCommand::Explain(args) } = cli.command else {

@@ -78,6 +78,10 @@ pub(crate) fn api(app: Arc<App>, with_pages: bool) -> Router {
     if app.keys.is_some() || app.call_log.is_some() {
         routes = routes.route_layer(from_fn_with_state(Arc::clone(&app), access::checked));
     }
+    if app.recent.is_some() {
+        // The outermost layer, so that requests without a key are recorded as well.
+        routes = routes.route_layer(from_fn_with_state(Arc::clone(&app), dashboard::refusals));
+    }
     finished(pages.merge(routes), app)
 }
 

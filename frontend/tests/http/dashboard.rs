@@ -235,3 +235,36 @@ async fn dashboard_and_metrics_show_the_last_audit_result() {
     assert!(shown().await["problem"].as_str().is_some_and(|why| why.contains("is not a result of")));
     assert_eq!(Cluster::start().await.get("/dashboard/cluster").await.1["audit"], Value::Null);
 }
+
+#[tokio::test]
+async fn refused_requests_and_the_history_have_no_text() {
+    let mut cluster = Cluster::start().await;
+    for (path, body, code) in [
+        (CHAT, chat(json!({ "max_tokens": -1 })), "invalid_value"),
+        (COMPLETIONS, completion(json!("wisteria"), json!({ "model": "wisteria" })), "model_not_found"),
+        ("/v1/messages", json!({ "wisteria": 1 }), "missing_required_parameter"),
+    ] {
+        let reply = cluster.post(path, &body).await;
+        let (status, id) = (reply.status().as_u16(), reply.header("x-request-id").expect("each reply has an id").to_owned());
+        let (_, found) = cluster.get("/dashboard/requests").await;
+        let refusal = found["refusals"].as_array().expect("refusals is a list").last().expect("there is a refusal").clone();
+        assert!(refusal["at_unix_ms"].is_u64());
+        for (field, expected) in [("request_id", json!(id)), ("endpoint", json!(path)), ("status", json!(status)), ("code", json!(code))] {
+            assert_eq!(refusal[field], expected, "{path}: {field}");
+        }
+    }
+    // The name of a model in a path is the client's text.
+    assert_eq!(cluster.get("/v1/models/wisteria").await.0, StatusCode::NOT_FOUND);
+    cluster.place(cluster.remote(2, 16));
+    let request = cluster.spawn_post(COMPLETIONS, completion(json!("wisteria"), json!({ "max_tokens": 1 })));
+    cluster.call().await.answer(Some(32), "lilac").await;
+    let answer = request.await.expect("the client task runs").json().await.1;
+    recorded(&cluster, 1).await;
+    let (_, history) = cluster.get("/dashboard/history").await;
+    let sums = &history["periods"][0]["workers"]["p0"];
+    let prompt_tokens = answer["usage"]["prompt_tokens"].clone();
+    assert_eq!(*sums, json!({ "prompts": 1, "prompt_tokens": prompt_tokens, "cached_tokens": 32, "overlap_blocks": 2 }), "{history}");
+    for text in [cluster.get("/dashboard/requests").await.1.to_string(), history.to_string()] {
+        assert!(!text.contains("wisteria") && !text.contains("lilac"), "{text}");
+    }
+}

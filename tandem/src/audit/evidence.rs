@@ -1,6 +1,8 @@
-//! Reads the evidence of an audit from files.
+//! Reads the evidence of an audit from files, and the metrics of running processes.
 
 use super::Samples;
+use crate::server::{Server, ServerAddress};
+use anyhow::ensure;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
     collections::BTreeSet,
@@ -92,6 +94,18 @@ pub fn read(client: &[PathBuf], ledger: &[PathBuf], metrics: &[PathBuf]) -> Resu
     let half = serde_json::Error::is_eof;
     let (client, ledger) = (lines(client, |_| false)?, lines(ledger, half)?);
     Ok(Evidence { client, ledger, metrics: samples, ..Default::default() })
+}
+
+/// Returns the metrics that a process has now.
+///
+/// # Errors
+/// No process answers at the address, or it has no metrics.
+pub fn metrics_of(server: ServerAddress) -> anyhow::Result<String> {
+    const WANTED: &str = "`tandem audit check` reads /metrics of frontends, and of other processes at their --admin-listen";
+    let server = Server::new(server);
+    let reply = server.get("/metrics").map_err(|error| server.no_reply(error, WANTED))?;
+    ensure!(reply.status == 200, "{} answers /metrics with HTTP status {}; {WANTED}", server.address, reply.status);
+    Ok(reply.body)
 }
 
 fn text(path: &Path) -> Result<String, EvidenceError> {

@@ -11,7 +11,7 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use evidence::{ClientLine, Evidence, EvidenceError, ReportedUsage, Source, read};
+pub use evidence::{ClientLine, Evidence, EvidenceError, ReportedUsage, Source, metrics_of, read};
 pub use metrics::Samples;
 pub use report::{Report, report};
 

@@ -1,7 +1,7 @@
 //! Streamed answers of a server with OpenAI's API, and their summary.
 
-use super::{check, unreachable};
-use crate::http::Server;
+use super::{WANTED, check};
+use crate::server::Server;
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 use std::{
@@ -57,12 +57,11 @@ impl Answers {
 
 /// Sends a request, and passes the pieces of its answer to `take` until it returns false.
 fn read(server: &Server, key_env: &str, body: &str, mut take: impl FnMut(Piece) -> bool) -> Result<()> {
-    let base_url = &server.base_url;
-    let mut reply = server.stream("/v1/chat/completions", body).map_err(|error| unreachable(base_url, error))?;
+    let mut reply = server.stream("/v1/chat/completions", body).map_err(|error| server.no_reply(error, WANTED))?;
     let status = reply.status().as_u16();
     if status != 200 {
         let body = reply.body_mut().read_to_string().unwrap_or_default();
-        return check(status, &body, base_url, key_env).map(drop);
+        return check(status, &body, &server.address, key_env).map(drop);
     }
     let mut is_complete = false;
     for line in BufReader::new(reply.body_mut().as_reader()).lines() {

@@ -3,26 +3,22 @@
 mod answer;
 mod input;
 
-use crate::http::{self, Server};
+use crate::server::{KEY_VARIABLE, Server, ServerAddress, ServerArgs, wrong_kind};
 use answer::{Answers, Piece, Summary};
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use input::{Input, Line};
 use serde_json::{Value, json};
 use std::{
-    fs,
     io::{IsTerminal, Write, stdout},
-    path::{Path, PathBuf},
     sync::Arc,
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use ureq::tls::{Certificate, PemItem, parse_pem};
 
 /// The arguments of `tandem chat`.
 #[derive(clap::Args, Debug)]
 pub struct ChatArgs {
-    /// The server: host:port or a port of a frontend, or the base URL of any server with OpenAI's API, such as https://host/v1
-    #[arg(default_value = "127.0.0.1:8000", value_name = "SERVER", env = "TANDEM_FRONTEND", value_parser = base_url)]
-    base_url: String,
+    #[command(flatten)]
+    server: ServerArgs,
     /// Id of the model [default: the first one that the server's /v1/models lists]
     #[arg(long, value_name = "ID")]
     model: Option<String>,
@@ -33,24 +29,14 @@ pub struct ChatArgs {
     #[arg(long, value_name = "N")]
     max_tokens: Option<u32>,
     /// Name of the environment variable that has the API key, for a server that needs one
-    #[arg(long, value_name = "NAME", default_value = http::KEY_VARIABLE)]
+    #[arg(long, value_name = "NAME", default_value = KEY_VARIABLE)]
     key_env: String,
-    /// File with the certificate of the server or of its authority, in PEM format [default: the public authorities]
-    #[arg(long, value_name = "FILE")]
-    ca: Option<PathBuf>,
 }
 
 const HELP: &str = "/clear  begins another conversation\n/quit   ends the program, as Ctrl-D does\nCtrl-C  ends the answer that is being written\n";
 
-/// Returns the base URL of OpenAI's API, without `/v1`.
-fn base_url(text: &str) -> Result<String, &'static str> {
-    let url = if text.contains("://") { text.to_owned() } else { format!("http://{}", crate::settings::address(text)?) };
-    if !url.starts_with("http://") && !url.starts_with("https://") {
-        return Err("write host:port, or a URL that begins with http:// or https://");
-    }
-    let url = url.trim_end_matches('/');
-    Ok(url.strip_suffix("/v1").unwrap_or(url).to_owned())
-}
+pub(super) const WANTED: &str =
+    "`tandem chat` needs a frontend, or another server with OpenAI's API; `tandem up` starts one at 127.0.0.1:8000";
 
 /// A conversation with a server.
 struct Chat {
@@ -65,8 +51,7 @@ struct Chat {
 /// # Errors
 /// The server cannot be reached, refuses the key or lists no model; without a terminal, also if it refuses a message.
 pub fn run(args: ChatArgs) -> Result<()> {
-    let ca = args.ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
-    let server = Arc::new(Server { base_url: args.base_url.clone(), key: http::key_in(&args.key_env), ca });
+    let server = Arc::new(args.server.open(Some(&args.key_env))?);
     let model = match &args.model {
         Some(model) => model.clone(),
         None => first_model(&server, &args.key_env)?,
@@ -78,7 +63,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
     let is_terminal = input.is_terminal();
     if is_terminal {
-        show(&format!("{} at {}; /help lists the commands\n", chat.model, chat.args.base_url))?;
+        show(&format!("{} at {}; /help lists the commands\n", chat.model, chat.server.address))?;
     }
     let done = runtime.block_on(async {
         loop {
@@ -180,52 +165,30 @@ async fn interrupted(interrupt: &mut Option<Signal>) {
 
 /// Returns the id of the first model of the server.
 fn first_model(server: &Server, key_env: &str) -> Result<String> {
-    let reply = server.get("/v1/models").map_err(|error| unreachable(&server.base_url, error))?;
-    let body = check(reply.status, &reply.body, &server.base_url, key_env)?;
+    let reply = server.get("/v1/models").map_err(|error| server.no_reply(error, WANTED))?;
+    if let (404, Some(wrong)) = (reply.status, wrong_kind(&server.address, WANTED)) {
+        return Err(wrong);
+    }
+    let body = check(reply.status, &reply.body, &server.address, key_env)?;
     let id = body["data"][0]["id"].as_str().map(str::to_owned);
-    id.ok_or_else(|| anyhow!("the server at {} lists no model; name one with --model", server.base_url))
-}
-
-/// Returns the certificates in a file.
-fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>> {
-    let pem = fs::read(path).with_context(|| format!("--ca {} cannot be read", path.display()))?;
-    let items = parse_pem(&pem).filter_map(|item| match item {
-        Ok(PemItem::Certificate(certificate)) => Some(Ok(certificate)),
-        Ok(_) => None,
-        Err(error) => Some(Err(error)),
-    });
-    let found: Vec<_> =
-        items.collect::<Result<_, _>>().with_context(|| format!("--ca {} is not in PEM format", path.display()))?;
-    ensure!(!found.is_empty(), "--ca {} has no certificate in PEM format", path.display());
-    Ok(found)
-}
-
-/// Returns the error for a server that does not answer.
-fn unreachable(base_url: &str, error: ureq::Error) -> anyhow::Error {
-    let text = error.to_string();
-    let advice = if text.contains("certificate") {
-        format!("the certificate of the server at {base_url} is not trusted; give it, or that of its authority, with --ca FILE")
-    } else {
-        format!("no server answers at {base_url}; start one with `tandem up`, or name another: tandem chat HOST:PORT")
-    };
-    anyhow::Error::new(error).context(advice)
+    id.ok_or_else(|| anyhow!("the server at {} lists no model; name one with --model", server.address))
 }
 
 /// Parses a reply. Fails with advice if it is an error or not OpenAI's.
-fn check(status: u16, body: &str, base_url: &str, key_env: &str) -> Result<Value> {
+fn check(status: u16, body: &str, server: &ServerAddress, key_env: &str) -> Result<Value> {
     let parsed = serde_json::from_str::<Value>(body);
     let message = parsed.as_ref().ok().and_then(|body| {
         let error = &body["error"];
         error["message"].as_str().or_else(|| error.as_str()).or_else(|| body["message"].as_str())
     });
     match (status, message) {
-        (200, _) => parsed.with_context(|| format!("the server at {base_url} does not speak OpenAI's API")),
+        (200, _) => parsed.with_context(|| format!("the server at {server} does not speak OpenAI's API")),
         (401 | 403, _) => bail!(
             "the server refuses the API key ({}); set the environment variable {key_env} to a valid key",
             message.unwrap_or("no reason was given")
         ),
         (_, Some(message)) => bail!("the server refused the request: {message}"),
-        _ => bail!("the server at {base_url} answered with HTTP status {status}; is it one with OpenAI's API?"),
+        _ => bail!("the server at {server} answered with HTTP status {status}; is it one with OpenAI's API?"),
     }
 }
 
@@ -241,32 +204,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_is_named_by_port_address_or_url() {
-        for (text, expected) in [
-            ("8001", "http://127.0.0.1:8001"),
-            ("localhost:8001", "http://localhost:8001"),
-            ("10.0.0.1:80", "http://10.0.0.1:80"),
-            ("http://host:1/", "http://host:1"),
-            ("https://api.example/v1", "https://api.example"),
-            ("https://api.example/openai/v1/", "https://api.example/openai"),
-        ] {
-            assert_eq!(base_url(text).as_deref(), Ok(expected), "{text}");
-        }
-        for wrong in ["host", "ftp://host", "", "99999"] {
-            assert!(base_url(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
     fn refusals_say_what_to_do() {
-        let check = |status, body| check(status, body, "http://h:1", "MY_KEY").map_err(|error| format!("{error:#}"));
+        let server = "http://h:1".parse().expect("the address is valid");
+        let check = |status, body| check(status, body, &server, "MY_KEY").map_err(|error| format!("{error:#}"));
         assert_eq!(check(200, r#"{"data":[]}"#).expect("the reply is valid")["data"], json!([]));
         for (status, body, words) in [
             (401, r#"{"error":{"message":"no key"}}"#, &["no key", "MY_KEY"][..]),
             (403, "", &["MY_KEY"]),
             (400, r#"{"error":{"message":"too long"}}"#, &["too long"]),
             (404, r#"{"error":"no such path"}"#, &["no such path"]),
-            (404, "<html>", &["http://h:1", "404", "OpenAI's API"]),
+            (404, "<html>", &["at h:1 ", "404", "OpenAI's API"]),
             (200, "<html>", &["does not speak OpenAI's API"]),
         ] {
             let error = check(status, body).expect_err("the reply is a refusal");

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::settings::{EngineKind, PolicyKind};
-use clap::CommandFactory;
+use clap::{CommandFactory, ValueEnum};
 use std::{ffi::OsString, io::Write};
 use tandem_node::discovery::{MemberSource, Role as Member};
 
@@ -254,7 +254,7 @@ fn ports_and_localhost_are_addresses_of_this_machine() {
     let workers = ["127.0.0.1:7101", "localhost:7102"].map(str::to_owned);
     assert_eq!(router.workers(), MemberSource::List(workers.to_vec()));
     match command(&["ready", "8001"]) {
-        Ok(Command::Ready { address }) => assert_eq!(address, "127.0.0.1:8001"),
+        Ok(Command::Ready(args)) => assert_eq!(args.server.to_string(), "127.0.0.1:8001"),
         other => panic!("{other:?}"),
     }
 }
@@ -370,4 +370,36 @@ fn further_models_have_ids_and_printed_ones_can_be_read_back() {
         assert!(frontend(&["--extra-model", wrong]).is_err(), "{wrong}");
     }
     assert!(router(&["--extra-model", "b=/models/b"]).is_err_and(|error| error.contains("`tandem frontend`")));
+}
+
+#[test]
+fn changed_settings_are_those_that_differ_from_the_defaults_of_the_role() {
+    let changed = |args: &[&str]| match command(args).expect("the settings are valid") {
+        Command::Up(up) => up.changed("up"),
+        Command::Router(router) => router.changed("router"),
+        Command::DecodeWorker(worker) => worker.changed("decode-worker"),
+        Command::Frontend(frontend) => frontend.changed("frontend"),
+        other => unreachable!("{other:?}"),
+    };
+    // The tests may run with variables of the environment that are settings.
+    let own = |text: String, name: &str| text.split(", ").filter(|setting| setting.starts_with(name)).map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(own(changed(&["up", "--engine", "sim", "--listen", "8001"]), "listen"), ["listen = \"127.0.0.1:8001\""]);
+    assert_eq!(own(changed(&["router", "--workers", "a:1,b:2"]), "workers"), ["workers = \"a:1,b:2\""].map(str::to_owned));
+    for role in ["up", "router", "decode-worker", "frontend"] {
+        for setting in ["listen", "admin-listen", "block-size", "policy", "grace-period"] {
+            assert_eq!(own(changed(&[role]), setting), [""; 0], "{role}");
+        }
+    }
+}
+
+#[test]
+fn completions_of_each_shell_have_commands_and_flags() {
+    for shell in clap_complete::Shell::value_variants() {
+        let script = Cli::completions(*shell);
+        assert!(["prefill-worker", "cluster-key-file", "completions"].iter().all(|word| script.contains(word)), "{shell}");
+    }
+    let script = file(&Cli::completions(clap_complete::Shell::Bash));
+    let lists = format!("source {}; COMP_WORDS=(tandem rout); COMP_CWORD=1; _tandem tandem rout; echo ${{COMPREPLY[@]}}", script.path().display());
+    let output = std::process::Command::new("bash").args(["-c", &lists]).output().expect("bash runs");
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "router route", "{output:?}");
 }

@@ -3,8 +3,11 @@
 mod screen;
 mod table;
 
-use crate::settings::{ClusterTlsArgs, KeyArgs};
-use anyhow::{Context, Result, anyhow};
+use crate::{
+    server::{ServerAddress, wrong_kind},
+    settings::{ClusterTlsArgs, KeyArgs},
+};
+use anyhow::{Context, Error, Result, anyhow};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use screen::{Flow, Screen};
 use std::{
@@ -28,10 +31,10 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// The arguments of `tandem top`.
 #[derive(clap::Args, Debug)]
 pub struct TopArgs {
-    /// The router's gRPC address, host:port. `tandem up` prints that of its router; to connect to it, give both commands the same
-    /// --cluster-key-file
-    #[arg(default_value = "127.0.0.1:7000", value_parser = crate::settings::address)]
-    router: String,
+    /// The router: a port of this machine, host:port, or a URL, of its --listen. `tandem up` prints that of its router; to connect to it, give
+    /// both commands the same --cluster-key-file
+    #[arg(value_name = "SERVER", default_value = "127.0.0.1:7000")]
+    router: ServerAddress,
     /// The cluster key.
     #[command(flatten)]
     key: KeyArgs,
@@ -59,8 +62,10 @@ fn interval(text: &str) -> Result<f64, &'static str> {
 struct Router {
     runtime: Runtime,
     client: RouterClient<Channel>,
-    address: String,
+    address: ServerAddress,
 }
+
+const WANTED: &str = "`tandem top` reads a router: write the port of its --listen, which is 7000 unless set";
 
 struct View {
     at: Instant,
@@ -68,23 +73,31 @@ struct View {
 }
 
 impl Router {
-    fn connect(address: &str, network: &Network) -> Result<Self> {
+    fn connect(address: &ServerAddress, network: &Network) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("the process cannot start threads")?;
-        let endpoint = channel::endpoint(address)?;
+        let endpoint = channel::endpoint(&address.host_port())?;
         let channel = {
             let _within = runtime.enter();
             network.expecting(&[PeerRole::Router]).connect_lazy(&endpoint)
         };
-        Ok(Self { runtime, client: RouterClient::new(channel), address: address.to_owned() })
+        Ok(Self { runtime, client: RouterClient::new(channel), address: address.clone() })
     }
 
     fn view(&mut self) -> Result<View> {
         let reply = self.runtime.block_on(async { timeout(REPLY_TIMEOUT, self.client.workers(WorkersRequest {})).await });
-        let unreachable = || format!("no router answers at {}; write the host:port of a router's gRPC", self.address);
-        let reply = reply.with_context(unreachable)?.map_err(|status| match status.code() {
-            Code::Unauthenticated => anyhow!("the router at {} refuses the call: {}", self.address, status.message()),
-            _ => anyhow!("{}", status.message()).context(unreachable()),
+        let unreachable = || format!("no router answers at {}; {WANTED}", self.address);
+        let reply = match reply {
+            Ok(reply) => reply,
+            Err(late) => return Err(wrong_kind(&self.address, WANTED).unwrap_or_else(|| Error::new(late).context(unreachable()))),
+        };
+        let reply = reply.map_err(|status| match status.code() {
+            Code::Unauthenticated => anyhow!("the process at {} refuses the call: {}", self.address, status.message()),
+            Code::Unimplemented => anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address),
+            _ => {
+                let wrong = wrong_kind(&self.address, WANTED).map(|wrong| wrong.to_string());
+                anyhow!("{}", status.message()).context(wrong.unwrap_or_else(unreachable))
+            }
         })?;
         Ok(View { at: Instant::now(), reply: reply.into_inner() })
     }

@@ -1,4 +1,4 @@
-//! Shows the table in a terminal, and handles the keys.
+//! Shows the table in a terminal, and handles the keys. A narrow terminal has fewer columns.
 
 use super::table::{Cell, Column, Table};
 use ratatui::{
@@ -50,38 +50,75 @@ impl Screen {
 
     /// Draws the table. `problem` is the reason why the table is not up to date; `None` if it is up to date.
     pub(super) fn draw(&mut self, frame: &mut Frame<'_>, table: &Table, problem: Option<&str>) {
-        let notes: Vec<Line<'_>> =
-            problem.into_iter().chain(table.notes.iter().map(String::as_str)).map(|note| note.red().into()).collect();
+        let width = usize::from(frame.area().width);
+        let notes = problem.into_iter().chain(table.notes.iter().map(String::as_str)).flat_map(|note| wrapped(note, width));
+        let notes: Vec<Line<'_>> = notes.map(|line| line.red().into()).collect();
         let notes_len = u16::try_from(notes.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
-        let parts = [Constraint::Length(2), Constraint::Min(2), Constraint::Length(notes_len), Constraint::Length(1)];
+        let parts = [Constraint::Length(2), Constraint::Min(3), Constraint::Length(notes_len), Constraint::Length(1)];
         let [title, lines, below, keys] = Layout::vertical(parts).areas(frame.area());
-        frame.render_widget(Paragraph::new(table.title.as_str().bold()), title);
+        let title_lines: Vec<Line<'_>> = wrapped(&table.title, width).into_iter().map(|line| line.bold().into()).collect();
+        frame.render_widget(Paragraph::new(title_lines), title);
         // At least one row stays visible.
         self.above = self.above.min(table.rows.len().saturating_sub(1));
+        let (columns, hidden) = self.columns(table, width);
         let rows = table.rows.iter().skip(self.above).map(|row| {
             let style = match &row[Column::Health as usize] {
                 Cell::Text(health) if health == "healthy" => Style::new(),
                 _ => Style::new().red(),
             };
-            Row::new(row.iter().zip(Column::all()).map(|(cell, column)| aligned(cell.to_string(), *column))).style(style)
+            Row::new(columns.iter().map(|&column| aligned(row[column as usize].to_string(), column))).style(style)
         });
-        let heads = Column::all().iter().map(|&column| {
+        let heads = columns.iter().map(|&column| {
             let (arrow, style) = match (column == self.sort, self.reverse) {
                 (false, _) => ("", Style::new()),
                 (true, true) => ("▼", Style::new().bold()),
                 (true, false) => ("▲", Style::new().bold()),
             };
-            aligned(format!("{}{arrow}", column.head()), column).style(style)
+            let [upper, lower] = column.head();
+            aligned(format!("{upper}{arrow}\n{lower}"), column).style(style)
         });
-        let widths = Column::all().iter().map(|&column| {
-            let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
-            Constraint::Length(u16::try_from(longest.max(column.head().len() + 1)).unwrap_or(u16::MAX))
-        });
-        let header = Row::new(heads).style(Style::new().reversed());
+        let widths = columns.iter().map(|&column| Constraint::Length(u16::try_from(self.width(column, table)).unwrap_or(u16::MAX)));
+        let header = Row::new(heads).height(2).style(Style::new().reversed());
         frame.render_widget(Grid::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
-        frame.render_widget(Paragraph::new(KEYS.dim()), keys);
+        let more = if hidden == 0 { String::new() } else { format!("   {hidden} more columns in a wider terminal") };
+        frame.render_widget(Paragraph::new(format!("{KEYS}{more}").dim()), keys);
     }
+
+    /// Returns the columns that fit into this width, and how many do not. The column by which the rows are sorted is always one of the first.
+    fn columns(&self, table: &Table, width: usize) -> (Vec<Column>, usize) {
+        let mut columns = Column::all().to_vec();
+        for least in Column::LEAST_IMPORTANT.into_iter().filter(|column| *column != self.sort) {
+            let needed: usize = columns.iter().map(|&column| self.width(column, table) + 1).sum();
+            if needed <= width + 1 {
+                break;
+            }
+            columns.retain(|column| *column != least);
+        }
+        let hidden = Column::all().len() - columns.len();
+        (columns, hidden)
+    }
+
+    fn width(&self, column: Column, table: &Table) -> usize {
+        let longest = table.rows.iter().map(|row| row[column as usize].to_string().chars().count()).max().unwrap_or(0);
+        let [upper, lower] = column.head();
+        longest.max(upper.len() + usize::from(column == self.sort)).max(lower.len())
+    }
+}
+
+/// Breaks a text into lines of at most `width` characters, at spaces if there are any.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let last = lines.last_mut().expect("there is a line");
+        if !last.is_empty() && last.chars().count() + 1 + word.chars().count() > width {
+            lines.push(word.to_owned());
+        } else {
+            last.push_str(if last.is_empty() { "" } else { " " });
+            last.push_str(word);
+        }
+    }
+    lines
 }
 
 fn aligned(text: String, column: Column) -> Text<'static> {
@@ -90,17 +127,22 @@ fn aligned(text: String, column: Column) -> Text<'static> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::table::tests::table;
+    use super::super::table::tests::{cluster, table};
     use super::*;
     use ratatui::{Terminal, backend::TestBackend};
+    use std::time::Duration;
 
     fn drawn(screen: &mut Screen, problem: Option<&str>) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("the test terminal does not fail");
-        let table = screen.sorted(table());
+        drawn_at(130, screen, &table(), problem)
+    }
+
+    fn drawn_at(width: u16, screen: &mut Screen, table: &Table, problem: Option<&str>) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, 13)).expect("the test terminal does not fail");
+        let table = screen.sorted(table.clone());
         terminal.draw(|frame| screen.draw(frame, &table, problem)).expect("the test terminal does not fail");
         let buffer = terminal.backend().buffer();
         let cells: Vec<&str> = buffer.content().iter().map(|cell| cell.symbol()).collect();
-        cells.chunks(130).map(|line| line.concat().trim_end().to_owned()).collect()
+        cells.chunks(width.into()).map(|line| line.concat().trim_end().to_owned()).collect()
     }
 
     fn press(screen: &mut Screen, code: KeyCode) -> Flow {
@@ -112,14 +154,16 @@ mod tests {
         let mut screen = Screen::new(Column::Worker, false);
         let lines = drawn(&mut screen, None);
         assert_eq!(lines[0], "blue serves m: 2 of 3 workers, 6 requests");
-        assert!(lines[2].starts_with("worker▲") && lines[2].contains("hit rate"), "{lines:#?}");
-        let workers: Vec<&str> = lines[3..6].iter().filter_map(|line| line.split_whitespace().next()).collect();
+        assert!(lines[2].starts_with("worker▲") && lines[2].contains(" hit "), "{lines:#?}");
+        let of_heads: Vec<&str> = lines[3].split_whitespace().collect();
+        assert_eq!(of_heads[..4], ["requests", "sequences", "requests", "rate"]);
+        let workers: Vec<&str> = lines[4..7].iter().filter_map(|line| line.split_whitespace().next()).collect();
         assert_eq!(workers, ["d0", "h:7100", "p0"]);
-        assert!(lines[3].contains("circuit_open") && lines[5].contains("87.5%") && lines[5].contains("300"), "{lines:#?}");
+        assert!(lines[4].contains("circuit_open") && lines[6].contains("87.5%") && lines[6].contains("300"), "{lines:#?}");
         assert!(lines.iter().any(|line| line == "h:7100: another model"), "{lines:#?}");
-        assert!(lines[11].contains("q quit"));
+        assert!(lines[12] == KEYS);
         let lines = drawn(&mut screen, Some("no router answers"));
-        assert!(lines.iter().any(|line| line == "no router answers") && lines[5].contains("87.5%"), "{lines:#?}");
+        assert!(lines.iter().any(|line| line == "no router answers") && lines[6].contains("87.5%"), "{lines:#?}");
     }
 
     #[test]
@@ -130,16 +174,44 @@ mod tests {
         }
         press(&mut screen, KeyCode::Char('r'));
         let lines = drawn(&mut screen, None);
-        assert!(lines[2].contains("batch▼") && lines[3].starts_with("d0") && lines[4].starts_with("p0"), "{lines:#?}");
+        assert!(lines[2].contains("running▼") && lines[4].starts_with("d0") && lines[5].starts_with("p0"), "{lines:#?}");
         press(&mut screen, KeyCode::Left);
-        assert!(drawn(&mut screen, None)[2].contains("requests▼"));
+        assert!(drawn(&mut screen, None)[2].contains("placed▼"));
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Down), Flow::Continue));
-        assert!(drawn(&mut screen, None)[3].starts_with("h:7100"), "the last row stays on the screen");
+        assert!(drawn(&mut screen, None)[4].starts_with("h:7100"), "the last row stays on the screen");
         (0..9).for_each(|_| assert_eq!(press(&mut screen, KeyCode::Up), Flow::Continue));
-        assert!(drawn(&mut screen, None)[3].starts_with("d0"));
+        assert!(drawn(&mut screen, None)[4].starts_with("d0"));
         assert_eq!(press(&mut screen, KeyCode::Char('q')), Flow::Quit);
         assert_eq!(press(&mut screen, KeyCode::Esc), Flow::Quit);
         assert_eq!(screen.press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), Flow::Quit);
         assert_eq!(press(&mut screen, KeyCode::Char('c')), Flow::Continue);
+    }
+
+    #[test]
+    fn terminal_of_80_columns_shows_whole_columns_and_notes() {
+        let mut cluster = cluster(2);
+        cluster.workers[0].info.as_mut().expect("it is set").worker_id = "prefill-0".to_owned();
+        cluster.workers[1].circuit_open = false;
+        cluster.unavailable[0].reason = "the process's model is another, but the cluster's is this one; stop it, or give it a port of its own".to_owned();
+        let table = Table::new(&cluster, &cluster, Duration::from_secs(2));
+        let mut screen = Screen::new(Column::CachedTokens, false);
+        let lines = drawn_at(80, &mut screen, &table, None);
+        let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        assert_eq!(heads(&lines[2]), "worker role health running queued hit cached▲ prefill decode", "{lines:#?}");
+        assert_eq!(heads(&lines[3]), "sequences requests rate tokens tokens/s tokens/s");
+        assert!(lines.iter().any(|line| line.ends_with("this")) && lines.iter().any(|line| line.contains("of its own")), "{lines:#?}");
+        assert!(lines[12].ends_with("5 more columns in a wider terminal"), "{lines:#?}");
+        for width in [20, 40, 60, 100] {
+            drawn_at(width, &mut screen, &table, None);
+        }
+    }
+
+    #[test]
+    fn every_column_but_the_essential_ones_may_be_left_out() {
+        let essential = [Column::Worker, Column::Health, Column::Queued, Column::HitRate, Column::PrefillRate, Column::DecodeRate];
+        let all: Vec<&Column> =
+            Column::all().iter().filter(|column| essential.contains(column) || Column::LEAST_IMPORTANT.contains(column)).collect();
+        assert_eq!(all.len(), Column::all().len());
+        assert_eq!(essential.len() + Column::LEAST_IMPORTANT.len(), Column::all().len());
     }
 }

@@ -16,27 +16,27 @@ pub(super) enum Column {
     /// Whether the router places requests on the worker
     Health,
     /// Requests that the router has placed on the worker
-    Requests,
+    Placed,
     /// Running sequences
-    Batch,
+    Running,
     /// Queued requests
-    Queue,
+    Queued,
     /// Share of prompt tokens found in the cache since the worker's start
-    Hits,
+    HitRate,
     /// Cached tokens that routers predicted: the tokens found, corrected by this router's prediction errors
-    Predicted,
+    PredictedTokens,
     /// Cached tokens that were found
-    Real,
+    CachedTokens,
     /// Free blocks
-    Free,
+    FreeBlocks,
     /// Cached blocks
-    Cached,
+    CachedBlocks,
     /// Blocks in use
-    InUse,
+    UsedBlocks,
     /// Prompt tokens computed per second
-    Prefill,
+    PrefillRate,
     /// Tokens generated per second
-    Decode,
+    DecodeRate,
 }
 
 impl Column {
@@ -44,11 +44,37 @@ impl Column {
         Self::value_variants()
     }
 
-    pub(super) fn head(self) -> &'static str {
-        const HEADS: &str =
-            "worker|role|health|requests|batch|queue|hit rate|predicted|real|free|cached|in use|prefill/s|decode/s";
-        HEADS.split('|').nth(self as usize).expect("each column has a head")
+    /// Returns the two lines of the column's head; texts have one.
+    pub(super) fn head(self) -> [&'static str; 2] {
+        match self {
+            Self::Worker => ["worker", ""],
+            Self::Role => ["role", ""],
+            Self::Health => ["health", ""],
+            Self::Placed => ["placed", "requests"],
+            Self::Running => ["running", "sequences"],
+            Self::Queued => ["queued", "requests"],
+            Self::HitRate => ["hit", "rate"],
+            Self::PredictedTokens => ["predicted", "tokens"],
+            Self::CachedTokens => ["cached", "tokens"],
+            Self::FreeBlocks => ["free", "blocks"],
+            Self::CachedBlocks => ["cached", "blocks"],
+            Self::UsedBlocks => ["used", "blocks"],
+            Self::PrefillRate => ["prefill", "tokens/s"],
+            Self::DecodeRate => ["decode", "tokens/s"],
+        }
     }
+
+    /// The columns that a narrow terminal leaves out, the first one first.
+    pub(super) const LEAST_IMPORTANT: [Self; 8] = [
+        Self::PredictedTokens,
+        Self::CachedTokens,
+        Self::FreeBlocks,
+        Self::CachedBlocks,
+        Self::Placed,
+        Self::UsedBlocks,
+        Self::Role,
+        Self::Running,
+    ];
 
     pub(super) fn is_text(self) -> bool {
         matches!(self, Self::Worker | Self::Role | Self::Health)
@@ -155,7 +181,7 @@ impl Table {
 
     /// Formats the table as text, for scripts and reports.
     pub(super) fn plain(&self) -> String {
-        let heads = Column::all().iter().map(|column| column.head().to_owned()).collect();
+        let heads = Column::all().iter().map(|column| column.head().join(" ").trim_end().to_owned()).collect();
         let rows = self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect());
         let notes: String = self.notes.iter().map(|note| format!("\n{note}\n")).collect();
         let left = Column::all().iter().filter(|column| column.is_text()).count();
@@ -184,17 +210,17 @@ fn row(worker: &WorkerView, before: Option<StepTotals>, seconds: f64) -> Vec<Cel
             Column::Worker => Cell::Text(info.worker_id.clone()),
             Column::Role => Cell::Text(info.role().name().to_owned()),
             Column::Health => Cell::Text(health(worker).to_owned()),
-            Column::Requests => Cell::Count(worker.bookings.into()),
-            Column::Batch => Cell::Count(load.running_sequences.into()),
-            Column::Queue => Cell::Count(load.waiting_requests.into()),
-            Column::Hits => hits.clone(),
-            Column::Predicted => predicted.clone(),
-            Column::Real => real.clone(),
-            Column::Free => Cell::Count(load.free_blocks.into()),
-            Column::Cached => Cell::Count(load.cached_blocks.into()),
-            Column::InUse => Cell::Count(load.in_use_blocks.into()),
-            Column::Prefill => rate(|steps| steps.prefilled_tokens),
-            Column::Decode => rate(|steps| steps.generated_tokens),
+            Column::Placed => Cell::Count(worker.bookings.into()),
+            Column::Running => Cell::Count(load.running_sequences.into()),
+            Column::Queued => Cell::Count(load.waiting_requests.into()),
+            Column::HitRate => hits.clone(),
+            Column::PredictedTokens => predicted.clone(),
+            Column::CachedTokens => real.clone(),
+            Column::FreeBlocks => Cell::Count(load.free_blocks.into()),
+            Column::CachedBlocks => Cell::Count(load.cached_blocks.into()),
+            Column::UsedBlocks => Cell::Count(load.in_use_blocks.into()),
+            Column::PrefillRate => rate(|steps| steps.prefilled_tokens),
+            Column::DecodeRate => rate(|steps| steps.generated_tokens),
         })
         .collect()
 }
@@ -320,8 +346,8 @@ pub(super) mod tests {
         let mut before = cluster(0);
         before.workers[0].info.as_mut().expect("the view has the worker's info").instance_id = "another".to_owned();
         let table = Table::new(&cluster(2), &before, Duration::from_secs(2));
-        assert_eq!(table.rows[0][Column::Prefill as usize], Cell::Nothing);
-        assert_eq!(table.rows[1][Column::Decode as usize], Cell::Count(50.0));
+        assert_eq!(table.rows[0][Column::PrefillRate as usize], Cell::Nothing);
+        assert_eq!(table.rows[1][Column::DecodeRate as usize], Cell::Count(50.0));
     }
 
     #[test]
@@ -332,11 +358,11 @@ pub(super) mod tests {
             table.rows.iter().map(|row| row[0].to_string()).collect::<Vec<_>>()
         };
         assert_eq!(order(Column::Worker, false), ["d0", "h:7100", "p0"]);
-        assert_eq!(order(Column::Batch, true), ["d0", "p0", "h:7100"]);
-        assert_eq!(order(Column::Hits, true), ["p0", "d0", "h:7100"]);
-        assert_eq!(order(Column::Free, true), ["d0", "p0", "h:7100"], "workers with equal values are sorted by name");
+        assert_eq!(order(Column::Running, true), ["d0", "p0", "h:7100"]);
+        assert_eq!(order(Column::HitRate, true), ["p0", "d0", "h:7100"]);
+        assert_eq!(order(Column::FreeBlocks, true), ["d0", "p0", "h:7100"], "workers with equal values are sorted by name");
         let all = Column::all().iter().copied().fold(Column::Worker, |column, _| column.step(1));
-        assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::Decode));
+        assert_eq!((all, Column::Worker.step(-1)), (Column::Worker, Column::DecodeRate));
         assert!(Column::all().iter().copied().enumerate().all(|(at, column)| column as usize == at));
     }
 }

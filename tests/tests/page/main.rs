@@ -158,6 +158,62 @@ async fn shows_the_requests(browser: &mut Browser, client: &Client) -> Result<()
     Ok(())
 }
 
+/// Asserts that the request which was refused is listed.
+async fn shows_refused_requests(browser: &mut Browser) -> Result<()> {
+    browser.until("document.querySelectorAll('#refused tbody tr').length === 1").await?;
+    let cells = "Object.fromEntries([...document.querySelectorAll('#refused [data-field]')].map((cell) => [cell.dataset.field, cell.textContent]))";
+    let row = browser.value(cells).await?;
+    let shown = ["endpoint", "status", "code"].map(|field| row[field].clone());
+    assert_eq!(shown, [json!(Endpoint::Chat.path()), json!("400"), json!("invalid_value")], "{row}");
+    Ok(())
+}
+
+/// Asserts that each term of the page has a tooltip.
+async fn explains_every_term(browser: &mut Browser) -> Result<()> {
+    let without = "[...document.querySelectorAll('thead th, dt, h3, .badge, #steps tbody th')].filter((term) => !term.title).map((term) => term.textContent)";
+    assert_eq!(browser.value(without).await?, json!([]));
+    Ok(())
+}
+
+/// Asserts that the lines of a page which is opened now begin before that time.
+async fn shows_the_history(browser: &mut Browser) -> Result<()> {
+    let url = browser.value("location.href").await?;
+    browser.open(url.as_str().context("a URL")?).await?;
+    browser.until("document.getElementById('state').textContent === 'Ready'").await?;
+    for chart in ["hit-rate", "overlap-blocks"] {
+        // A period with one point alone is a dot.
+        browser.until(&format!("document.querySelectorAll('#{chart} .dot, #{chart} .line').length > 0")).await?;
+    }
+    Ok(())
+}
+
+/// Asserts that a conversation has the model's answers and their usage, and that its text is in the page only.
+async fn chats(browser: &mut Browser, client: &Client) -> Result<()> {
+    browser.value("document.getElementById('chat-max').value = 20").await?;
+    for turn in 0..2 {
+        browser.value("document.getElementById('message').focus()").await?;
+        browser.write(&format!("{SECRET} {}", prose("chat", 100))).await?;
+        browser.press("Enter").await?;
+        browser.until(&format!("document.querySelectorAll('#conversation [data-field=usage]').length === {}", turn + 1)).await?;
+    }
+    let cached = "[...document.querySelectorAll('#conversation [data-cached]')].map((usage) => Number(usage.dataset.cached))";
+    let cached = browser.value(cached).await?;
+    ensure!(cached[1].as_u64() > Some(64), "the second turn finds the first one in the cache: {cached}");
+    let page = browser.value("document.getElementById('conversation').textContent").await?;
+    ensure!(page.as_str().is_some_and(|text| text.contains(SECRET) && text.contains("prompt tokens cached")), "{page}");
+    for path in ["/dashboard/cluster", "/dashboard/requests", "/dashboard/history"] {
+        ensure!(!client.get(path).await?.1.contains(SECRET), "{path} contains a message");
+    }
+    if let Ok(folder) = std::env::var("PAGE_SHOTS") {
+        browser.value("document.getElementById('chat').scrollIntoView()").await?;
+        std::fs::write(format!("{folder}/chat.png"), browser.picture(false).await?)?;
+    }
+    browser.value("document.getElementById('chat-clear').click()").await?;
+    assert_eq!(browser.value("document.getElementById('conversation').textContent").await?, "");
+    assert_eq!(browser.value("localStorage.length + sessionStorage.length").await?, 0);
+    Ok(())
+}
+
 /// Asserts that the page can be used with the keyboard: Tab selects a request, Enter opens its timeline, Escape closes it.
 async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     browser.value("document.getElementById('order').value = 'total'").await?;
@@ -185,6 +241,7 @@ async fn works_by_keyboard(browser: &mut Browser) -> Result<()> {
     assert_eq!(steps, json!(["read", "route", "queue", "prefill", "transfer", "first", "decode"]));
     browser.press("Tab").await?;
     ensure!(browser.value("document.getElementById('request').contains(document.activeElement)").await? == true);
+    explains_every_term(browser).await?;
     if let Ok(folder) = std::env::var("PAGE_SHOTS") {
         std::fs::write(format!("{folder}/timeline.png"), browser.picture(false).await?)?;
     }
@@ -308,9 +365,13 @@ async fn dashboard_matches_metrics_in_a_real_browser() -> Result<()> {
     traffic(&client).await?;
     shows_the_cluster(&mut browser, &client).await?;
     shows_the_requests(&mut browser, &client).await?;
+    shows_refused_requests(&mut browser).await?;
     works_by_keyboard(&mut browser).await?;
     shows_chunks(&mut browser, &client).await?;
     explains(&mut browser, &client).await?;
+    explains_every_term(&mut browser).await?;
+    shows_the_history(&mut browser).await?;
+    chats(&mut browser, &client).await?;
     fits_every_window(&mut browser).await?;
     assert_eq!(browser.console_errors(), [] as [String; 0]);
     blocks_injected_scripts(&mut browser, &client).await

@@ -5,12 +5,17 @@
 
 mod cluster;
 
-use super::{app::App, health};
-use crate::{error::ApiError, recent::Record};
+use super::{app::App, health, request_id::HttpRequestId};
+use crate::{
+    clock::unix_ms,
+    error::ApiError,
+    recent::{Record, Refusal},
+};
 use axum::{
     Json, Router,
-    extract::{Path, RawQuery, State},
+    extract::{MatchedPath, Path, RawQuery, Request, State},
     http::{HeaderName, header},
+    middleware::Next,
     response::{IntoResponse, Redirect, Response},
     routing::get,
 };
@@ -23,7 +28,7 @@ const JS: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
 /// The page's files, each with its name, content type and content.
-const FILES: [(&str, &str, &str); 10] = [
+const FILES: [(&str, &str, &str); 12] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("icon.svg", SVG, include_str!("page/icon.svg")),
     ("main.js", JS, include_str!("page/main.js")),
@@ -34,6 +39,8 @@ const FILES: [(&str, &str, &str); 10] = [
     ("requests.js", JS, include_str!("page/requests.js")),
     ("timeline.js", JS, include_str!("page/timeline.js")),
     ("explain.js", JS, include_str!("page/explain.js")),
+    ("chat.js", JS, include_str!("page/chat.js")),
+    ("terms.js", JS, include_str!("page/terms.js")),
 ];
 
 /// The content security policy. Browsers load only files of this server, and do not run inline scripts or apply inline styles.
@@ -56,6 +63,7 @@ pub(super) fn routes() -> Router<Arc<App>> {
         .route("/dashboard/", get(async || Redirect::permanent("../dashboard")))
         .route("/dashboard/cluster", get(async |State(app): State<Arc<App>>| guarded(Json(app.cluster().await))))
         .route("/dashboard/requests", get(requests))
+        .route("/dashboard/history", get(history))
         // The metrics are also served below the page's path. So a proxy that routes by path can send all requests of a page to the same
         // frontend.
         .route("/dashboard/metrics", get(health::metrics))
@@ -69,7 +77,25 @@ async fn file(Path(name): Path<String>) -> Response {
     }
 }
 
-/// Returns the recorded prompts. With `?after=N`, returns only the records with numbers greater than N.
+/// The layer that records requests which are answered with an error.
+pub(super) async fn refusals(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let id = request.extensions().get().map_or_else(String::new, |HttpRequestId(id)| id.clone());
+    let endpoint = request.extensions().get().map_or_else(String::new, |path: &MatchedPath| path.as_str().to_owned());
+    let response = next.run(request).await;
+    if let (Some(error), Some(recent)) = (response.extensions().get::<Arc<ApiError>>(), &app.recent) {
+        let (status, code) = (error.status().as_u16(), error.code());
+        recent.refuse(Refusal { at_unix_ms: unix_ms(), request_id: id, endpoint, status, code });
+    }
+    response
+}
+
+/// Returns the sums over the prompts of the last hour, by worker.
+async fn history(State(app): State<Arc<App>>) -> Response {
+    let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
+    guarded(Json(json!({ "periods": recent.history() })))
+}
+
+/// Returns the recorded prompts, and the requests that were refused last. With `?after=N`, returns only the prompts with numbers greater than N.
 async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Response {
     let after = query.as_deref().and_then(|query| query.strip_prefix("after=")?.parse().ok()).unwrap_or(0);
     let Some(recent) = &app.recent else { return ApiError::UnknownPath.into_response() };
@@ -77,7 +103,7 @@ async fn requests(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Res
     let records: Vec<&Record> = records.iter().map(|record| &**record).collect();
     // Record numbers begin again at every start of the process. A page that receives another `since` than before therefore requests all
     // records.
-    guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records })))
+    guarded(Json(json!({ "since": app.since, "max": recent.max, "requests": records, "refusals": recent.refusals() })))
 }
 
 fn text(kind: &'static str, content: &'static str) -> Response {

@@ -41,7 +41,7 @@ function frame(place, { label, x, y }) {
 export function lineChart(place, { series, span: [from, to], max, format, what }) {
   const latest = series.map(({ name, points }) => [name, points.findLast(([, value]) => value !== null)?.[1]]);
   const known = latest.filter(([, value]) => value !== undefined);
-  if (known.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'Nothing computed since this page was opened.'));
+  if (known.length === 0) return place.replaceChildren(el('p', { class: 'empty' }, 'No prompt was computed in the last hour.'));
   const begin = Math.min(from, to - 60_000);
   const minutes = Math.round((to - begin) / 60_000);
   const y = { max: max ?? niceMax(greatest(series.flatMap(({ points }) => points.map(([, value]) => value ?? 0)))), format };

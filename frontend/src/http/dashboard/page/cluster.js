@@ -1,6 +1,7 @@
 // The cluster's processes with their health and load, and the table of the workers' counters.
 
 import { arrange, byId, bytes, colour, count, duration, el, share, svg } from './dom.js';
+import { about } from './terms.js';
 
 const rows = new Map();
 
@@ -18,7 +19,7 @@ export function showCluster(cluster) {
 }
 
 function badge(text, kind) {
-  return el('span', { class: `badge ${kind}` }, text);
+  return el('span', { class: `badge ${kind}`, title: about(text) }, text);
 }
 
 function frontend({ unavailable_reason: reason, models, version, cluster }) {
@@ -47,10 +48,10 @@ function audit({ audit: found, now_unix_ms: now }) {
   const hours = (now / 1000 - found.checked_unix_s) / 3600;
   const ago = hours < 1 ? 'less than an hour ago' : `${count(Math.floor(hours))} h ago`;
   const result = problem ? 'not known' : findings === 0 ? 'reconciles' : `${count(findings)} findings`;
-  const about = problem ?? `Checked ${ago}: ${count(found.answers)} answers, ${count(found.estimates)} estimates, ${count(found.unverified)} unverified`;
+  const checked = problem ?? `Checked ${ago}: ${count(found.answers)} answers, ${count(found.estimates)} estimates, ${count(found.unverified)} unverified`;
   return [el('li', { class: 'card', id: 'audit' },
     el('div', { class: 'card-head' }, el('b', {}, 'ledger'), badge(result, findings === 0 ? 'good' : 'bad')),
-    el('p', { class: problem ? 'problem' : '' }, about))];
+    el('p', { class: problem ? 'problem' : '' }, checked))];
 }
 
 function card(worker, blockSize) {

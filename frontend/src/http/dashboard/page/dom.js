@@ -86,3 +86,13 @@ export function colour(worker) {
   const place = places.get(worker);
   return `c${place % 8}${place >= 8 ? ' dashed' : ''}`;
 }
+
+// Offers these models in the form with this name. The choice is shown only if there are several.
+export function offerModels(use, models) {
+  const choice = byId(`${use}-model`);
+  byId(`${use}-models`).hidden = models.length < 2;
+  if ([...choice.options].map((option) => option.value).join('\n') === models.join('\n')) return;
+  const chosen = choice.value;
+  choice.replaceChildren(...models.map((model) => el('option', { value: model }, model)));
+  if (models.includes(chosen)) choice.value = chosen;
+}

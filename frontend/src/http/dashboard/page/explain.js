@@ -1,6 +1,7 @@
 // Shows where a prompt would be placed, and why: the frontend's answer to `x-tandem-explain`, as in `tandem route explain`.
 
 import { byId, count, el, inOrder } from './dom.js';
+import { head } from './terms.js';
 
 const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
 const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
@@ -43,18 +44,8 @@ function table(prompt) {
     USES.filter(([use]) => worker[use]).map(([use, name]) => line(worker, use, name, chosen(worker, use))));
   return el('div', { class: 'wide', role: 'region', 'aria-label': 'Costs', tabindex: '0' },
     el('table', { id: 'costs' },
-      el('thead', {}, el('tr', {}, ...heads.map((name) => el('th', { scope: 'col' }, name)))),
+      el('thead', {}, el('tr', {}, ...heads.map(head))),
       el('tbody', {}, ...rows)));
-}
-
-// Offers these models. The choice is shown only if there are several.
-export function offerModels(models) {
-  const choice = byId('explain-model');
-  byId('explain-models').hidden = models.length < 2;
-  if ([...choice.options].map((option) => option.value).join('\n') === models.join('\n')) return;
-  const chosen = choice.value;
-  choice.replaceChildren(...models.map((model) => el('option', { value: model }, model)));
-  if (models.includes(chosen)) choice.value = chosen;
 }
 
 export function listenToExplain() {

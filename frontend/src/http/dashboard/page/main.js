@@ -1,12 +1,14 @@
 // Updates the page every two seconds while it is visible.
 
-import { brief, byId, clock, colour, count, duration, el, inOrder, setText, share } from './dom.js';
-import { lines, note, read, span } from './metrics.js';
+import { brief, byId, clock, colour, count, duration, el, inOrder, offerModels, setText, share } from './dom.js';
+import { begin, lines, note, read, span } from './metrics.js';
 import { lineChart } from './charts.js';
 import { showCluster } from './cluster.js';
-import { firstTokens, forget, listenToRequests, newest, showRequests, showScatter, take } from './requests.js';
+import { firstTokens, forget, listenToRequests, newest, showRefused, showRequests, showScatter, take } from './requests.js';
 import { listenToTimeline } from './timeline.js';
-import { listenToExplain, offerModels } from './explain.js';
+import { listenToExplain } from './explain.js';
+import { listenToChat } from './chat.js';
+import { about, addTooltips } from './terms.js';
 
 const PAUSE_MS = 2000;
 const ANSWER_MS = 10_000;
@@ -15,6 +17,7 @@ let paused = false;
 let since = null;
 let timer = null;
 let updating = false;
+let hasHistory = false;
 
 async function get(path) {
   const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_MS), cache: 'no-store' });
@@ -39,7 +42,11 @@ async function update() {
     get('dashboard/metrics').then((answer) => answer.text()),
     getRequests(),
   ]);
-  offerModels(cluster.models);
+  if (!hasHistory) {
+    begin((await (await get('dashboard/history')).json()).periods);
+    hasHistory = true;
+  }
+  for (const use of ['explain', 'chat']) offerModels(use, cluster.models);
   cluster.workers.sort(inOrder);
   cluster.workers.forEach(({ worker }) => colour(worker));
   take(requests);
@@ -54,6 +61,8 @@ async function update() {
   showCharts();
   showScatter();
   showRequests();
+  showRefused(requests);
+  addTooltips();
 }
 
 function showTiles(metric) {
@@ -73,9 +82,9 @@ function showTiles(metric) {
     ['completion_tokens', 'New tokens', count(metric('tandem_frontend_completion_tokens_total')), 'generated for finished prompts'],
     ['estimates', 'Estimates', count(estimates), 'prompts whose worker reported no cached tokens', estimates > 0],
   ];
-  byId('tiles').replaceChildren(...tiles.map(([field, name, value, about, alarming]) =>
+  byId('tiles').replaceChildren(...tiles.map(([field, name, value, note, alarming]) =>
     el('div', { class: alarming ? 'tile alarming' : 'tile' },
-      el('dt', {}, name), el('dd', { 'data-field': field }, value), el('dd', { class: 'about' }, about))));
+      el('dt', { title: about(name) }, name), el('dd', { 'data-field': field }, value), el('dd', { class: 'about' }, note))));
 }
 
 function showCharts() {
@@ -115,4 +124,6 @@ new ResizeObserver(() => {
 listenToRequests();
 listenToTimeline();
 listenToExplain();
+listenToChat();
+addTooltips();
 updateLoop();

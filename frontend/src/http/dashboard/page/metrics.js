@@ -30,6 +30,14 @@ export function read(text) {
 
 // Snapshots of the workers' totals, oldest first.
 const snapshots = [];
+// The sums of the periods before the first snapshot, oldest first.
+let periods = [];
+const FIELDS = { cached: 'cached_tokens', tokens: 'prompt_tokens', overlap: 'overlap_blocks', prompts: 'prompts' };
+
+// Begins the lines with these periods, in which the prompts of this frontend ended.
+export function begin(history) {
+  periods = history;
+}
 
 export function note(at, workers) {
   const totals = new Map();
@@ -46,8 +54,23 @@ export function note(at, workers) {
 // Returns one line per worker. Each point has a time and a ratio: the increase of the total `part` divided by the increase of the total
 // `all`, over the window before that time. The ratio is null if `all` did not increase.
 export function lines(part, all) {
-  const names = [...new Set(snapshots.flatMap((snapshot) => [...snapshot.totals.keys()]))];
-  return names.map((name) => ({ name, points: snapshots.map((snapshot, index) => [snapshot.at, ratio(name, index, part, all)]) }));
+  const now = snapshots.flatMap((snapshot) => [...snapshot.totals.keys()]);
+  const names = [...new Set([...periods.flatMap(({ workers }) => Object.keys(workers)), ...now])];
+  return names.map((name) => ({ name, points: [
+    ...earlier(name, part, all),
+    ...snapshots.map((snapshot, index) => [snapshot.at, ratio(name, index, part, all)]),
+  ] }));
+}
+
+function earlier(name, part, all) {
+  const points = [];
+  for (const { end_unix_ms: end, workers } of periods) {
+    // A period without prompts interrupts the line.
+    if (points.length > 0 && end - points[points.length - 1][0] > WINDOW_MS) points.push([end - WINDOW_MS, null]);
+    const sums = workers[name];
+    points.push([end, sums ? sums[FIELDS[part]] / sums[FIELDS[all]] : null]);
+  }
+  return points;
 }
 
 function ratio(name, index, part, all) {
@@ -62,5 +85,6 @@ function ratio(name, index, part, all) {
 }
 
 export function span() {
-  return snapshots.length === 0 ? [0, 0] : [snapshots[0].at, snapshots[snapshots.length - 1].at];
+  if (snapshots.length === 0) return [0, 0];
+  return [Math.min(snapshots[0].at, ...periods.slice(0, 1).map(({ end_unix_ms: end }) => end)), snapshots[snapshots.length - 1].at];
 }

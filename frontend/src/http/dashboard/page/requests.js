@@ -56,6 +56,17 @@ export function showRequests() {
   setText(byId('requests-sum'), records.length === 0 ? 'None yet.' : `${count(page.length)} of ${count(found.length)} shown`);
 }
 
+// Shows the requests that were refused before a prompt of them was admitted. The others are among the records.
+export function showRefused({ refusals }) {
+  const admitted = new Set(records.map(({ request_id: id }) => id.slice(0, id.lastIndexOf('-'))));
+  const found = refusals.filter(({ request_id: id }) => !admitted.has(id)).toReversed();
+  const cell = (field, text, kind) => el('td', { 'data-field': field, class: kind }, text);
+  byId('refused').tBodies[0].replaceChildren(...found.map(({ at_unix_ms: at, request_id: id, endpoint, status: code, code: name }) =>
+    el('tr', { 'data-request': id }, cell('at', clock(at)), cell('request', id, 'left'), cell('endpoint', endpoint, 'left'),
+      cell('status', status(code), 'problem'), cell('code', name ?? '–', 'left'))));
+  setText(byId('refused-sum'), found.length === 0 ? 'None.' : 'The latest ones of this frontend. Clients received a message with the code.');
+}
+
 function row(record) {
   if (!rows.has(record.number)) rows.set(record.number, makeRow(record));
   return rows.get(record.number);

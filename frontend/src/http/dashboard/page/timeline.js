@@ -1,6 +1,7 @@
 // The stages of one request as bars and as a table.
 
 import { byId, bytes, clock, count, duration, el, svg } from './dom.js';
+import { about, head } from './terms.js';
 
 // Returns the stages of a request, from its arrival on.
 function phases({ steps, kv_transfer_ms: transfer, ...record }) {
@@ -68,12 +69,12 @@ function facts(record) {
     ['Failed attempts', known(record.steps.failed.map(({ at_ms: at, reason }) => `${reason} after ${duration(at)}`).join(', ') || 'none')],
     ['Resumed on another worker', record.migrations === 0 ? 'no' : `${record.migrations} times`],
   ];
-  return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, value))));
+  return el('dl', { class: 'facts' }, ...list.map(([name, value]) => el('div', {}, el('dt', { title: about(name) }, name), el('dd', {}, value))));
 }
 
 function table(id, columns, rows) {
-  const head = el('tr', {}, ...columns.map((name) => el('th', { scope: 'col' }, name)));
-  return el('div', { class: 'wide' }, el('table', { id }, el('thead', {}, head), el('tbody', {}, ...rows)));
+  const heads = el('tr', {}, ...columns.map(head));
+  return el('div', { class: 'wide' }, el('table', { id }, el('thead', {}, heads), el('tbody', {}, ...rows)));
 }
 
 function chunks({ steps }) {
@@ -89,7 +90,7 @@ export function openTimeline(record) {
   const list = phases(record);
   const rows = list.map(([kind, name, from, to, where]) =>
     el('tr', { 'data-phase': kind },
-      el('th', { scope: 'row' }, el('i', { class: `swatch bar-${kind}` }), name),
+      el('th', { scope: 'row', title: about(name) }, el('i', { class: `swatch bar-${kind}` }), name),
       el('td', {}, duration(from)), el('td', {}, duration(to - from)), el('td', { class: 'left' }, where)));
   byId('request-title').textContent = `Request ${record.request_id}`;
   byId('request-body').replaceChildren(

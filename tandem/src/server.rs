@@ -1,0 +1,248 @@
+//! The servers that commands connect to: how they are named, requests to them, and what answers at an address.
+
+use crate::http::{self, REPLY_TIMEOUT, Reply, read, with_key};
+use anyhow::{Context, Error, Result, anyhow, ensure};
+use std::{
+    fmt, fs,
+    io::{Read, Write},
+    net::{TcpStream, ToSocketAddrs},
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+use ureq::tls::{Certificate, PemItem, parse_pem};
+
+/// The environment variable with the API key, unless the user names another one.
+pub(crate) const KEY_VARIABLE: &str = "TANDEM_API_KEY";
+
+/// A server, as all commands take it: a port of this machine, `host:port`, or a URL. A URL may have the path of an API, with or without `/v1`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerAddress {
+    /// The URL to which paths such as `/v1/models` are appended.
+    base_url: String,
+}
+
+impl FromStr for ServerAddress {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const ADVICE: &str = "write a port, host:port, or a URL that begins with http:// or https://";
+        let url = match text.split_once("://") {
+            Some((scheme, rest)) if ["http", "https"].contains(&scheme) && !rest.is_empty() => text.to_owned(),
+            Some(_) => return Err(ADVICE),
+            None => format!("http://{}", crate::settings::address(text).map_err(|_| ADVICE)?),
+        };
+        let url = url.trim_end_matches('/');
+        Ok(Self { base_url: url.strip_suffix("/v1").unwrap_or(url).to_owned() })
+    }
+}
+
+impl fmt::Display for ServerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.base_url.strip_prefix("http://").unwrap_or(&self.base_url))
+    }
+}
+
+impl ServerAddress {
+    /// Returns `host:port`.
+    pub(crate) fn host_port(&self) -> String {
+        let (scheme, rest) = self.base_url.split_once("://").unwrap_or(("http", &self.base_url));
+        let authority = rest.split('/').next().unwrap_or_default();
+        let has_port = authority.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+        if has_port { authority.to_owned() } else { format!("{authority}:{}", if scheme == "https" { 443 } else { 80 }) }
+    }
+}
+
+/// The server of a command.
+#[derive(clap::Args, Clone, Debug)]
+pub struct ServerArgs {
+    /// The server: a port of this machine, host:port, or a URL
+    #[arg(value_name = "SERVER", env = "TANDEM_FRONTEND", default_value = "127.0.0.1:8000")]
+    pub server: ServerAddress,
+    /// File with the certificate of the server or of its authority, in PEM format [default: the public authorities]
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
+}
+
+impl ServerArgs {
+    /// Returns the server, with the API key in the environment variable `key_env` if it has one.
+    ///
+    /// # Errors
+    /// The file of `--ca` has no certificate.
+    pub(crate) fn open(&self, key_env: Option<&str>) -> Result<Server> {
+        let ca = self.ca.as_deref().map_or_else(|| Ok(Vec::new()), certificates)?;
+        let key = key_env.and_then(|name| std::env::var(name).ok()).filter(|key| !key.is_empty());
+        Ok(Server { address: self.server.clone(), key, ca })
+    }
+}
+
+/// A server over HTTP.
+pub(crate) struct Server {
+    pub(crate) address: ServerAddress,
+    key: Option<String>,
+    /// The certificates that may sign the server's certificate; empty: those of the public authorities.
+    ca: Vec<Certificate<'static>>,
+}
+
+impl Server {
+    /// Creates a server without a key, whose certificate a public authority has signed.
+    pub(crate) fn new(address: ServerAddress) -> Self {
+        Self { address, key: None, ca: Vec::new() }
+    }
+
+    /// Sends a GET.
+    pub(crate) fn get(&self, path: &str) -> Result<Reply, ureq::Error> {
+        let request = http::agent(Some(REPLY_TIMEOUT), &self.ca).get(self.url(path));
+        read(with_key(request, self.key.as_deref()).call()?)
+    }
+
+    /// Sends a POST with a body of JSON and one additional header.
+    pub(crate) fn post(&self, path: &str, header: (&str, &str), body: &str) -> Result<Reply, ureq::Error> {
+        let request = with_key(http::agent(Some(REPLY_TIMEOUT), &self.ca).post(self.url(path)), self.key.as_deref());
+        read(request.content_type("application/json").header(header.0, header.1).send(body)?)
+    }
+
+    /// Sends a POST with a body of JSON. Returns the reply, of which the body is still to be read, without a time limit.
+    #[cfg(feature = "chat")]
+    pub(crate) fn stream(&self, path: &str, body: &str) -> Result<ureq::http::Response<ureq::Body>, ureq::Error> {
+        let request = with_key(http::agent(None, &self.ca).post(self.url(path)), self.key.as_deref());
+        request.content_type("application/json").send(body)
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("{}{path}", self.address.base_url)
+    }
+
+    /// Returns the error for a server that gives no reply. It says what answers at the address, or how to start a server. `wanted` says which
+    /// server the command needs.
+    pub(crate) fn no_reply(&self, error: ureq::Error, wanted: &str) -> Error {
+        if error.to_string().contains("certificate") {
+            let advice = "is not trusted; give it, or that of its authority, with --ca FILE";
+            return Error::new(error).context(format!("the certificate of the server at {} {advice}", self.address));
+        }
+        match wrong_kind(&self.address, wanted) {
+            Some(wrong) => wrong,
+            None => Error::new(error).context(format!("no server answers at {}; {wanted}", self.address)),
+        }
+    }
+}
+
+/// Returns the certificates in a file.
+fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>> {
+    let pem = fs::read(path).with_context(|| format!("--ca {} cannot be read", path.display()))?;
+    let items = parse_pem(&pem).filter_map(|item| match item {
+        Ok(PemItem::Certificate(certificate)) => Some(Ok(certificate)),
+        Ok(_) => None,
+        Err(error) => Some(Err(error)),
+    });
+    let found: Vec<_> =
+        items.collect::<Result<_, _>>().with_context(|| format!("--ca {} is not in PEM format", path.display()))?;
+    ensure!(!found.is_empty(), "--ca {} has no certificate in PEM format", path.display());
+    Ok(found)
+}
+
+/// Returns the error for a server of another kind than the command needs; `None` if nothing answers at the address.
+pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error> {
+    Some(anyhow!("{address} is {}; {wanted}", kind(address)?))
+}
+
+/// Time limit for the answer of a server whose protocol is not known.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Returns what answers at an address; `None`: nothing.
+fn kind(address: &ServerAddress) -> Option<&'static str> {
+    let at = address.host_port();
+    let Ok(metrics) = http::get(&at, "/metrics") else { return protocol(&at) };
+    let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
+    // `tandem up` has the metrics of all roles.
+    let families = [
+        ("tandem_frontend_", "a frontend"),
+        ("tandem_router_", "the admin port of a router"),
+        ("tandem_worker_", "the admin port of a worker"),
+    ];
+    let by_metrics = families.into_iter().find(|(family, _)| has(family)).map(|(_, kind)| kind);
+    // A frontend with API keys answers /metrics to trusted peers only.
+    let is_live = || http::get(&at, "/live").is_ok_and(|live| live.status == 200 && live.body == r#"{"status":"ok"}"#);
+    Some(by_metrics.unwrap_or_else(|| if is_live() { "a frontend" } else { "an HTTP server of another program" }))
+}
+
+/// Returns the protocol of a server that does not answer HTTP/1.1; `None`: no server accepts the connection.
+fn protocol(at: &str) -> Option<&'static str> {
+    // The beginning of a connection with HTTP/2, and an empty SETTINGS frame.
+    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+    let mut stream = at.to_socket_addrs().ok()?.find_map(|at| TcpStream::connect_timeout(&at, PROBE_TIMEOUT).ok())?;
+    let mut head = [0; 4];
+    let sent = stream.set_read_timeout(Some(PROBE_TIMEOUT)).and_then(|()| stream.write_all(PREFACE));
+    Some(match sent.and_then(|()| stream.read_exact(&mut head)) {
+        // A server's first frame is its SETTINGS, whose type is 4.
+        Ok(()) if head[3] == 4 => "the gRPC port of a router or a worker",
+        Ok(()) if head[0] != TLS_ALERT => "a server of another protocol",
+        _ => "a port with TLS: https:// of a frontend, or the gRPC port of a process with a certificate",
+    })
+}
+
+/// The type of the record with which a server with TLS answers bytes that are not TLS. Some close the connection instead.
+const TLS_ALERT: u8 = 21;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    fn address(text: &str) -> Result<ServerAddress, &'static str> {
+        text.parse()
+    }
+
+    #[test]
+    fn server_is_named_by_port_address_or_url() {
+        for (text, base_url, host_port) in [
+            ("8001", "http://127.0.0.1:8001", "127.0.0.1:8001"),
+            ("localhost:8001", "http://localhost:8001", "localhost:8001"),
+            ("10.0.0.1:80", "http://10.0.0.1:80", "10.0.0.1:80"),
+            ("[::1]:8001", "http://[::1]:8001", "[::1]:8001"),
+            ("http://host:1/", "http://host:1", "host:1"),
+            ("http://[::1]/", "http://[::1]", "[::1]:80"),
+            ("https://api.example/v1", "https://api.example", "api.example:443"),
+            ("https://api.example/openai/v1/", "https://api.example/openai", "api.example:443"),
+        ] {
+            let address = address(text).expect("the address is valid");
+            assert_eq!((&*address.base_url, &*address.host_port()), (base_url, host_port), "{text}");
+        }
+        for wrong in ["host", "ftp://host", "http://", "", "99999"] {
+            assert!(address(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// Returns what answers at a port whose server sends `reply` and closes the connection, as often as it is called.
+    fn kind_of(reply: &'static [u8]) -> Option<&'static str> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        let at = listener.local_addr().expect("the listener is bound").to_string();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.expect("the listener accepts");
+                // The request must be read, or the connection would be reset instead of closed.
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(reply);
+            }
+        });
+        kind(&address(&at).expect("the address is valid"))
+    }
+
+    #[test]
+    fn kind_of_a_server_follows_from_its_answer() {
+        let unused = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port is free");
+        assert_eq!(kind(&address(&unused.to_string()).expect("the address is valid")), None);
+        for (reply, words) in [
+            (&b"HTTP/1.1 200 OK\r\ncontent-length: 27\r\n\r\ntandem_router_workers{} 1\r\n"[..], "admin port of a router"),
+            (b"HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\ntandem_worker_blocks{} 1\n", "admin port of a worker"),
+            (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", "another program"),
+            (b"\0\0\0\x04\0\0\0\0\0", "gRPC"),
+            (b"\x15\x03\x03\0\x02\x02\x28", "TLS"),
+            (b"", "TLS"),
+            (b"SSH-2.0-OpenSSH\r\n", "another protocol"),
+        ] {
+            let kind = kind_of(reply);
+            assert!(kind.is_some_and(|kind| kind.contains(words)), "{words}: {kind:?}");
+        }
+    }
+}
