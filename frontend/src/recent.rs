@@ -166,7 +166,9 @@ impl Recent {
     /// Adds a prompt that ends now to the sums of its worker.
     fn sum(&self, now_unix_ms: u64, finished: &Finished) {
         let PromptDetails { prefill_worker, decode_worker, cached_tokens_source, overlap_blocks, .. } = &finished.details;
-        let (Some(worker), Some(cached)) = (prefill_worker.as_ref().or(decode_worker.as_ref()), finished.cached_tokens) else { return };
+        let (Some(worker), Some(cached)) = (prefill_worker.as_ref().or(decode_worker.as_ref()), finished.cached_tokens) else {
+            return;
+        };
         if *cached_tokens_source != CachedSource::Worker {
             return;
         }
@@ -259,7 +261,8 @@ mod tests {
         recent.sum(now + PERIOD_MS - 1, &finished("b", Some(64), CachedSource::Worker));
         recent.sum(now, &finished("a", Some(64), CachedSource::RouterEstimate));
         recent.sum(now, &finished("a", None, CachedSource::Unknown));
-        let sums = |prompts, cached_tokens| Sums { prompts, prompt_tokens: 100 * prompts, cached_tokens, overlap_blocks: 2 * prompts };
+        let sums =
+            |prompts, cached_tokens| Sums { prompts, prompt_tokens: 100 * prompts, cached_tokens, overlap_blocks: 2 * prompts };
         let workers = [("a", sums(2, 32)), ("b", sums(1, 64))].map(|(name, sums)| (name.to_owned(), sums)).into();
         assert_eq!(recent.history(), [Period { end_unix_ms: now + PERIOD_MS, workers }]);
         for number in 1..=PERIODS_MAX as u64 + 3 {

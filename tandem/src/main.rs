@@ -43,8 +43,12 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
         Command::Up(up) => return run_or_print("up", *up, |role| &role.common, Cluster::start),
         Command::Router(router) => return run_or_print("router", *router, |role| &role.common, Process::router),
-        Command::PrefillWorker(worker) => return run_or_print("prefill-worker", *worker, |role| &role.common, Process::prefill_worker),
-        Command::DecodeWorker(worker) => return run_or_print("decode-worker", *worker, |role| &role.common, Process::decode_worker),
+        Command::PrefillWorker(worker) => {
+            return run_or_print("prefill-worker", *worker, |role| &role.common, Process::prefill_worker);
+        }
+        Command::DecodeWorker(worker) => {
+            return run_or_print("decode-worker", *worker, |role| &role.common, Process::decode_worker);
+        }
         Command::Frontend(frontend) => return run_or_print("frontend", *frontend, |role| &role.common, Process::frontend),
         #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
@@ -87,7 +91,9 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 print_error(&note);
             }
         }
-        Command::Audit { command: AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result } } => {
+        Command::Audit {
+            command: AuditCommand::Check { servers, client, ledger, metrics, lost_workers, lost_frontend, result },
+        } => {
             let mut evidence = audit::read(&client, &ledger, &metrics)?;
             for server in servers {
                 evidence.metrics.add(&audit::metrics_of(server)?);

@@ -153,11 +153,13 @@ fn each_service_reads_the_certificate_of_its_own_role() -> Result<()> {
             continue;
         }
         let role = service["command"][0].as_str().context("a role")?.to_owned();
-        ensure!(service["environment"]["TANDEM_CONFIG"] == format!("{SETTINGS}/${{TANDEM_MTLS:-off}}.toml"), "{name}: TANDEM_CONFIG");
-        for volume in [
-            format!("./mtls:{SETTINGS}:ro"),
-            format!("${{SECRETS_DIR:-./secrets}}/certificates/{role}:{CERTIFICATES}:ro"),
-        ] {
+        ensure!(
+            service["environment"]["TANDEM_CONFIG"] == format!("{SETTINGS}/${{TANDEM_MTLS:-off}}.toml"),
+            "{name}: TANDEM_CONFIG"
+        );
+        for volume in
+            [format!("./mtls:{SETTINGS}:ro"), format!("${{SECRETS_DIR:-./secrets}}/certificates/{role}:{CERTIFICATES}:ro")]
+        {
             ensure!(names(&service["volumes"]).contains(&volume), "{name} does not mount {volume}");
         }
         roles.insert(role);

@@ -249,7 +249,9 @@ async fn refused_requests_and_the_history_have_no_text() {
         let (_, found) = cluster.get("/dashboard/requests").await;
         let refusal = found["refusals"].as_array().expect("refusals is a list").last().expect("there is a refusal").clone();
         assert!(refusal["at_unix_ms"].is_u64());
-        for (field, expected) in [("request_id", json!(id)), ("endpoint", json!(path)), ("status", json!(status)), ("code", json!(code))] {
+        for (field, expected) in
+            [("request_id", json!(id)), ("endpoint", json!(path)), ("status", json!(status)), ("code", json!(code))]
+        {
             assert_eq!(refusal[field], expected, "{path}: {field}");
         }
     }
@@ -263,7 +265,11 @@ async fn refused_requests_and_the_history_have_no_text() {
     let (_, history) = cluster.get("/dashboard/history").await;
     let sums = &history["periods"][0]["workers"]["p0"];
     let prompt_tokens = answer["usage"]["prompt_tokens"].clone();
-    assert_eq!(*sums, json!({ "prompts": 1, "prompt_tokens": prompt_tokens, "cached_tokens": 32, "overlap_blocks": 2 }), "{history}");
+    assert_eq!(
+        *sums,
+        json!({ "prompts": 1, "prompt_tokens": prompt_tokens, "cached_tokens": 32, "overlap_blocks": 2 }),
+        "{history}"
+    );
     for text in [cluster.get("/dashboard/requests").await.1.to_string(), history.to_string()] {
         assert!(!text.contains("wisteria") && !text.contains("lilac"), "{text}");
     }

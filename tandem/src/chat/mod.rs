@@ -12,6 +12,7 @@ use std::{
     io::{IsTerminal, Write, stdout},
     sync::Arc,
 };
+use tandem_node::retry::error_chain;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// The arguments of `tandem chat`.
@@ -86,7 +87,7 @@ pub fn run(args: ChatArgs) -> Result<()> {
                 _ => match chat.answer(message, is_terminal).await {
                     Ok(()) => {}
                     // In a terminal, the user may send another message.
-                    Err(error) if is_terminal => show(&format!("{error:#}\n"))?,
+                    Err(error) if is_terminal => show(&(error_chain(error.as_ref()) + "\n"))?,
                     Err(error) => return Err(error),
                 },
             }

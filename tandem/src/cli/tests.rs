@@ -382,7 +382,9 @@ fn changed_settings_are_those_that_differ_from_the_defaults_of_the_role() {
         other => unreachable!("{other:?}"),
     };
     // The tests may run with variables of the environment that are settings.
-    let own = |text: String, name: &str| text.split(", ").filter(|setting| setting.starts_with(name)).map(str::to_owned).collect::<Vec<_>>();
+    let own = |text: String, name: &str| {
+        text.split(", ").filter(|setting| setting.starts_with(name)).map(str::to_owned).collect::<Vec<_>>()
+    };
     assert_eq!(own(changed(&["up", "--engine", "sim", "--listen", "8001"]), "listen"), ["listen = \"127.0.0.1:8001\""]);
     assert_eq!(own(changed(&["router", "--workers", "a:1,b:2"]), "workers"), ["workers = \"a:1,b:2\""].map(str::to_owned));
     for role in ["up", "router", "decode-worker", "frontend"] {
@@ -399,7 +401,10 @@ fn completions_of_each_shell_have_commands_and_flags() {
         assert!(["prefill-worker", "cluster-key-file", "completions"].iter().all(|word| script.contains(word)), "{shell}");
     }
     let script = file(&Cli::completions(clap_complete::Shell::Bash));
-    let lists = format!("source {}; COMP_WORDS=(tandem rout); COMP_CWORD=1; _tandem tandem rout; echo ${{COMPREPLY[@]}}", script.path().display());
+    let lists = format!(
+        "source {}; COMP_WORDS=(tandem rout); COMP_CWORD=1; _tandem tandem rout; echo ${{COMPREPLY[@]}}",
+        script.path().display()
+    );
     let output = std::process::Command::new("bash").args(["-c", &lists]).output().expect("bash runs");
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "router route", "{output:?}");
 }

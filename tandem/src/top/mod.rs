@@ -15,6 +15,7 @@ use std::{
     time::Duration,
 };
 use table::{Column, Table};
+use tandem_node::retry::error_chain;
 use tandem_proto::{
     channel::{self, Channel, Network, PeerRole},
     v1::{WorkersReply, WorkersRequest, router_client::RouterClient},
@@ -150,7 +151,7 @@ pub fn run(args: TopArgs) -> Result<Option<String>> {
                     problem = None;
                 }
                 // If the router does not answer, the last view stays on the screen with the error.
-                Err(error) => problem = Some(format!("{error:#}")),
+                Err(error) => problem = Some(error_chain(error.as_ref())),
             }
         }
     })();

@@ -77,7 +77,8 @@ impl Screen {
             let [upper, lower] = column.head();
             aligned(format!("{upper}{arrow}\n{lower}"), column).style(style)
         });
-        let widths = columns.iter().map(|&column| Constraint::Length(u16::try_from(self.width(column, table)).unwrap_or(u16::MAX)));
+        let widths =
+            columns.iter().map(|&column| Constraint::Length(u16::try_from(self.width(column, table)).unwrap_or(u16::MAX)));
         let header = Row::new(heads).height(2).style(Style::new().reversed());
         frame.render_widget(Grid::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
@@ -192,14 +193,18 @@ mod tests {
         let mut cluster = cluster(2);
         cluster.workers[0].info.as_mut().expect("it is set").worker_id = "prefill-0".to_owned();
         cluster.workers[1].circuit_open = false;
-        cluster.unavailable[0].reason = "the process's model is another, but the cluster's is this one; stop it, or give it a port of its own".to_owned();
+        cluster.unavailable[0].reason =
+            "the process's model is another, but the cluster's is this one; stop it, or give it a port of its own".to_owned();
         let table = Table::new(&cluster, &cluster, Duration::from_secs(2));
         let mut screen = Screen::new(Column::CachedTokens, false);
         let lines = drawn_at(80, &mut screen, &table, None);
         let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
         assert_eq!(heads(&lines[2]), "worker role health running queued hit cached▲ prefill decode", "{lines:#?}");
         assert_eq!(heads(&lines[3]), "sequences requests rate tokens tokens/s tokens/s");
-        assert!(lines.iter().any(|line| line.ends_with("this")) && lines.iter().any(|line| line.contains("of its own")), "{lines:#?}");
+        assert!(
+            lines.iter().any(|line| line.ends_with("this")) && lines.iter().any(|line| line.contains("of its own")),
+            "{lines:#?}"
+        );
         assert!(lines[12].ends_with("5 more columns in a wider terminal"), "{lines:#?}");
         for width in [20, 40, 60, 100] {
             drawn_at(width, &mut screen, &table, None);
@@ -208,9 +213,12 @@ mod tests {
 
     #[test]
     fn every_column_but_the_essential_ones_may_be_left_out() {
-        let essential = [Column::Worker, Column::Health, Column::Queued, Column::HitRate, Column::PrefillRate, Column::DecodeRate];
-        let all: Vec<&Column> =
-            Column::all().iter().filter(|column| essential.contains(column) || Column::LEAST_IMPORTANT.contains(column)).collect();
+        let essential =
+            [Column::Worker, Column::Health, Column::Queued, Column::HitRate, Column::PrefillRate, Column::DecodeRate];
+        let all: Vec<&Column> = Column::all()
+            .iter()
+            .filter(|column| essential.contains(column) || Column::LEAST_IMPORTANT.contains(column))
+            .collect();
         assert_eq!(all.len(), Column::all().len());
         assert_eq!(essential.len() + Column::LEAST_IMPORTANT.len(), Column::all().len());
     }

@@ -102,7 +102,8 @@ fn every_port_refuses_processes_without_a_certificate_of_the_cluster() {
         let ports = ports(process);
         assert_eq!(ports.len(), 2, "the ports of the {name}: {ports:?}");
         for at in ports.into_iter().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port))) {
-            for (caller, tls) in [("without a certificate", None), ("of another authority", Some(tls(&others, PeerRole::Router)))] {
+            for (caller, tls) in [("without a certificate", None), ("of another authority", Some(tls(&others, PeerRole::Router)))]
+            {
                 let [view, bookings] = cluster.view_and_bookings(at, tls.clone());
                 for refused in [view, bookings, cluster.describe(at, tls)] {
                     assert!(refused.is_err(), "the {name} answers a process {caller} at {at}");
@@ -179,7 +180,8 @@ fn secrets_script_makes_and_renews_a_certificate_for_each_role() {
         for role in PeerRole::ALL {
             // A router's folder also has the certificate for `tandem top`.
             let (place, name) = if role == PeerRole::Tool { ("router", "tool") } else { (role.name(), "cert") };
-            let [certificate, key, ca] = [format!("{name}.pem"), format!("{name}.key"), "ca.pem".to_owned()].map(|file| text(of(place, &file)));
+            let [certificate, key, ca] =
+                [format!("{name}.pem"), format!("{name}.key"), "ca.pem".to_owned()].map(|file| text(of(place, &file)));
             let pem = TlsPem { certificate: &certificate, key: &key, ca: &ca };
             assert!(ClusterTls::new(pem, role, Some("blue")).is_ok(), "{role:?}");
         }

@@ -49,3 +49,57 @@ fn top_shows_every_worker_and_unreachable_addresses() {
         "{printed}"
     );
 }
+
+/// Runs a command, and returns its exit code and its output.
+fn run(args: &[&str]) -> (Option<i32>, String) {
+    let output = tandem(args).output().expect("the binary runs");
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).expect("the output is UTF-8"))
+}
+
+#[test]
+fn commands_take_each_spelling_of_a_server_and_name_one_of_the_wrong_kind() {
+    let plan = Plan::new();
+    let (prefill, decode) = (address(), address());
+    plan.list(&[prefill, decode]);
+    let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let (worker, _decode) = (plan.worker("prefill", "p", prefill, &[]), plan.worker("decode", "d", decode, &[]));
+    ready(&frontend);
+    let port = |address: &str| address.rsplit(':').next().expect("an address has a port").to_owned();
+    let (api, grpc) = (frontend.address().to_owned(), plan.routers[0].to_string());
+    for spelling in
+        [port(&api), format!("localhost:{}", port(&api)), api.clone(), format!("http://{api}/"), format!("http://{api}/v1")]
+    {
+        assert_eq!(run(&["ready", &spelling]), (Some(0), String::new()), "{spelling}");
+        let (code, explained) = run(&["route", "explain", &spelling, "--prompt", "x"]);
+        assert!(code == Some(0) && explained.contains("p prefills"), "{spelling}: {explained}");
+    }
+    for spelling in [port(&grpc), format!("localhost:{}", port(&grpc)), format!("http://{grpc}")] {
+        let (code, table) = top(&plan, &[&spelling, "--once", "--interval", "0.1"]);
+        assert!(code == Some(0) && table.contains("hit rate"), "{spelling}: {table}");
+    }
+    let evidence = ["--client", "/dev/null", "--ledger", "/dev/null"];
+    let audit = |servers: &[&str]| run(&[&["audit", "check"], servers, &evidence].concat());
+    let (code, checked) = audit(&[&api, router.address(), worker.address()]);
+    assert!(code == Some(0) && checked.contains("0 answers") && checked.contains("1 workers"), "{checked}");
+
+    const GRPC: &str = " is the gRPC port of a router or a worker; ";
+    let key = plan.file("key");
+    let top = ["top", "--cluster-key-file", key.to_str().expect("the path is UTF-8")];
+    let chat = ["chat"];
+    let (prefill, grpc) = (prefill.to_string(), grpc.as_str());
+    for (command, server, kind) in [
+        (&top[..], &*api, " is a frontend; `tandem top` reads a router"),
+        (&top, router.address(), " is the admin port of a router; `tandem top`"),
+        (&top, &prefill, " is the gRPC port of a worker; `tandem top`"),
+        (&["ready"], grpc, GRPC),
+        (&["route", "explain", "--prompt", "x"], grpc, GRPC),
+        (&["route", "explain", "--prompt", "x"], router.address(), " is the admin port of a router; `tandem route explain`"),
+        (&chat, grpc, GRPC),
+        (&chat, worker.address(), " is the admin port of a worker; `tandem chat`"),
+        (&["audit", "check", "--client", "/dev/null", "--ledger", "/dev/null"], grpc, GRPC),
+    ] {
+        let (code, error) = run(&[command, &[server]].concat());
+        assert!(code == Some(1) && error.contains(&format!("{server}{kind}")), "{command:?} {server}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+}

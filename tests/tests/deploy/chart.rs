@@ -225,7 +225,8 @@ fn each_pod_of_the_chart_has_the_certificate_of_its_own_role() -> Result<()> {
         for (name, pod) in rendering.pods() {
             let container = containers(pod).find(|container| container["name"] == "tandem");
             let Some(args) = container.map(arguments).filter(|args| flag(args, "--cluster-cert").is_some()) else { continue };
-            for (setting, file) in [("--cluster-cert", "tls.crt"), ("--cluster-cert-key", "tls.key"), ("--cluster-ca", "ca.crt")] {
+            for (setting, file) in [("--cluster-cert", "tls.crt"), ("--cluster-cert-key", "tls.key"), ("--cluster-ca", "ca.crt")]
+            {
                 ensure!(flag(&args, setting) == Some(&*format!("{SECRETS}cluster-tls/{file}")), "{name}: {setting}");
             }
             let volume = list(&pod["volumes"]).iter().find(|volume| volume["name"] == "cluster-tls").context("a volume")?;

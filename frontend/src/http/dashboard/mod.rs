@@ -13,7 +13,7 @@ use crate::{
 };
 use axum::{
     Json, Router,
-    extract::{MatchedPath, Path, RawQuery, Request, State},
+    extract::{Path, RawQuery, Request, State},
     http::{HeaderName, header},
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
@@ -80,7 +80,9 @@ async fn file(Path(name): Path<String>) -> Response {
 /// The layer that records requests which are answered with an error.
 pub(super) async fn refusals(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let id = request.extensions().get().map_or_else(String::new, |HttpRequestId(id)| id.clone());
-    let endpoint = request.extensions().get().map_or_else(String::new, |path: &MatchedPath| path.as_str().to_owned());
+    // Of the routes with this layer, one has a text of the client in its path.
+    let path = request.uri().path();
+    let endpoint = if path.starts_with("/v1/models/") { "/v1/models/{id}" } else { path }.to_owned();
     let response = next.run(request).await;
     if let (Some(error), Some(recent)) = (response.extensions().get::<Arc<ApiError>>(), &app.recent) {
         let (status, code) = (error.status().as_u16(), error.code());
