@@ -5,7 +5,11 @@ use crate::{
     settings::TelemetryArgs,
 };
 use anyhow::Context;
-use std::{future::Future, time::Duration};
+use std::{
+    future::Future,
+    io::{ErrorKind, Write, stdout},
+    time::Duration,
+};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `changed`: the settings that differ from the defaults, which
@@ -64,10 +68,15 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
     }
 }
 
-/// Prints text to stdout.
-#[expect(clippy::print_stdout, reason = "the output that the user has requested")]
+/// Prints text to stdout. A program such as `head` may close the pipe before it has read all of the text; that is no error.
+///
+/// # Panics
+/// Panics if stdout cannot be written for another reason.
 pub fn print(text: &str) {
-    print!("{text}");
+    match stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+        written => written.expect("stdout can be written"),
+    }
 }
 
 pub(crate) struct Signals {

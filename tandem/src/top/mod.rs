@@ -95,10 +95,7 @@ impl Router {
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!("the process at {} refuses the call: {}", self.address, status.message()),
             Code::Unimplemented => anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address),
-            _ => {
-                let wrong = wrong_kind(&self.address, WANTED).map(|wrong| wrong.to_string());
-                anyhow!("{}", status.message()).context(wrong.unwrap_or_else(unreachable))
-            }
+            _ => wrong_kind(&self.address, WANTED).unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
         })?;
         Ok(View { at: Instant::now(), reply: reply.into_inner() })
     }

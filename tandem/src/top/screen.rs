@@ -82,7 +82,7 @@ impl Screen {
         let header = Row::new(heads).height(2).style(Style::new().reversed());
         frame.render_widget(Grid::new(rows, widths).header(header).column_spacing(1), lines);
         frame.render_widget(Paragraph::new(notes), below);
-        let more = if hidden == 0 { String::new() } else { format!("   {hidden} more columns in a wider terminal") };
+        let more = if hidden == 0 { String::new() } else { format!("   {hidden} columns hidden") };
         frame.render_widget(Paragraph::new(format!("{KEYS}{more}").dim()), keys);
     }
 
@@ -199,13 +199,13 @@ mod tests {
         let mut screen = Screen::new(Column::CachedTokens, false);
         let lines = drawn_at(80, &mut screen, &table, None);
         let heads = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
-        assert_eq!(heads(&lines[2]), "worker role health running queued hit cached▲ prefill decode", "{lines:#?}");
+        assert_eq!(heads(&lines[2]), "worker health running queued hit cached▲ prefill decode", "{lines:#?}");
         assert_eq!(heads(&lines[3]), "sequences requests rate tokens tokens/s tokens/s");
         assert!(
-            lines.iter().any(|line| line.ends_with("this")) && lines.iter().any(|line| line.contains("of its own")),
+            lines.iter().any(|line| line.ends_with("stop it,")) && lines.iter().any(|line| line.contains("of its own")),
             "{lines:#?}"
         );
-        assert!(lines[12].ends_with("5 more columns in a wider terminal"), "{lines:#?}");
+        assert!(lines[12].ends_with("6 columns hidden"), "{lines:#?}");
         for width in [20, 40, 60, 100] {
             drawn_at(width, &mut screen, &table, None);
         }

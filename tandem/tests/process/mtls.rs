@@ -62,8 +62,11 @@ impl Cluster {
     /// Calls a router at this address, as tools and as other routers do.
     fn view_and_bookings(&self, at: SocketAddr, tls: Option<ClusterTls>) -> [Result<(), Status>; 2] {
         let mut client = RouterClient::new(self.channel(at, tls));
-        let view = self.plan.runtime.block_on(client.workers(WorkersRequest {})).map(drop);
-        [view, self.plan.runtime.block_on(client.bookings(BookingsRequest::default())).map(drop)]
+        self.plan.runtime.block_on(async {
+            let view = client.workers(WorkersRequest {}).await.map(drop);
+            let bookings = async { client.bookings(BookingsRequest::default()).await?.into_inner().message().await };
+            [view, bookings.await.map(drop)]
+        })
     }
 
     /// Calls the router, and the workers, with the cluster key and this certificate. Returns the failures.

@@ -71,7 +71,7 @@ fn commands_take_each_spelling_of_a_server_and_name_one_of_the_wrong_kind() {
     {
         assert_eq!(run(&["ready", &spelling]), (Some(0), String::new()), "{spelling}");
         let (code, explained) = run(&["route", "explain", &spelling, "--prompt", "x"]);
-        assert!(code == Some(0) && explained.contains("p prefills"), "{spelling}: {explained}");
+        assert!(code == Some(0) && explained.contains("d does both"), "{spelling}: {explained}");
     }
     for spelling in [port(&grpc), format!("localhost:{}", port(&grpc)), format!("http://{grpc}")] {
         let (code, table) = top(&plan, &[&spelling, "--once", "--interval", "0.1"]);

@@ -118,6 +118,8 @@ async fn shows_the_cluster(browser: &mut Browser, client: &Client) -> Result<()>
     let mut all = WORKERS;
     all.sort_unstable();
     assert_eq!(browser.value(named).await?, json!(all));
+    let cards = browser.value("document.getElementById('cluster').innerText").await?;
+    ensure!(cards.as_str().is_some_and(|text| !text.contains("false") && !text.contains("undefined")), "{cards}");
     // The page is polled, because workers report their totals only every second, and the page is updated only every two seconds.
     let deadline = Instant::now() + TIMEOUT;
     loop {

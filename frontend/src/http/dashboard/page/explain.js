@@ -1,7 +1,7 @@
 // Shows where a prompt would be placed, and why: the frontend's answer to `x-tandem-explain`, as in `tandem route explain`.
 
 import { byId, count, el, inOrder } from './dom.js';
-import { head } from './terms.js';
+import { about, head } from './terms.js';
 
 const PARTS = ['total', 'queue', 'compute', 'interference', 'transfer', 'handoff', 'decode_load'];
 const USES = [['as_prefill', 'prefills'], ['as_decode', 'receives'], ['alone', 'does both']];
@@ -27,7 +27,7 @@ function line(worker, use, name, chosen) {
   const cost = worker[use];
   const cells = cost.rank !== 0 ? [`#${cost.rank.toFixed(1)}`] : PARTS.map((part) => cost[`${part}_ms`].toFixed(1));
   return el('tr', { class: chosen ? 'chosen' : '' },
-    el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge good' }, 'chosen') : null),
+    el('th', { scope: 'row' }, `${worker.worker} ${name}`, chosen ? el('span', { class: 'badge good', title: about('chosen') }, 'chosen') : null),
     ...[worker.overlap_blocks, worker.predicted_blocks, worker.queued_tokens].map((number) => el('td', {}, count(number))),
     ...cells.map((text) => el('td', {}, text)));
 }

@@ -86,6 +86,7 @@ const TERMS = {
   'Overlap': 'Leading blocks of the prompt that the router knows on the worker',
   'Predicted': 'Blocks that the router expects on the worker, including those of prompts that it just placed there',
   'Queued': 'Prompt tokens that wait on the worker',
+  'chosen': 'The router would place the prompt here',
   'total ms': 'Estimated time until the first token; the router chooses the smallest sum',
   'queue ms': 'Wait behind prompts that were placed before',
   'compute ms': 'Computation of the tokens that are not cached',
