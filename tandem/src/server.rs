@@ -146,11 +146,14 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
     Some(anyhow!("{address} is {}; {wanted}", kind(address)?))
 }
 
+/// What answers at the gRPC port of a process.
+pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
+
 /// Time limit for the answer of a server whose protocol is not known.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns what answers at an address; `None`: nothing.
-fn kind(address: &ServerAddress) -> Option<&'static str> {
+pub(crate) fn kind(address: &ServerAddress) -> Option<&'static str> {
     let at = address.host_port();
     let Ok(metrics) = http::get(&at, "/metrics") else { return protocol(&at) };
     let has = |family: &str| metrics.status == 200 && metrics.body.contains(family);
@@ -175,7 +178,7 @@ fn protocol(at: &str) -> Option<&'static str> {
     let sent = stream.set_read_timeout(Some(PROBE_TIMEOUT)).and_then(|()| stream.write_all(PREFACE));
     Some(match sent.and_then(|()| stream.read_exact(&mut head)) {
         // A server's first frame is its SETTINGS, whose type is 4.
-        Ok(()) if head[3] == 4 => "the gRPC port of a router or a worker",
+        Ok(()) if head[3] == 4 => GRPC,
         Ok(()) if head[0] != TLS_ALERT => "a server of another protocol",
         _ => "a port with TLS: https:// of a frontend, or the gRPC port of a process with a certificate",
     })

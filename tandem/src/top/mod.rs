@@ -4,7 +4,7 @@ mod screen;
 mod table;
 
 use crate::{
-    server::{ServerAddress, wrong_kind},
+    server::{GRPC, ServerAddress, kind, wrong_kind},
     settings::{ClusterTlsArgs, KeyArgs},
 };
 use anyhow::{Context, Error, Result, anyhow};
@@ -94,7 +94,9 @@ impl Router {
         };
         let reply = reply.map_err(|status| match status.code() {
             Code::Unauthenticated => anyhow!("the process at {} refuses the call: {}", self.address, status.message()),
-            Code::Unimplemented => anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address),
+            Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
+                anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
+            }
             _ => wrong_kind(&self.address, WANTED).unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
         })?;
         Ok(View { at: Instant::now(), reply: reply.into_inner() })

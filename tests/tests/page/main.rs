@@ -181,7 +181,7 @@ async fn explains_every_term(browser: &mut Browser) -> Result<()> {
 async fn shows_the_history(browser: &mut Browser) -> Result<()> {
     let url = browser.value("location.href").await?;
     browser.open(url.as_str().context("a URL")?).await?;
-    browser.until("document.getElementById('state').textContent === 'Ready'").await?;
+    browser.until("document.getElementById('state')?.textContent === 'Ready'").await?;
     for chart in ["hit-rate", "overlap-blocks"] {
         // A period with one point alone is a dot.
         browser.until(&format!("document.querySelectorAll('#{chart} .dot, #{chart} .line').length > 0")).await?;
