@@ -250,13 +250,17 @@ impl PrefixIndex {
     fn insert_places(&self, writer: &mut Writer, row: u32, place: Place, hashes: &[SequenceHash], checks: Checks) -> usize {
         let Writer { heads, rows, .. } = writer;
         let blocks = &mut rows[row as usize].blocks;
+        let prefetch = |blocks: &Table, hash: &SequenceHash| {
+            let mixed = self.mix(*hash);
+            blocks.prefetch(mixed);
+            if checks == Checks::RowAndHeads {
+                heads.prefetch(mixed);
+            }
+        };
+        hashes.iter().take(AHEAD).for_each(|hash| prefetch(blocks, hash));
         for (at, hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(at + AHEAD) {
-                let mixed = self.mix(*ahead);
-                blocks.prefetch(mixed);
-                if checks == Checks::RowAndHeads {
-                    heads.prefetch(mixed);
-                }
+                prefetch(blocks, ahead);
             }
             let mixed = self.mix(*hash);
             let is_head = |value| self.hash_at(Place { run: RunId::of_value(value), offset: 0 }) == *hash;
@@ -329,11 +333,13 @@ impl PrefixIndex {
             // If there is no space for another run, the blocks that the row keeps are removed, too.
             let run = shard.run(id);
             let blocks = &mut writer.rows[row as usize].blocks;
-            for (at, hash) in run.hashes[..held].iter().enumerate().skip(start) {
-                if let Some(ahead) = run.hashes[..held].get(at + AHEAD) {
+            let removed = &run.hashes[start..held];
+            removed.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
+            for (at, hash) in removed.iter().enumerate() {
+                if let Some(ahead) = removed.get(at + AHEAD) {
                     blocks.prefetch(self.mix(*ahead));
                 }
-                blocks.remove(self.mix(*hash), Place { run: id, offset: at }.value());
+                blocks.remove(self.mix(*hash), Place { run: id, offset: start + at }.value());
             }
             self.shorten(writer, &mut shard, id, row, held as u32, start as u32);
             hashes = &hashes[end - start..];
