@@ -12,6 +12,7 @@
 //! or replaced, the worker gets another row at once, and the old row is hidden from lookups until its blocks are removed.
 
 mod changes;
+mod followed;
 mod prefetch;
 mod run;
 mod shard;
@@ -87,7 +88,7 @@ impl PrefixIndex {
             key: Key(tandem_kv::mix(key)),
             shards: (0..SHARDS).map(|number| RwLock::new(Shard::new(number))).collect(),
             view: RwLock::default(),
-            writer: Mutex::default(),
+            writer: Mutex::new(Writer::new(key)),
         }
     }
 

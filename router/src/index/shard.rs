@@ -60,18 +60,29 @@ pub(super) fn shard_of(mixed: u64) -> usize {
     mixed as usize % SHARDS
 }
 
+/// What changes need to know of a run's neighbours, and lookups do not.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Link {
+    /// The block before the run's first block; `None` if prompts begin with the run.
+    pub(super) before: Option<SequenceHash>,
+    /// The runs that follow blocks of this run follow blocks before this offset.
+    pub(super) followed: usize,
+}
+
 /// A part of the runs of the index. Lookups see only the runs that are in `heads`.
 pub(super) struct Shard {
     /// The position of each run in `runs`, plus 1, by the run's first block.
     heads: Table,
     runs: Vec<Run>,
+    /// The link of each run.
+    links: Vec<Link>,
     free: Vec<u32>,
     number: usize,
 }
 
 impl Shard {
     pub(super) fn new(number: usize) -> Self {
-        Self { heads: Table::default(), runs: Vec::new(), free: Vec::new(), number }
+        Self { heads: Table::default(), runs: Vec::new(), links: Vec::new(), free: Vec::new(), number }
     }
 
     /// Prefetches the memory that [`Self::find`] reads first.
@@ -96,6 +107,12 @@ impl Shard {
         }
     }
 
+    /// Returns the run that begins with this block.
+    pub(super) fn begun_by(&self, mixed: u64, first: SequenceHash) -> Option<RunId> {
+        let at = self.heads.find(mixed, |at| self.runs[at as usize - 1].hashes[0] == first)?;
+        Some(RunId::new(at as usize - 1, self.number))
+    }
+
     pub(super) fn get(&self, id: RunId) -> Option<&Run> {
         self.runs.get(id.at())
     }
@@ -108,9 +125,14 @@ impl Shard {
         &mut self.runs[id.at()]
     }
 
+    pub(super) fn link_mut(&mut self, id: RunId) -> &mut Link {
+        &mut self.links[id.at()]
+    }
+
     pub(super) fn bytes(&self) -> usize {
         let runs: usize = self.runs.iter().map(Run::bytes).sum();
-        self.heads.bytes() + self.runs.capacity() * size_of::<Run>() + self.free.capacity() * 4 + runs
+        let runs = runs + self.runs.capacity() * size_of::<Run>() + self.links.capacity() * size_of::<Link>();
+        self.heads.bytes() + self.free.capacity() * 4 + runs
     }
 
     /// Adds a run that lookups do not see yet. Returns `None` if the shard is full.
@@ -123,6 +145,7 @@ impl Shard {
             None if self.runs.len() == SHARD_RUNS_MAX => return None,
             None => {
                 self.runs.push(run);
+                self.links.push(Link::default());
                 self.runs.len() - 1
             }
         };
@@ -137,15 +160,16 @@ impl Shard {
     /// Removes an empty run. `mixed` is the mixed hash of the block that was the run's first.
     pub(super) fn remove(&mut self, mixed: u64, id: RunId) {
         self.heads.remove(mixed, id.at() as u64 + 1);
-        self.runs[id.at()] = Run::new();
+        (self.runs[id.at()], self.links[id.at()]) = (Run::new(), Link::default());
         self.free.push(id.at() as u32);
         if self.free.len() == self.runs.len() {
-            (self.runs, self.free) = (Vec::new(), Vec::new());
+            (self.runs, self.links, self.free) = (Vec::new(), Vec::new(), Vec::new());
         }
     }
 
     #[cfg(test)]
-    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run)> {
-        self.runs.iter().enumerate().filter(|(_, run)| run.len() > 0).map(|(at, run)| (RunId::new(at, self.number), run))
+    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run, &Link)> {
+        let runs = self.runs.iter().zip(&self.links).enumerate();
+        runs.filter(|(_, (run, _))| run.len() > 0).map(|(at, (run, link))| (RunId::new(at, self.number), run, link))
     }
 }
