@@ -330,40 +330,43 @@ impl PrefixIndex {
 
     /// Records that the row has not cached these blocks any more. Blocks that succeed or precede each other in a run are removed at once.
     pub(super) fn remove(&self, writer: &mut Writer, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
+        let prefetch = |blocks: &Table, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
+        hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
         while let Some(first) = hashes.first() {
             let Some(Place { run: id, offset }) = self.locate(writer, row, *first) else {
                 skipped.absent_blocks += 1;
                 hashes = &hashes[1..];
                 continue;
             };
-            let mut shard = self.shards[id.shard()].write();
-            let run = shard.run(id);
-            let mut held = run.holders.get(row) as usize;
-            let up = run.hashes[offset..held].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
-            let down = run.hashes[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
-            let (start, end) = if up > down { (offset, offset + up) } else { (offset + 1 - down, offset + 1) };
-            if end < held {
-                // The row keeps the blocks after the removed ones, which therefore need a run of their own.
-                drop(shard);
-                let split = self.split(writer, id, end);
-                shard = self.shards[id.shard()].write();
-                if split.is_some() {
-                    held = end;
-                }
+            let (up, down, mut kept) = {
+                let shard = self.shards[id.shard()].read();
+                let run = shard.run(id);
+                let held = &run.hashes[..run.holders.get(row) as usize];
+                let up = held[offset..].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
+                let down = held[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
+                (up, down, held[offset + up..].to_vec())
+            };
+            let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
+            let end = start + count;
+            // The row keeps the blocks after the removed ones, which therefore need a run of their own. If there is no space for another run, they
+            // are removed, too.
+            if !kept.is_empty() && self.split(writer, id, end).is_some() {
+                kept.clear();
             }
-            // If there is no space for another run, the blocks that the row keeps are removed, too.
-            let run = shard.run(id);
+            let held = end + kept.len();
             let blocks = &mut writer.rows[row as usize].blocks;
-            let removed = &run.hashes[start..held];
-            removed.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
-            for (at, hash) in removed.iter().enumerate() {
-                if let Some(ahead) = removed.get(at + AHEAD) {
-                    blocks.prefetch(self.mix(*ahead));
+            for (at, hash) in hashes[..count].iter().enumerate() {
+                if let Some(ahead) = hashes.get(at + AHEAD) {
+                    prefetch(blocks, ahead);
                 }
-                blocks.remove(self.mix(*hash), Place { run: id, offset: start + at }.value());
+                let offset = if up > down { offset + at } else { offset - at };
+                blocks.remove(self.mix(*hash), Place { run: id, offset }.value());
             }
-            self.shorten(writer, &mut shard, id, row, held as u32, start as u32);
-            hashes = &hashes[end - start..];
+            for (at, hash) in kept.iter().enumerate() {
+                blocks.remove(self.mix(*hash), Place { run: id, offset: end + at }.value());
+            }
+            self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
+            hashes = &hashes[count..];
         }
     }
 
