@@ -266,6 +266,7 @@ impl PrefixIndex {
                 let mut shard = self.shards[id.shard()].write();
                 let link = shard.link_mut(id);
                 link.followed = link.followed.max(offset);
+                shard.run_mut(id).fork = offset as u32;
             }
         }
         Some((Place { run: id, offset: end }, stored))
