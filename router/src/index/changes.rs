@@ -205,11 +205,11 @@ impl PrefixIndex {
         let (known, held) = {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
+            if run.hashes.get(offset) != Some(&hashes[0]) {
+                return None;
+            }
             (common(&run.hashes[offset..], hashes), run.holders.get(row) as usize)
         };
-        if known == 0 {
-            return None;
-        }
         if offset + known <= held {
             return Some((Place { run: id, offset: offset + known }, known));
         }
