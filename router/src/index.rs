@@ -172,42 +172,40 @@ impl PrefixIndex {
                 rows(word, bits).for_each(|row| leading[view.worker_of[row as usize].0 as usize] = blocks as u32);
             }
         };
-        let end = self.walk(hashes, |holders, from, common| {
-            match (only, holders) {
-                (Some(row), holders) => {
-                    let held = (holders.get(row) as usize).min(common);
-                    let (word, bit) = place(row);
-                    if held < common {
-                        report(word, bit, from + held);
-                        active[word] = 0;
-                    }
-                    held == common
+        let end = self.walk(hashes, |holders, from, common| match (only, holders) {
+            (Some(row), holders) => {
+                let held = (holders.get(row) as usize).min(common);
+                let (word, bit) = place(row);
+                if held < common {
+                    report(word, bit, from + held);
+                    active[word] = 0;
                 }
-                (None, Holders::One { row, blocks }) => {
-                    let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
-                    for (word, active) in active.iter_mut().enumerate() {
-                        let keep = if word == holder { *active & bit } else { 0 };
-                        report(word, *active & !keep, from);
-                        report(word, keep, from + held);
-                        *active = if held == common { keep } else { 0 };
-                    }
-                    only = Some(*row);
-                    active.get(holder).is_some_and(|word| *word != 0)
+                held == common
+            }
+            (None, Holders::One { row, blocks }) => {
+                let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
+                for (word, active) in active.iter_mut().enumerate() {
+                    let keep = if word == holder { *active & bit } else { 0 };
+                    report(word, *active & !keep, from);
+                    report(word, keep, from + held);
+                    *active = if held == common { keep } else { 0 };
                 }
-                (None, Holders::Many(groups)) => {
-                    for (word, active) in active.iter_mut().enumerate() {
-                        let keep = *active & groups.all().get(word).copied().unwrap_or(0);
-                        report(word, *active & !keep, from);
-                        *active = keep;
-                    }
-                    for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
-                        for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
-                            report(word, *active & set, from + blocks as usize);
-                            *active &= !set;
-                        }
-                    }
-                    active.iter().any(|word| *word != 0)
+                only = Some(*row);
+                active.get(holder).is_some_and(|word| *word != 0)
+            }
+            (None, Holders::Many(groups)) => {
+                for (word, active) in active.iter_mut().enumerate() {
+                    let keep = *active & groups.all().get(word).copied().unwrap_or(0);
+                    report(word, *active & !keep, from);
+                    *active = keep;
                 }
+                for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
+                    for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
+                        report(word, *active & set, from + blocks as usize);
+                        *active &= !set;
+                    }
+                }
+                active.iter().any(|word| *word != 0)
             }
         });
         active.iter().enumerate().for_each(|(word, bits)| report(word, *bits, end));

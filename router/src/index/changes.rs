@@ -2,8 +2,8 @@
 
 use super::{
     PrefixIndex, Skipped, WorkerSlot,
-    run::{RUN_BLOCKS, Run, common},
     followed::Followed,
+    run::{RUN_BLOCKS, Run, common},
     shard::{Link, Place, RunId, Shard, shard_of},
     table::{ENTRIES_MAX, Table},
 };
@@ -251,7 +251,8 @@ impl PrefixIndex {
             let run = shard.run_mut(id);
             run.append(&hashes[..stored]);
             self.set(writer, run, id, row, offset as u32, end as u32);
-            if writer.followed.any_absent() && writer.followed.set_absent(self.mix(hashes[stored - 1]), hashes[stored - 1], false) {
+            if writer.followed.any_absent() && writer.followed.set_absent(self.mix(hashes[stored - 1]), hashes[stored - 1], false)
+            {
                 shard.link_mut(id).followed = end;
             }
         }

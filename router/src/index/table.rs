@@ -285,7 +285,8 @@ impl Table {
             return;
         }
         let (pair, own) = (self.directory_range(fingerprint, depth - 1), self.directory_range(fingerprint, depth));
-        let (number, other) = (self.directory[own.start], self.directory[if own.start == pair.start { own.end } else { pair.start }]);
+        let (number, other) =
+            (self.directory[own.start], self.directory[if own.start == pair.start { own.end } else { pair.start }]);
         let (segment, buddy) = (&self.segments[number as usize], &self.segments[other as usize]);
         if buddy.depth != depth || (buddy.len + segment.len) * 4 > SEGMENT_SLOTS {
             return;
