@@ -224,10 +224,17 @@ impl PrefixIndex {
             Some((mixed, shard))
         };
         let mut next = shard_from(0);
-        while let Some((mixed, shard)) = next {
-            let Some((run, common)) = shard.find(mixed, &hashes[from..]) else { break };
-            // The next run's slot is read while this run's holders are visited.
-            next = shard_from(from + common);
+        while let Some((mixed, shard)) = next.take() {
+            // Where the next run probably begins is known before this run is read, so that both are read at the same time.
+            let mut guess = 0;
+            let found = shard.find(mixed, &hashes[from..], |fork| {
+                guess = fork;
+                next = if fork > 0 { shard_from(from + fork) } else { None };
+            });
+            let Some((run, common)) = found else { break };
+            if common != guess {
+                next = shard_from(from + common);
+            }
             let more = visit(&run.holders, from, common);
             from += common;
             if !more {

@@ -267,7 +267,8 @@ impl PrefixIndex {
                 let mut shard = self.shards[id.shard()].write();
                 let link = shard.link_mut(id);
                 link.followed = link.followed.max(offset);
-                shard.run_mut(id).fork = offset as u32;
+                let mixed = self.mix(shard.run(id).hashes[0]);
+                shard.set_fork(mixed, id, offset);
             }
         }
         Some((Place { run: id, offset: end }, stored))

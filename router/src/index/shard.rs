@@ -1,6 +1,6 @@
 //! A shard of the index: the runs whose first blocks select it.
 
-use super::{run::Run, table::Table};
+use super::{prefetch::prefetch, run::Run, table::Table};
 use tandem_kv::SequenceHash;
 
 /// The number of shards. It is so large that a lookup and a change rarely need the same shard, and that a shard's list of runs stays short.
@@ -8,7 +8,9 @@ pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 6;
 const RUN_BITS: u32 = 26;
 const OFFSET_BITS: u32 = 10;
-const SHARD_RUNS_MAX: usize = (1 << (RUN_BITS - SHARD_BITS)) - 1;
+/// The bits of a run's position in its shard, plus 1.
+const AT_BITS: u32 = RUN_BITS - SHARD_BITS;
+const SHARD_RUNS_MAX: usize = (1 << AT_BITS) - 1;
 
 /// A block's run and its position in the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +58,11 @@ impl Place {
     }
 }
 
+/// Returns the position of the run with this value in `heads`.
+fn at_of(head: u64) -> usize {
+    (head as usize & ((1 << AT_BITS) - 1)) - 1
+}
+
 pub(super) fn shard_of(mixed: u64) -> usize {
     mixed as usize % SHARDS
 }
@@ -71,7 +78,7 @@ pub(super) struct Link {
 
 /// A part of the runs of the index. Lookups see only the runs that are in `heads`.
 pub(super) struct Shard {
-    /// The position of each run in `runs`, plus 1, by the run's first block.
+    /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`Run::fork`].
     heads: Table,
     runs: Vec<Run>,
     /// The link of each run.
@@ -91,26 +98,41 @@ impl Shard {
         self.heads.prefetch(mixed);
     }
 
-    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it.
+    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it. Calls `found` with the run's
+    /// [`Run::fork`] before it reads the run.
     #[inline]
-    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash]) -> Option<(&Run, usize)> {
-        let run = |at: u64| &self.runs[at as usize - 1];
-        let found = run(self.heads.find(mixed, |_| true)?);
-        found.holders.prefetch();
-        match found.common(hashes) {
+    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash], found: impl FnOnce(usize)) -> Option<(&Run, usize)> {
+        let head = self.heads.find(mixed, |_| true)?;
+        prefetch(&self.runs, at_of(head));
+        found((head >> AT_BITS) as usize);
+        let run = &self.runs[at_of(head)];
+        run.holders.prefetch();
+        match run.common(hashes) {
             // The found run begins with another block whose hash has the same fingerprint.
             0 => {
-                let found = run(self.heads.find(mixed, |at| run(at).hashes[0] == hashes[0])?);
-                Some((found, found.common(hashes)))
+                let run = self.run(self.begun_by(mixed, hashes[0])?);
+                Some((run, run.common(hashes)))
             }
-            common => Some((found, common)),
+            common => Some((run, common)),
         }
     }
 
     /// Returns the run that begins with this block.
     pub(super) fn begun_by(&self, mixed: u64, first: SequenceHash) -> Option<RunId> {
-        let at = self.heads.find(mixed, |at| self.runs[at as usize - 1].hashes[0] == first)?;
-        Some(RunId::new(at as usize - 1, self.number))
+        let head = self.heads.find(mixed, |head| self.runs[at_of(head)].hashes[0] == first)?;
+        Some(RunId::new(at_of(head), self.number))
+    }
+
+    /// Returns the run's value in `heads`.
+    fn head(&self, id: RunId) -> u64 {
+        u64::from(self.run(id).fork) << AT_BITS | (id.at() as u64 + 1)
+    }
+
+    /// Sets the run's [`Run::fork`]. `mixed` is the mixed hash of its first block.
+    pub(super) fn set_fork(&mut self, mixed: u64, id: RunId, fork: usize) {
+        let before = self.head(id);
+        self.run_mut(id).fork = fork as u32;
+        self.heads.replace(mixed, before, self.head(id));
     }
 
     pub(super) fn get(&self, id: RunId) -> Option<&Run> {
@@ -154,12 +176,12 @@ impl Shard {
 
     /// Makes the run visible to lookups. `mixed` is the mixed hash of its first block.
     pub(super) fn show(&mut self, mixed: u64, id: RunId) {
-        self.heads.insert(mixed, id.at() as u64 + 1, |_| false);
+        self.heads.insert(mixed, self.head(id), |_| false);
     }
 
     /// Removes an empty run. `mixed` is the mixed hash of the block that was the run's first.
     pub(super) fn remove(&mut self, mixed: u64, id: RunId) {
-        self.heads.remove(mixed, id.at() as u64 + 1);
+        self.heads.remove(mixed, self.head(id));
         (self.runs[id.at()], self.links[id.at()]) = (Run::new(), Link::default());
         self.free.push(id.at() as u32);
         if self.free.len() == self.runs.len() {

@@ -215,7 +215,8 @@ impl PrefixIndex {
                     followed.entry(before).or_default().runs += 1;
                 }
                 assert_eq!(Some(&run.last), run.hashes.last());
-                let (found, _) = shard.find(self.mix(run.hashes[0]), &run.hashes).expect("a run is found by its first block");
+                let (found, _) =
+                    shard.find(self.mix(run.hashes[0]), &run.hashes, |_| ()).expect("a run is found by its first block");
                 assert!(std::ptr::eq(found, run));
                 for (row, blocks) in run.holders.to_vec() {
                     if !writer.retired.contains(&row) {
