@@ -12,6 +12,7 @@
 //! or replaced, the worker gets another row at once, and the old row is hidden from lookups until its blocks are removed.
 
 mod changes;
+mod followed;
 mod prefetch;
 mod run;
 mod shard;
@@ -87,7 +88,7 @@ impl PrefixIndex {
             key: Key(tandem_kv::mix(key)),
             shards: (0..SHARDS).map(|number| RwLock::new(Shard::new(number))).collect(),
             view: RwLock::default(),
-            writer: Mutex::default(),
+            writer: Mutex::new(Writer::new(key)),
         }
     }
 
@@ -164,10 +165,57 @@ impl PrefixIndex {
             &mut many[..]
         };
         active.copy_from_slice(&view.visible);
-        let mut from = 0;
+        // The only such row, once there is at most one.
+        let mut only = None;
         let mut report = |word: usize, bits: u64, blocks: usize| {
-            rows(word, bits).for_each(|row| leading[view.worker_of[row as usize].0 as usize] = blocks as u32);
+            if blocks > 0 {
+                rows(word, bits).for_each(|row| leading[view.worker_of[row as usize].0 as usize] = blocks as u32);
+            }
         };
+        let end = self.walk(hashes, |holders, from, common| match (only, holders) {
+            (Some(row), holders) => {
+                let held = (holders.get(row) as usize).min(common);
+                let (word, bit) = place(row);
+                if held < common {
+                    report(word, bit, from + held);
+                    active[word] = 0;
+                }
+                held == common
+            }
+            (None, Holders::One { row, blocks }) => {
+                let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
+                for (word, active) in active.iter_mut().enumerate() {
+                    let keep = if word == holder { *active & bit } else { 0 };
+                    report(word, *active & !keep, from);
+                    report(word, keep, from + held);
+                    *active = if held == common { keep } else { 0 };
+                }
+                only = Some(*row);
+                active.get(holder).is_some_and(|word| *word != 0)
+            }
+            (None, Holders::Many(groups)) => {
+                for (word, active) in active.iter_mut().enumerate() {
+                    let keep = *active & groups.all().get(word).copied().unwrap_or(0);
+                    report(word, *active & !keep, from);
+                    *active = keep;
+                }
+                for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
+                    for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
+                        report(word, *active & set, from + blocks as usize);
+                        *active &= !set;
+                    }
+                }
+                active.iter().any(|word| *word != 0)
+            }
+        });
+        active.iter().enumerate().for_each(|(word, bits)| report(word, *bits, end));
+        leading
+    }
+
+    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and how many blocks
+    /// after these are leading blocks of the run. Stops when `visit` returns false. Returns the number of blocks of the visited runs.
+    fn walk(&self, hashes: &[SequenceHash], mut visit: impl FnMut(&Holders, usize, usize) -> bool) -> usize {
+        let mut from = 0;
         let shard_from = |from: usize| {
             let mixed = self.mix(*hashes.get(from)?);
             // The shard may be the one that is locked already, for reading.
@@ -176,41 +224,24 @@ impl PrefixIndex {
             Some((mixed, shard))
         };
         let mut next = shard_from(0);
-        while let Some((mixed, shard)) = next {
-            let Some((run, common)) = shard.find(mixed, &hashes[from..]) else { break };
-            // The next run's slot is read while this run's holders are visited.
-            next = shard_from(from + common);
-            match &run.holders {
-                Holders::One { row, blocks } => {
-                    let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
-                    for (word, active) in active.iter_mut().enumerate() {
-                        let keep = if word == holder { *active & bit } else { 0 };
-                        report(word, *active & !keep, from);
-                        report(word, keep, from + held);
-                        *active = if held == common { keep } else { 0 };
-                    }
-                }
-                Holders::Many(groups) => {
-                    for (word, active) in active.iter_mut().enumerate() {
-                        let keep = *active & groups.all().get(word).copied().unwrap_or(0);
-                        report(word, *active & !keep, from);
-                        *active = keep;
-                    }
-                    for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
-                        for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
-                            report(word, *active & set, from + blocks as usize);
-                            *active &= !set;
-                        }
-                    }
-                }
+        while let Some((mixed, shard)) = next.take() {
+            // Where the next run probably begins is known before this run is read, so that both are read at the same time.
+            let mut guess = 0;
+            let found = shard.find(mixed, &hashes[from..], |fork| {
+                guess = fork;
+                next = if fork > 0 { shard_from(from + fork) } else { None };
+            });
+            let Some((run, common)) = found else { break };
+            if common != guess {
+                next = shard_from(from + common);
             }
+            let more = visit(&run.holders, from, common);
             from += common;
-            if active.iter().all(|word| *word == 0) {
-                return leading;
+            if !more {
+                break;
             }
         }
-        active.iter().enumerate().for_each(|(word, bits)| report(word, *bits, from));
-        leading
+        from
     }
 
     /// Returns the bytes that the index has allocated. Visits every run.

@@ -186,8 +186,8 @@ impl Members {
         }
         self.by_instance.insert(instance_id.clone(), id);
         let member = Member {
-            family: info.family().map(Arc::from),
-            models: models_of(&info).map(Arc::from).collect(),
+            family: info.family().map(|family| self.shared(family)),
+            models: models_of(&info).map(|model| self.shared(model)).collect(),
             info,
             instance_id,
             role,
@@ -206,6 +206,13 @@ impl Members {
         };
         self.by_id.insert(id, member);
         id
+    }
+
+    /// Returns the name of a model or of a transfer family, shared with the members that have it already. So placements, which read the names of
+    /// all members, find them in the processor's cache.
+    fn shared(&self, name: &str) -> Arc<str> {
+        let known = self.values().flat_map(|member| member.models.iter().chain(&member.family)).find(|known| ***known == *name);
+        known.cloned().unwrap_or_else(|| Arc::from(name))
     }
 
     /// Removes the member with its index entries and metric series.
@@ -307,7 +314,9 @@ impl Members {
 
     /// Returns the members that serve the model, in the order in which they joined.
     pub(super) fn of_model<'a>(&'a self, model: &str) -> impl Iterator<Item = &'a Member> {
-        self.values().filter(move |member| member.models.iter().any(|served| **served == *model))
+        // Shared names are compared by their addresses first.
+        let is_it = move |served: &Arc<str>| std::ptr::eq(&**served, model) || **served == *model;
+        self.values().filter(move |member| member.models.iter().any(is_it))
     }
 
     /// Returns the models that members serve, in the order of their ids.

@@ -2,8 +2,9 @@
 
 use super::{
     PrefixIndex, Skipped, WorkerSlot,
+    followed::Followed,
     run::{RUN_BLOCKS, Run, common},
-    shard::{Place, RunId, Shard, shard_of},
+    shard::{Link, Place, RunId, Shard, shard_of},
     table::{ENTRIES_MAX, Table},
 };
 use std::collections::{BTreeSet, VecDeque};
@@ -13,10 +14,8 @@ use tandem_kv::SequenceHash;
 const AHEAD: usize = 16;
 
 /// The data that changes need and lookups do not need.
-#[derive(Default)]
 pub(super) struct Writer {
-    /// The number of the run that begins with each block ([`RunId::value`]).
-    heads: Table,
+    followed: Followed,
     rows: Vec<Row>,
     row_of: Vec<Option<u32>>,
     free_rows: BTreeSet<u32>,
@@ -36,6 +35,18 @@ struct Row {
 }
 
 impl Writer {
+    /// `seed` is the seed of hash tables.
+    pub(super) fn new(seed: u64) -> Self {
+        Self {
+            followed: Followed::new(seed),
+            rows: Vec::new(),
+            row_of: Vec::new(),
+            free_rows: BTreeSet::new(),
+            retired: VecDeque::new(),
+            sweeping: Vec::new(),
+        }
+    }
+
     pub(super) fn add_row(&mut self) -> u32 {
         self.free_rows.pop_first().unwrap_or_else(|| {
             self.rows.push(Row::default());
@@ -107,7 +118,7 @@ impl Writer {
 
     pub(super) fn bytes(&self) -> usize {
         let rows: usize = self.rows.iter().map(|row| row.runs.bytes() + row.blocks.bytes() + size_of::<Row>()).sum();
-        self.heads.bytes() + rows
+        self.followed.bytes() + rows
     }
 }
 
@@ -121,9 +132,9 @@ impl PrefixIndex {
         writer.rows[row as usize].blocks.find(self.mix(hash), is_it).map(Place::of_value)
     }
 
-    fn run_from(&self, writer: &Writer, hash: SequenceHash) -> Option<RunId> {
-        let is_it = |value| self.hash_at(Place { run: RunId::of_value(value), offset: 0 }) == hash;
-        writer.heads.find(self.mix(hash), is_it).map(RunId::of_value)
+    fn run_from(&self, hash: SequenceHash) -> Option<RunId> {
+        let mixed = self.mix(hash);
+        self.shards[shard_of(mixed)].read().begun_by(mixed, hash)
     }
 
     /// Sets how many leading blocks of the run the row has cached.
@@ -163,7 +174,7 @@ impl PrefixIndex {
         while !hashes.is_empty() {
             let stored = match next.and_then(|place| self.store_known(writer, row, place, hashes)) {
                 Some(stored) => Some(stored),
-                None => match self.run_from(writer, hashes[0]) {
+                None => match self.run_from(hashes[0]) {
                     Some(run) => self.store_known(writer, row, Place { run, offset: 0 }, hashes),
                     None => self.store_new(writer, row, next, hashes),
                 },
@@ -194,16 +205,16 @@ impl PrefixIndex {
         let (known, held) = {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
+            if run.hashes.get(offset) != Some(&hashes[0]) {
+                return None;
+            }
             (common(&run.hashes[offset..], hashes), run.holders.get(row) as usize)
         };
-        if known == 0 {
-            return None;
-        }
         if offset + known <= held {
             return Some((Place { run: id, offset: offset + known }, known));
         }
         // The comparison of hashes locks other shards, so this shard must not be locked meanwhile.
-        let new = self.insert_places(writer, row, Place { run: id, offset: held }, &hashes[held - offset..known], Checks::Row);
+        let new = self.insert_places(writer, row, Place { run: id, offset: held }, &hashes[held - offset..known]);
         let end = held + new;
         let mut shard = self.shards[id.shard()].write();
         let run = shard.run_mut(id);
@@ -214,57 +225,66 @@ impl PrefixIndex {
     /// Stores leading blocks of `hashes`, the first of which is not in the index. They extend the run that ends at `next` if the row is the run's
     /// only holder. Returns the place after the last stored block, and the number of stored blocks; `None` if the index is full.
     fn store_new(&self, writer: &mut Writer, row: u32, next: Option<Place>, hashes: &[SequenceHash]) -> Option<(Place, usize)> {
-        let mut place = None;
+        let (mut extended, mut before) = (None, None);
         if let Some(Place { run: id, offset }) = next {
             let shard = self.shards[id.shard()].read();
             let run = shard.run(id);
-            place = next.filter(|_| offset == run.len() && offset < RUN_BLOCKS && run.holders.is_only(row));
+            before = Some(run.hashes[offset - 1]);
+            extended = next.filter(|_| offset == run.len() && offset < RUN_BLOCKS && run.holders.is_only(row));
         }
-        let (place, is_new) = match place {
-            Some(place) => (place, false),
-            None => (Place { run: self.shards[shard_of(self.mix(hashes[0]))].write().add(Run::new())?, offset: 0 }, true),
+        let place = match extended {
+            Some(place) => place,
+            None => Place { run: self.shards[shard_of(self.mix(hashes[0]))].write().add(Run::new())?, offset: 0 },
         };
         let Place { run: id, offset } = place;
-        let count = hashes.len().min(RUN_BLOCKS - offset);
-        let stored = self.insert_places(writer, row, place, &hashes[..count], Checks::RowAndHeads);
+        let mut hashes = &hashes[..hashes.len().min(RUN_BLOCKS - offset)];
+        if writer.followed.any_absent()
+            && let Some(at) = hashes.iter().position(|hash| writer.followed.contains(self.mix(*hash), *hash))
+        {
+            // A run may begin with the block after this one.
+            hashes = &hashes[..=at];
+        }
+        let stored = self.insert_places(writer, row, place, hashes);
+        let end = offset + stored;
         let mut shard = self.shards[id.shard()].write();
-        if stored == 0 {
-            if is_new {
-                shard.remove(self.mix(hashes[0]), id);
+        if stored > 0 {
+            let run = shard.run_mut(id);
+            run.append(&hashes[..stored]);
+            self.set(writer, run, id, row, offset as u32, end as u32);
+            if writer.followed.any_absent() && writer.followed.set_absent(self.mix(hashes[stored - 1]), hashes[stored - 1], false)
+            {
+                shard.link_mut(id).followed = end;
             }
-            return Some((place, 0));
         }
-        let run = shard.run_mut(id);
-        run.append(&hashes[..stored]);
-        self.set(writer, run, id, row, offset as u32, (offset + stored) as u32);
-        if is_new {
-            let mixed = self.mix(hashes[0]);
-            shard.show(mixed, id);
-            writer.heads.insert(mixed, id.value(), |_| false);
+        if extended.is_none() && stored == 0 {
+            shard.remove(self.mix(hashes[0]), id);
+        } else if extended.is_none() {
+            shard.show(self.mix(hashes[0]), id);
+            shard.link_mut(id).before = before;
+            drop(shard);
+            if let (Some(Place { run: id, offset }), Some(before)) = (next, before) {
+                writer.followed.add(self.mix(before), before);
+                let mut shard = self.shards[id.shard()].write();
+                let link = shard.link_mut(id);
+                link.followed = link.followed.max(offset);
+                let mixed = self.mix(shard.run(id).hashes[0]);
+                shard.set_fork(mixed, id, offset);
+            }
         }
-        Some((Place { run: id, offset: offset + stored }, stored))
+        Some((Place { run: id, offset: end }, stored))
     }
 
     /// Records that the row has cached leading blocks of `hashes`, at `place` and the places after it. Returns their number. It stops before a block
-    /// that the row has cached elsewhere, and after the first block if another run begins with the next one.
-    fn insert_places(&self, writer: &mut Writer, row: u32, place: Place, hashes: &[SequenceHash], checks: Checks) -> usize {
-        let Writer { heads, rows, .. } = writer;
-        let blocks = &mut rows[row as usize].blocks;
+    /// that the row has cached elsewhere.
+    fn insert_places(&self, writer: &mut Writer, row: u32, place: Place, hashes: &[SequenceHash]) -> usize {
+        let blocks = &mut writer.rows[row as usize].blocks;
+        hashes.iter().take(AHEAD).for_each(|hash| blocks.prefetch(self.mix(*hash)));
         for (at, hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(at + AHEAD) {
-                let mixed = self.mix(*ahead);
-                blocks.prefetch(mixed);
-                if checks == Checks::RowAndHeads {
-                    heads.prefetch(mixed);
-                }
-            }
-            let mixed = self.mix(*hash);
-            let is_head = |value| self.hash_at(Place { run: RunId::of_value(value), offset: 0 }) == *hash;
-            if at > 0 && checks == Checks::RowAndHeads && heads.find(mixed, is_head).is_some() {
-                return at;
+                blocks.prefetch(self.mix(*ahead));
             }
             let value = Place { offset: place.offset + at, ..place }.value();
-            if !blocks.insert(mixed, value, |other| self.is_at(place, hashes, Place::of_value(other), *hash)) {
+            if !blocks.insert(self.mix(*hash), value, |other| self.is_at(place, hashes, Place::of_value(other), *hash)) {
                 return at;
             }
         }
@@ -281,17 +301,25 @@ impl PrefixIndex {
 
     /// Moves the blocks of the run from `at` on into a run of their own, and returns it; `None` if the index is full.
     fn split(&self, writer: &mut Writer, id: RunId, at: usize) -> Option<RunId> {
-        let tail = self.shards[id.shard()].read().run(id).split_off(at);
+        let mut shard = self.shards[id.shard()].write();
+        let followed = shard.link_mut(id).followed;
+        let run = shard.run(id);
+        let (tail, before) = (run.split_off(at), run.hashes[at - 1]);
+        drop(shard);
         let (hashes, holders) = (tail.hashes.clone(), tail.holders.to_vec());
         let mixed = self.mix(hashes[0]);
         let new = {
             let mut shard = self.shards[shard_of(mixed)].write();
             let new = shard.add(tail)?;
+            *shard.link_mut(new) = Link { before: Some(before), followed: followed.saturating_sub(at) };
             shard.show(mixed, new);
             new
         };
-        self.shards[id.shard()].write().run_mut(id).cut(at);
-        writer.heads.insert(mixed, new.value(), |_| false);
+        let mut shard = self.shards[id.shard()].write();
+        shard.run_mut(id).cut(at);
+        shard.link_mut(id).followed = at;
+        drop(shard);
+        writer.followed.add(self.mix(before), before);
         for (row, blocks) in holders {
             let row = &mut writer.rows[row as usize];
             row.runs.insert(self.key.mix(new.value()), new.value(), |_| false);
@@ -305,72 +333,79 @@ impl PrefixIndex {
 
     /// Records that the row has not cached these blocks any more. Blocks that succeed or precede each other in a run are removed at once.
     pub(super) fn remove(&self, writer: &mut Writer, row: u32, mut hashes: &[SequenceHash], skipped: &mut Skipped) {
+        let prefetch = |blocks: &Table, hash: &SequenceHash| blocks.prefetch(self.mix(*hash));
+        hashes.iter().take(AHEAD).for_each(|hash| prefetch(&writer.rows[row as usize].blocks, hash));
         while let Some(first) = hashes.first() {
             let Some(Place { run: id, offset }) = self.locate(writer, row, *first) else {
                 skipped.absent_blocks += 1;
                 hashes = &hashes[1..];
                 continue;
             };
-            let mut shard = self.shards[id.shard()].write();
-            let run = shard.run(id);
-            let mut held = run.holders.get(row) as usize;
-            let up = run.hashes[offset..held].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
-            let down = run.hashes[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
-            let (start, end) = if up > down { (offset, offset + up) } else { (offset + 1 - down, offset + 1) };
-            if end < held {
-                // The row keeps the blocks after the removed ones, which therefore need a run of their own.
-                drop(shard);
-                let split = self.split(writer, id, end);
-                shard = self.shards[id.shard()].write();
-                if split.is_some() {
-                    held = end;
-                }
+            let (up, down, mut kept) = {
+                let shard = self.shards[id.shard()].read();
+                let run = shard.run(id);
+                let held = &run.hashes[..run.holders.get(row) as usize];
+                let up = held[offset..].iter().zip(hashes).take_while(|(block, hash)| block == hash).count();
+                let down = held[..=offset].iter().rev().zip(hashes).take_while(|(block, hash)| block == hash).count();
+                (up, down, held[offset + up..].to_vec())
+            };
+            let (start, count) = if up > down { (offset, up) } else { (offset + 1 - down, down) };
+            let end = start + count;
+            // The row keeps the blocks after the removed ones, which therefore need a run of their own. If there is no space for another run, they
+            // are removed, too.
+            if !kept.is_empty() && self.split(writer, id, end).is_some() {
+                kept.clear();
             }
-            // If there is no space for another run, the blocks that the row keeps are removed, too.
-            let run = shard.run(id);
+            let held = end + kept.len();
             let blocks = &mut writer.rows[row as usize].blocks;
-            for (at, hash) in run.hashes[..held].iter().enumerate().skip(start) {
-                if let Some(ahead) = run.hashes[..held].get(at + AHEAD) {
-                    blocks.prefetch(self.mix(*ahead));
+            for (at, hash) in hashes[..count].iter().enumerate() {
+                if let Some(ahead) = hashes.get(at + AHEAD) {
+                    prefetch(blocks, ahead);
                 }
-                blocks.remove(self.mix(*hash), Place { run: id, offset: at }.value());
+                let offset = if up > down { offset + at } else { offset - at };
+                blocks.remove(self.mix(*hash), Place { run: id, offset }.value());
             }
-            self.shorten(writer, &mut shard, id, row, held as u32, start as u32);
-            hashes = &hashes[end - start..];
+            for (at, hash) in kept.iter().enumerate() {
+                blocks.remove(self.mix(*hash), Place { run: id, offset: end + at }.value());
+            }
+            self.shorten(writer, &mut self.shards[id.shard()].write(), id, row, held as u32, start as u32);
+            hashes = &hashes[count..];
         }
     }
 
     /// Lowers the number of leading blocks of the run that the row has cached. Blocks that no row has cached any more leave the run.
     /// Returns their number.
     pub(super) fn shorten(&self, writer: &mut Writer, shard: &mut Shard, id: RunId, row: u32, old: u32, new: u32) -> usize {
+        let Link { before, followed } = *shard.link_mut(id);
         let run = shard.run_mut(id);
         self.set(writer, run, id, row, old, new);
-        let (keep, dropped) = (run.holders.blocks_max(), run.len() - run.holders.blocks_max());
+        let (keep, len) = (run.holders.blocks_max(), run.len());
+        for hash in run.hashes.get(keep..followed).unwrap_or_default() {
+            writer.followed.set_absent(self.mix(*hash), *hash, true);
+        }
         if keep == 0 {
             let mixed = self.mix(run.hashes[0]);
             shard.remove(mixed, id);
-            writer.heads.remove(mixed, id.value());
-        } else if dropped > 0 {
+            if let Some(before) = before {
+                writer.followed.remove(self.mix(before), before);
+            }
+        } else if keep < len {
             run.truncate(keep);
+            shard.link_mut(id).followed = followed.min(keep);
         }
-        dropped
+        len - keep
     }
 }
 
-/// The checks of each new block of a row.
-#[derive(Clone, Copy, PartialEq)]
-enum Checks {
-    /// Checks that the row has not cached the block elsewhere.
-    Row,
-    /// Checks in addition that no run begins with the block.
-    RowAndHeads,
-}
+#[cfg(test)]
+use {super::followed::Follows, std::collections::BTreeMap};
 
 #[cfg(test)]
 impl Writer {
-    /// Checks the number of runs, and for each row the numbers of its runs and blocks.
-    pub(super) fn check(&self, runs: usize, rows: &std::collections::BTreeMap<u32, (usize, u64)>) {
-        assert_eq!(self.heads.len(), runs);
+    /// Checks which blocks runs follow, and for each row the numbers of its runs and blocks.
+    pub(super) fn check(&self, followed: BTreeMap<SequenceHash, Follows>, rows: &BTreeMap<u32, (usize, u64)>) {
+        assert_eq!(self.followed.iter().collect::<BTreeMap<_, _>>(), followed);
+        assert_eq!(self.followed.any_absent(), followed.values().any(|follows| follows.absent));
         for (number, row) in self.rows.iter().enumerate() {
             if !self.retired.contains(&(number as u32)) {
                 let expected = rows.get(&(number as u32)).copied().unwrap_or_default();
@@ -380,7 +415,7 @@ impl Writer {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.heads.len() == 0 && self.rows.is_empty() && self.free_rows.is_empty() && self.retired.is_empty()
+        self.followed.iter().next().is_none() && self.rows.is_empty() && self.free_rows.is_empty() && self.retired.is_empty()
     }
 
     pub(super) fn rows(&self) -> usize {

@@ -17,6 +17,8 @@ pub(super) struct Run {
     pub(super) hashes: Vec<SequenceHash>,
     /// The hash of the last block. It is stored separately, so that a lookup of the whole run need not read `hashes`.
     pub(super) last: SequenceHash,
+    /// The number of leading blocks after which the latest of the runs that follow this one begins. Most prompts that leave the run leave it here.
+    pub(super) fork: u32,
     pub(super) holders: Holders,
 }
 
@@ -34,7 +36,7 @@ pub(super) struct Groups {
     words: u32,
     /// The set of all holders, followed by the groups in the order of their numbers of blocks. Each group has its number of blocks and the set of its
     /// holders.
-    sets: Vec<u64>,
+    sets: Box<[u64]>,
 }
 
 /// Returns the index of a row's word in a set, and the row's bit in that word.
@@ -68,7 +70,7 @@ pub(super) fn common(one: &[SequenceHash], other: &[SequenceHash]) -> usize {
 
 impl Run {
     pub(super) fn new() -> Self {
-        Self { hashes: Vec::new(), last: SequenceHash(0), holders: Holders::One { row: 0, blocks: 0 } }
+        Self { hashes: Vec::new(), last: SequenceHash(0), fork: 0, holders: Holders::One { row: 0, blocks: 0 } }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -78,9 +80,16 @@ impl Run {
     /// Returns how many leading blocks of the prompt `hashes` are leading blocks of the run.
     #[inline]
     pub(super) fn common(&self, hashes: &[SequenceHash]) -> usize {
-        match hashes.get(self.hashes.len().wrapping_sub(1)) {
-            Some(hash) if *hash == self.last => self.hashes.len(),
-            _ => common(&self.hashes, hashes),
+        if hashes.get(self.hashes.len().wrapping_sub(1)) == Some(&self.last) {
+            return self.hashes.len();
+        }
+        let fork = self.fork as usize;
+        let (before, after) = (fork.checked_sub(1), fork);
+        let equal = |at: usize| self.hashes.get(at).zip(hashes.get(at)).is_some_and(|(one, other)| one == other);
+        match (before.is_some_and(equal), equal(after)) {
+            (true, false) => fork,
+            (true, true) => fork + common(&self.hashes[fork..], &hashes[fork..]),
+            (false, _) => common(&self.hashes, hashes),
         }
     }
 
@@ -102,7 +111,7 @@ impl Run {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let sets = if let Holders::Many(groups) = &self.holders { groups.sets.capacity() } else { 0 };
+        let sets = if let Holders::Many(groups) = &self.holders { groups.sets.len() } else { 0 };
         (self.hashes.capacity() + sets) * 8
     }
 
@@ -115,7 +124,7 @@ impl Run {
         let hashes = self.hashes[at..].to_vec();
         let after = |(row, blocks): (u32, u32)| Some((row, blocks.checked_sub(at as u32).filter(|after| *after > 0)?));
         let holders = Holders::new(self.holders.to_vec().into_iter().filter_map(after));
-        let mut tail = Self { hashes, last: SequenceHash(0), holders };
+        let mut tail = Self { hashes, last: SequenceHash(0), fork: 0, holders };
         tail.set_last();
         tail
     }
@@ -160,8 +169,8 @@ impl Holders {
         match self {
             Self::One { row: one, blocks } if *one == row || *blocks == 0 => (*one, *blocks) = (row, new),
             Self::One { row: one, blocks } => {
-                let mut groups = Groups { words: one.max(&mut { row }).div_euclid(64) + 1, sets: Vec::new() };
-                groups.sets = vec![0; groups.words as usize];
+                let words = (*one).max(row) / 64 + 1;
+                let mut groups = Groups { words, sets: vec![0; words as usize].into() };
                 groups.add(*one, *blocks);
                 groups.add(row, new);
                 *self = Self::Many(groups);
@@ -240,8 +249,8 @@ impl Groups {
         let at = self.position(blocks);
         if self.sets.get(at) != Some(&u64::from(blocks)) {
             let words = self.words as usize;
-            self.sets.reserve_exact(words + 1);
-            self.sets.splice(at..at, std::iter::once(u64::from(blocks)).chain(std::iter::repeat_n(0, words)));
+            let (before, after) = self.sets.split_at(at);
+            self.sets = [before, &[u64::from(blocks)], &vec![0; words], after].concat().into();
         }
         self.sets[at + 1 + word] |= bit;
         self.sets[word] |= bit;
@@ -253,7 +262,7 @@ impl Groups {
         self.sets[word] &= !bit;
         self.sets[at + 1 + word] &= !bit;
         if self.sets[at + 1..at + stride].iter().all(|word| *word == 0) {
-            self.sets.drain(at..at + stride);
+            self.sets = [&self.sets[..at], &self.sets[at + stride..]].concat().into();
         }
     }
 
@@ -277,6 +286,6 @@ impl Groups {
         let widened = |set: &[u64]| set.iter().copied().chain(std::iter::repeat_n(0, extra)).collect::<Vec<u64>>();
         let mut sets = widened(self.all());
         self.sets[old..].chunks_exact(old + 1).for_each(|group| sets.extend(widened(group)));
-        (self.words, self.sets) = (words as u32, sets);
+        (self.words, self.sets) = (words as u32, sets.into());
     }
 }

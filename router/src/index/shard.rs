@@ -1,6 +1,6 @@
 //! A shard of the index: the runs whose first blocks select it.
 
-use super::{run::Run, table::Table};
+use super::{prefetch::prefetch, run::Run, table::Table};
 use tandem_kv::SequenceHash;
 
 /// The number of shards. It is so large that a lookup and a change rarely need the same shard, and that a shard's list of runs stays short.
@@ -8,7 +8,9 @@ pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 6;
 const RUN_BITS: u32 = 26;
 const OFFSET_BITS: u32 = 10;
-const SHARD_RUNS_MAX: usize = (1 << (RUN_BITS - SHARD_BITS)) - 1;
+/// The bits of a run's position in its shard, plus 1.
+const AT_BITS: u32 = RUN_BITS - SHARD_BITS;
+const SHARD_RUNS_MAX: usize = (1 << AT_BITS) - 1;
 
 /// A block's run and its position in the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,22 +58,38 @@ impl Place {
     }
 }
 
+/// Returns the position of the run with this value in `heads`.
+fn at_of(head: u64) -> usize {
+    (head as usize & ((1 << AT_BITS) - 1)) - 1
+}
+
 pub(super) fn shard_of(mixed: u64) -> usize {
     mixed as usize % SHARDS
 }
 
+/// What changes need to know of a run's neighbours, and lookups do not.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Link {
+    /// The block before the run's first block; `None` if prompts begin with the run.
+    pub(super) before: Option<SequenceHash>,
+    /// The runs that follow blocks of this run follow blocks before this offset.
+    pub(super) followed: usize,
+}
+
 /// A part of the runs of the index. Lookups see only the runs that are in `heads`.
 pub(super) struct Shard {
-    /// The position of each run in `runs`, plus 1, by the run's first block.
+    /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`Run::fork`].
     heads: Table,
     runs: Vec<Run>,
+    /// The link of each run.
+    links: Vec<Link>,
     free: Vec<u32>,
     number: usize,
 }
 
 impl Shard {
     pub(super) fn new(number: usize) -> Self {
-        Self { heads: Table::default(), runs: Vec::new(), free: Vec::new(), number }
+        Self { heads: Table::default(), runs: Vec::new(), links: Vec::new(), free: Vec::new(), number }
     }
 
     /// Prefetches the memory that [`Self::find`] reads first.
@@ -80,20 +98,41 @@ impl Shard {
         self.heads.prefetch(mixed);
     }
 
-    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it.
+    /// Returns the run that begins with the first of `hashes`, and how many of `hashes` are leading blocks of it. Calls `found` with the run's
+    /// [`Run::fork`] before it reads the run.
     #[inline]
-    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash]) -> Option<(&Run, usize)> {
-        let run = |at: u64| &self.runs[at as usize - 1];
-        let found = run(self.heads.find(mixed, |_| true)?);
-        found.holders.prefetch();
-        match found.common(hashes) {
+    pub(super) fn find(&self, mixed: u64, hashes: &[SequenceHash], found: impl FnOnce(usize)) -> Option<(&Run, usize)> {
+        let head = self.heads.find(mixed, |_| true)?;
+        prefetch(&self.runs, at_of(head));
+        found((head >> AT_BITS) as usize);
+        let run = &self.runs[at_of(head)];
+        run.holders.prefetch();
+        match run.common(hashes) {
             // The found run begins with another block whose hash has the same fingerprint.
             0 => {
-                let found = run(self.heads.find(mixed, |at| run(at).hashes[0] == hashes[0])?);
-                Some((found, found.common(hashes)))
+                let run = self.run(self.begun_by(mixed, hashes[0])?);
+                Some((run, run.common(hashes)))
             }
-            common => Some((found, common)),
+            common => Some((run, common)),
         }
+    }
+
+    /// Returns the run that begins with this block.
+    pub(super) fn begun_by(&self, mixed: u64, first: SequenceHash) -> Option<RunId> {
+        let head = self.heads.find(mixed, |head| self.runs[at_of(head)].hashes[0] == first)?;
+        Some(RunId::new(at_of(head), self.number))
+    }
+
+    /// Returns the run's value in `heads`.
+    fn head(&self, id: RunId) -> u64 {
+        u64::from(self.run(id).fork) << AT_BITS | (id.at() as u64 + 1)
+    }
+
+    /// Sets the run's [`Run::fork`]. `mixed` is the mixed hash of its first block.
+    pub(super) fn set_fork(&mut self, mixed: u64, id: RunId, fork: usize) {
+        let before = self.head(id);
+        self.run_mut(id).fork = fork as u32;
+        self.heads.replace(mixed, before, self.head(id));
     }
 
     pub(super) fn get(&self, id: RunId) -> Option<&Run> {
@@ -108,9 +147,14 @@ impl Shard {
         &mut self.runs[id.at()]
     }
 
+    pub(super) fn link_mut(&mut self, id: RunId) -> &mut Link {
+        &mut self.links[id.at()]
+    }
+
     pub(super) fn bytes(&self) -> usize {
         let runs: usize = self.runs.iter().map(Run::bytes).sum();
-        self.heads.bytes() + self.runs.capacity() * size_of::<Run>() + self.free.capacity() * 4 + runs
+        let runs = runs + self.runs.capacity() * size_of::<Run>() + self.links.capacity() * size_of::<Link>();
+        self.heads.bytes() + self.free.capacity() * 4 + runs
     }
 
     /// Adds a run that lookups do not see yet. Returns `None` if the shard is full.
@@ -123,6 +167,7 @@ impl Shard {
             None if self.runs.len() == SHARD_RUNS_MAX => return None,
             None => {
                 self.runs.push(run);
+                self.links.push(Link::default());
                 self.runs.len() - 1
             }
         };
@@ -131,21 +176,22 @@ impl Shard {
 
     /// Makes the run visible to lookups. `mixed` is the mixed hash of its first block.
     pub(super) fn show(&mut self, mixed: u64, id: RunId) {
-        self.heads.insert(mixed, id.at() as u64 + 1, |_| false);
+        self.heads.insert(mixed, self.head(id), |_| false);
     }
 
     /// Removes an empty run. `mixed` is the mixed hash of the block that was the run's first.
     pub(super) fn remove(&mut self, mixed: u64, id: RunId) {
-        self.heads.remove(mixed, id.at() as u64 + 1);
-        self.runs[id.at()] = Run::new();
+        self.heads.remove(mixed, self.head(id));
+        (self.runs[id.at()], self.links[id.at()]) = (Run::new(), Link::default());
         self.free.push(id.at() as u32);
         if self.free.len() == self.runs.len() {
-            (self.runs, self.free) = (Vec::new(), Vec::new());
+            (self.runs, self.links, self.free) = (Vec::new(), Vec::new(), Vec::new());
         }
     }
 
     #[cfg(test)]
-    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run)> {
-        self.runs.iter().enumerate().filter(|(_, run)| run.len() > 0).map(|(at, run)| (RunId::new(at, self.number), run))
+    pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run, &Link)> {
+        let runs = self.runs.iter().zip(&self.links).enumerate();
+        runs.filter(|(_, (run, _))| run.len() > 0).map(|(at, (run, link))| (RunId::new(at, self.number), run, link))
     }
 }

@@ -15,14 +15,14 @@ const VALUE_BITS: u32 = 64 - FINGERPRINT_BITS;
 const VALUE_MASK: u64 = (1 << VALUE_BITS) - 1;
 
 /// Maximum number of entries of a table. With at most this many entries, segments are small enough that the fingerprints in them differ.
-pub(super) const ENTRIES_MAX: usize = 160_000_000;
+pub(super) const ENTRIES_MAX: usize = 100_000_000;
 
 /// A hash table with values from 1 to 2^36 - 1.
 pub(super) struct Table {
-    /// The first segment. It is stored separately, so that a search in a small table reads only the slots.
-    first: Segment,
-    later: Vec<Segment>,
-    /// The number of the segment for each prefix of `depth` bits of a fingerprint; empty while there is only one segment.
+    /// The only segment of a small table. It is stored here, so that a search in such a table reads only the slots. Unused if `depth` is not 0.
+    small: Segment,
+    segments: Vec<Segment>,
+    /// The number of the segment for each prefix of `depth` bits of a fingerprint.
     directory: Vec<u32>,
     depth: u32,
     free_segments: Vec<u32>,
@@ -55,6 +55,23 @@ impl Segment {
         (slot >> VALUE_BITS) as usize & self.mask()
     }
 
+    /// Returns the position of the entry with this fingerprint for whose value `is_it` is true, or the position of the empty slot at which
+    /// the search for it ends.
+    #[inline]
+    fn search(&self, fingerprint: u64, mut is_it: impl FnMut(u64) -> bool) -> Result<usize, usize> {
+        let mut at = fingerprint as usize & self.mask();
+        loop {
+            let slot = self.slots[at];
+            if slot == 0 {
+                return Err(at);
+            }
+            if slot >> VALUE_BITS == fingerprint && is_it(slot & VALUE_MASK) {
+                return Ok(at);
+            }
+            at = (at + 1) & self.mask();
+        }
+    }
+
     fn push(&mut self, entry: u64) {
         let mut at = self.home(entry);
         while self.slots[at] != 0 {
@@ -64,19 +81,15 @@ impl Segment {
         self.len += 1;
     }
 
-    fn entries(&self) -> impl Iterator<Item = u64> + '_ {
-        self.slots.iter().copied().filter(|slot| *slot != 0)
-    }
-
-    fn position(&self, entry: u64) -> Option<usize> {
-        let mut at = self.home(entry);
-        while self.slots[at] != entry {
-            if self.slots[at] == 0 {
-                return None;
-            }
-            at = (at + 1) & self.mask();
+    fn entries(&self) -> Vec<u64> {
+        // Each slot is written and then overwritten if it is empty. A branch would be predicted wrongly for a quarter of the slots.
+        let (mut entries, mut len) = (vec![0; self.len + 1], 0);
+        for slot in &self.slots {
+            entries[len] = *slot;
+            len += usize::from(*slot != 0);
         }
-        Some(at)
+        entries.truncate(len);
+        entries
     }
 
     /// Empties the slot, and moves later entries so that each can be reached from its home slot without crossing an empty slot.
@@ -100,21 +113,15 @@ impl Segment {
 
     fn resized(&self, slots: usize) -> Self {
         let mut resized = Self::new(slots, self.depth);
-        self.entries().for_each(|entry| resized.push(entry));
+        self.entries().into_iter().for_each(|entry| resized.push(entry));
         resized
     }
 }
 
 impl Default for Table {
     fn default() -> Self {
-        Self {
-            first: Segment::new(SEGMENT_SLOTS_MIN, 0),
-            later: Vec::new(),
-            directory: Vec::new(),
-            depth: 0,
-            free_segments: Vec::new(),
-            len: 0,
-        }
+        let small = Segment::new(SEGMENT_SLOTS_MIN, 0);
+        Self { small, segments: Vec::new(), directory: Vec::new(), depth: 0, free_segments: Vec::new(), len: 0 }
     }
 }
 
@@ -129,74 +136,50 @@ impl Table {
     }
 
     #[inline]
-    fn number(&self, fingerprint: u64) -> u32 {
-        if self.depth == 0 { 0 } else { self.directory[self.prefix(fingerprint)] }
+    fn segment(&self, fingerprint: u64) -> &Segment {
+        match self.depth {
+            0 => &self.small,
+            _ => &self.segments[self.directory[self.prefix(fingerprint)] as usize],
+        }
     }
 
     #[inline]
-    fn at(&self, number: u32) -> &Segment {
-        if number == 0 { &self.first } else { &self.later[number as usize - 1] }
-    }
-
-    #[inline]
-    fn at_mut(&mut self, number: u32) -> &mut Segment {
-        if number == 0 { &mut self.first } else { &mut self.later[number as usize - 1] }
-    }
-
-    #[inline]
-    fn segment(&self, hash: u64) -> &Segment {
-        self.at(self.number(fingerprint(hash)))
+    fn segment_mut(&mut self, fingerprint: u64) -> &mut Segment {
+        if self.depth == 0 {
+            return &mut self.small;
+        }
+        let number = self.directory[self.prefix(fingerprint)];
+        &mut self.segments[number as usize]
     }
 
     /// Prefetches the slots of a hash that will soon be searched for.
     #[inline]
     pub(super) fn prefetch(&self, hash: u64) {
-        let segment = self.segment(hash);
+        let segment = self.segment(fingerprint(hash));
         prefetch(&segment.slots, fingerprint(hash) as usize & segment.mask());
     }
 
     /// Returns the value of the hash for which `is_it` is true. `is_it` is called with the values whose fingerprints are equal.
     #[inline]
-    pub(super) fn find(&self, hash: u64, mut is_it: impl FnMut(u64) -> bool) -> Option<u64> {
-        let (segment, fingerprint) = (self.segment(hash), fingerprint(hash));
-        let mut at = fingerprint as usize & segment.mask();
-        loop {
-            let slot = segment.slots[at];
-            if slot == 0 {
-                return None;
-            }
-            if slot >> VALUE_BITS == fingerprint && is_it(slot & VALUE_MASK) {
-                return Some(slot & VALUE_MASK);
-            }
-            at = (at + 1) & segment.mask();
-        }
+    pub(super) fn find(&self, hash: u64, is_it: impl FnMut(u64) -> bool) -> Option<u64> {
+        let segment = self.segment(fingerprint(hash));
+        let at = segment.search(fingerprint(hash), is_it).ok()?;
+        Some(segment.slots[at] & VALUE_MASK)
     }
 
     /// Inserts the value unless the hash has one for which `is_it` is true. Returns whether it was inserted.
     #[inline]
-    pub(super) fn insert(&mut self, hash: u64, value: u64, mut is_it: impl FnMut(u64) -> bool) -> bool {
+    pub(super) fn insert(&mut self, hash: u64, value: u64, is_it: impl FnMut(u64) -> bool) -> bool {
         debug_assert!(value != 0 && value <= VALUE_MASK);
         let fingerprint = fingerprint(hash);
-        let number = self.number(fingerprint);
-        let segment = self.at_mut(number);
-        let mask = segment.mask();
-        let mut at = fingerprint as usize & mask;
-        loop {
-            let slot = segment.slots[at];
-            if slot == 0 {
-                break;
-            }
-            if slot >> VALUE_BITS == fingerprint && is_it(slot & VALUE_MASK) {
-                return false;
-            }
-            at = (at + 1) & mask;
-        }
+        let segment = self.segment_mut(fingerprint);
+        let Err(at) = segment.search(fingerprint, is_it) else { return false };
         segment.slots[at] = fingerprint << VALUE_BITS | value;
         segment.len += 1;
-        let is_full = segment.len * 4 > segment.slots.len() * 3;
+        let is_full = segment.len * 2 > segment.slots.len();
         self.len += 1;
         if is_full {
-            self.grow(number, fingerprint);
+            self.grow(fingerprint);
         }
         true
     }
@@ -204,9 +187,8 @@ impl Table {
     /// Replaces a value of the hash; does nothing if the hash does not have it.
     pub(super) fn replace(&mut self, hash: u64, old: u64, new: u64) {
         let fingerprint = fingerprint(hash);
-        let number = self.number(fingerprint);
-        let segment = self.at_mut(number);
-        if let Some(at) = segment.position(fingerprint << VALUE_BITS | old) {
+        let segment = self.segment_mut(fingerprint);
+        if let Ok(at) = segment.search(fingerprint, |value| value == old) {
             segment.slots[at] = fingerprint << VALUE_BITS | new;
         }
     }
@@ -215,21 +197,20 @@ impl Table {
     #[inline]
     pub(super) fn remove(&mut self, hash: u64, value: u64) -> bool {
         let fingerprint = fingerprint(hash);
-        let number = self.number(fingerprint);
-        let segment = self.at_mut(number);
-        let Some(at) = segment.position(fingerprint << VALUE_BITS | value) else { return false };
+        let segment = self.segment_mut(fingerprint);
+        let Ok(at) = segment.search(fingerprint, |other| other == value) else { return false };
         segment.vacate(at);
-        let is_sparse = segment.len * 8 < segment.slots.len() && segment.slots.len() > SEGMENT_SLOTS_MIN;
+        let is_sparse = segment.len * 16 < segment.slots.len() && segment.slots.len() > SEGMENT_SLOTS_MIN;
         self.len -= 1;
         if is_sparse {
-            self.shrink(number, fingerprint);
+            self.shrink(fingerprint);
         }
         true
     }
 
     /// Removes all values of one segment and returns them. The result is empty if the table is empty.
     pub(super) fn take_some(&mut self) -> Vec<u64> {
-        let mut segments = std::iter::once(&mut self.first).chain(&mut self.later);
+        let mut segments = std::iter::once(&mut self.small).chain(&mut self.segments);
         let Some(segment) = segments.find(|segment| segment.len > 0) else { return Vec::new() };
         let empty = Segment::new(SEGMENT_SLOTS_MIN, segment.depth);
         let taken = std::mem::replace(segment, empty);
@@ -237,14 +218,14 @@ impl Table {
         if self.len == 0 {
             *self = Self::default();
         }
-        taken.entries().map(|entry| entry & VALUE_MASK).collect()
+        taken.entries().into_iter().map(|entry| entry & VALUE_MASK).collect()
     }
 
     #[cold]
-    fn grow(&mut self, number: u32, fingerprint: u64) {
-        let segment = self.at_mut(number);
+    fn grow(&mut self, fingerprint: u64) {
+        let segment = self.segment_mut(fingerprint);
         if segment.slots.len() < SEGMENT_SLOTS {
-            *segment = segment.resized(segment.slots.len() * 2);
+            *segment = segment.resized((segment.slots.len() * 4).min(SEGMENT_SLOTS));
             return;
         }
         let depth = segment.depth + 1;
@@ -253,13 +234,17 @@ impl Table {
         for entry in segment.entries() {
             halves[(entry >> (64 - depth)) as usize & 1].push(entry);
         }
+        let [low, high] = halves;
+        if self.depth == 0 {
+            self.small = Segment::new(0, 0);
+            (self.segments, self.directory, self.depth) = (vec![low, high], vec![0, 1], 1);
+            return;
+        }
         if depth > self.depth {
-            let before = if self.depth == 0 { &[0][..] } else { &self.directory };
-            self.directory = before.iter().flat_map(|segment| [*segment; 2]).collect();
+            self.directory = self.directory.iter().flat_map(|segment| [*segment; 2]).collect();
             self.depth = depth;
         }
-        let [low, high] = halves;
-        *self.at_mut(number) = low;
+        *self.segment_mut(fingerprint) = low;
         let other = self.add_segment(high);
         let range = self.directory_range(fingerprint, depth - 1);
         let half = range.start + range.len() / 2;
@@ -269,12 +254,12 @@ impl Table {
     fn add_segment(&mut self, segment: Segment) -> u32 {
         match self.free_segments.pop() {
             Some(number) => {
-                *self.at_mut(number) = segment;
+                self.segments[number as usize] = segment;
                 number
             }
             None => {
-                self.later.push(segment);
-                self.later.len() as u32
+                self.segments.push(segment);
+                self.segments.len() as u32 - 1
             }
         }
     }
@@ -288,36 +273,35 @@ impl Table {
 
     /// Halves a segment that is nearly empty, or merges it with the segment from which it was split if that is nearly empty too.
     #[cold]
-    fn shrink(&mut self, number: u32, fingerprint: u64) {
+    fn shrink(&mut self, fingerprint: u64) {
         if self.len == 0 {
             *self = Self::default();
             return;
         }
-        let segment = self.at(number);
+        let segment = self.segment_mut(fingerprint);
         let (depth, half) = (segment.depth, segment.slots.len() / 2);
         if depth == 0 || half < SEGMENT_SLOTS / 2 {
-            *self.at_mut(number) = segment.resized(half);
+            *segment = segment.resized(half);
             return;
         }
-        let pair = self.directory_range(fingerprint, depth - 1);
-        let own = self.directory_range(fingerprint, depth);
-        let other = self.directory[if own.start == pair.start { own.end } else { pair.start }];
-        let buddy = self.at(other);
+        let (pair, own) = (self.directory_range(fingerprint, depth - 1), self.directory_range(fingerprint, depth));
+        let (number, other) =
+            (self.directory[own.start], self.directory[if own.start == pair.start { own.end } else { pair.start }]);
+        let (segment, buddy) = (&self.segments[number as usize], &self.segments[other as usize]);
         if buddy.depth != depth || (buddy.len + segment.len) * 4 > SEGMENT_SLOTS {
             return;
         }
         let mut merged = Segment::new(SEGMENT_SLOTS, depth - 1);
-        segment.entries().chain(buddy.entries()).for_each(|entry| merged.push(entry));
-        let (number, other) = (number.min(other), number.max(other));
-        *self.at_mut(number) = merged;
-        *self.at_mut(other) = Segment { slots: Vec::new(), len: 0, depth: 0 };
+        segment.entries().into_iter().chain(buddy.entries()).for_each(|entry| merged.push(entry));
+        self.segments[number as usize] = merged;
+        self.segments[other as usize] = Segment::new(0, 0);
         self.free_segments.push(other);
         self.directory[pair].fill(number);
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let slots: usize = self.later.iter().chain([&self.first]).map(|segment| segment.slots.capacity() * 8).sum();
-        slots + self.directory.capacity() * 4 + self.later.capacity() * size_of::<Segment>()
+        let slots: usize = self.segments.iter().chain([&self.small]).map(|segment| segment.slots.capacity() * 8).sum();
+        slots + self.directory.capacity() * 4 + self.segments.capacity() * size_of::<Segment>()
     }
 }
 

@@ -203,14 +203,20 @@ impl Modelled {
 impl PrefixIndex {
     fn check_invariants(&self) {
         let writer = self.writer.lock();
-        let (mut runs, mut held) = (0, BTreeMap::new());
+        let (mut held, mut blocks, mut followed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::<_, followed::Follows>::new());
         for shard in &self.shards {
             let shard = shard.read();
-            for (id, run) in shard.runs() {
-                runs += 1;
-                assert!(run.len() <= run::RUN_BLOCKS && run.holders.blocks_max() == run.len());
+            for (id, run, link) in shard.runs() {
+                assert!(run.len() <= run::RUN_BLOCKS && run.holders.blocks_max() == run.len() && link.followed <= run.len());
+                for (offset, hash) in run.hashes.iter().enumerate() {
+                    assert_eq!(blocks.insert(*hash, offset < link.followed), None, "each block is in one run");
+                }
+                if let Some(before) = link.before {
+                    followed.entry(before).or_default().runs += 1;
+                }
                 assert_eq!(Some(&run.last), run.hashes.last());
-                let (found, _) = shard.find(self.mix(run.hashes[0]), &run.hashes).expect("a run is found by its first block");
+                let (found, _) =
+                    shard.find(self.mix(run.hashes[0]), &run.hashes, |_| ()).expect("a run is found by its first block");
                 assert!(std::ptr::eq(found, run));
                 for (row, blocks) in run.holders.to_vec() {
                     if !writer.retired.contains(&row) {
@@ -224,7 +230,11 @@ impl PrefixIndex {
                 }
             }
         }
-        writer.check(runs, &held);
+        for (block, follows) in &mut followed {
+            follows.absent = !blocks.contains_key(block);
+            assert_ne!(blocks.get(block), Some(&false), "a run knows up to where it is followed");
+        }
+        writer.check(followed, &held);
     }
 
     fn is_empty(&self) -> bool {

@@ -5,10 +5,7 @@ use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
 };
-use std::{
-    collections::{BTreeSet, HashMap},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 /// Identifies one placement of one router. It is the seed for breaking ties, and for the ranks of policies that estimate no time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -79,9 +76,9 @@ pub struct Rates {
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
-    /// For each transfer family, the mean of the bandwidths that its sending workers have measured. It is used for every pair of the family,
+    /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of the family,
     /// because the sender is not known when the receiver is chosen.
-    transfer_bytes_per_second: HashMap<Option<Arc<str>>, f64>,
+    transfer_bytes_per_second: BTreeMap<Option<Arc<str>>, f64>,
 }
 
 impl Rates {
@@ -89,18 +86,21 @@ impl Rates {
         let mean = |measurement: fn(&Candidate) -> Option<Measurement>, default| {
             MeanRate::of(workers.iter().filter_map(measurement), default)
         };
-        let families: BTreeSet<&Option<Arc<str>>> = workers.iter().map(|worker| &worker.family).collect();
-        let bandwidth = |family: &Option<Arc<str>>| {
-            let measured = workers.iter().filter(|worker| worker.family == *family);
-            let measured = measured.filter_map(|worker| worker.transfer_bytes_per_second);
-            (family.clone(), MeanRate::of(measured, costs.transfer_bytes_per_second).value())
+        let mut bandwidths = BTreeMap::<&Option<Arc<str>>, Vec<Measurement>>::new();
+        for worker in workers {
+            if let Some(measured) = worker.transfer_bytes_per_second {
+                bandwidths.entry(&worker.family).or_default().push(measured);
+            }
+        }
+        let mean_bandwidth = |(family, measured): (&Option<Arc<str>>, Vec<Measurement>)| {
+            (family.clone(), MeanRate::of(measured.into_iter(), costs.transfer_bytes_per_second).value())
         };
         Self {
             costs: *costs,
             prefill_tokens_per_second: mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
             prefill_fixed_ms: mean(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
             decode_step_ms: mean(|worker| worker.decode_step_ms, costs.decode_step_ms),
-            transfer_bytes_per_second: families.into_iter().map(bandwidth).collect(),
+            transfer_bytes_per_second: bandwidths.into_iter().map(mean_bandwidth).collect(),
         }
     }
 
