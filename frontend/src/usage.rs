@@ -116,7 +116,8 @@ mod tests {
     fn placement(decode: u32, prefill: Option<u32>, block_size: u32) -> Placement {
         let candidate =
             |overlap_blocks| Candidate { worker: Some(v1::WorkerRef::default()), overlap_blocks, predicted_blocks: 1000 };
-        let placement = v1::Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size };
+        let placement =
+            v1::Placement { decode: Some(candidate(decode)), prefill: prefill.map(candidate), block_size, ..Default::default() };
         Placement::from_wire(placement).expect("the placement names a decode worker")
     }
 

@@ -1,6 +1,6 @@
 //! The simulated cluster.
 
-use crate::Policy;
+use crate::{Faults, Policy};
 use std::{fmt, time::Duration};
 use tandem_router::{Costs, PrefillPlace, Role};
 
@@ -21,6 +21,8 @@ pub struct Cluster {
     pub costs: Costs,
     /// The number of requests in flight, each of which is sent when another has ended; `None`: each arrives at its own time.
     pub concurrency: Option<usize>,
+    /// The workers that are lost.
+    pub faults: Faults,
     /// Ties are broken, and random workers chosen, by this number.
     pub seed: u64,
 }
@@ -126,13 +128,15 @@ impl Cluster {
             prefill: PrefillPlace::Auto,
             costs: Costs::default(),
             concurrency: None,
+            faults: Faults::default(),
             seed: 0,
         }
     }
 
-    /// Returns the cluster with equal workers, as many as `size` says.
+    /// Returns the cluster with equal workers, as many as `size` says, and without the losses of given workers.
     pub fn with_size(&self, size: Size) -> Self {
-        Self { workers: size.list(), ..self.clone() }
+        let faults = Faults { losses: Vec::new(), ..self.faults.clone() };
+        Self { workers: size.list(), faults, ..self.clone() }
     }
 
     pub(crate) fn capacity_blocks(&self) -> u32 {
@@ -144,7 +148,7 @@ impl Cluster {
     }
 
     /// Returns the workers' names in reports, by number.
-    pub(crate) fn worker_names(&self) -> impl Iterator<Item = String> {
+    pub fn worker_names(&self) -> impl Iterator<Item = String> {
         let (split, mut prefill, mut decode) = (self.has_prefill_workers(), 0, 0);
         self.workers.iter().map(move |worker| {
             let (name, count) = match worker.role {

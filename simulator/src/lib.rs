@@ -5,6 +5,7 @@
 //! levels. Equal input gives equal results.
 
 mod cluster;
+mod faults;
 mod plan;
 mod policy;
 mod request;
@@ -13,8 +14,9 @@ mod trace;
 mod worker;
 
 pub use cluster::{Cluster, Device, Size, Worker};
+pub use faults::{Faults, Loss, RandomLosses};
 pub use plan::{Plan, PlanSettings, Trial, plan};
 pub use policy::Policy;
 pub use request::Request;
 pub use simulation::{Totals, simulate};
-pub use trace::{Replay, SimulateError, replay};
+pub use trace::{FAULT_FACTS, Replay, SimulateError, replay};

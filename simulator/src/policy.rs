@@ -124,7 +124,7 @@ mod tests {
         for _ in 0..count {
             router.join(VirtualWorker { role: Role::Decode, block_size: 16, capacity_blocks: 100, block_bytes: 1 });
         }
-        let mut workers = router.candidates(&[]);
+        let mut workers: Vec<Candidate> = router.candidates(&[]).into_iter().map(|(_, candidate)| candidate).collect();
         for (at, worker) in workers.iter_mut().enumerate() {
             worker.available_blocks = 100;
             change(at, worker);

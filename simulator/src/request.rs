@@ -31,6 +31,7 @@ pub(crate) struct Arrived {
     pub(crate) at: u64,
     pub(crate) prompt_tokens: u64,
     pub(crate) answer_tokens: u64,
+    pub(crate) max_tokens: u32,
     /// The full blocks, each as [`TOKENS_OF_ID`] tokens.
     pub(crate) tokens: Box<[TokenId]>,
     pub(crate) hashes: Arc<[SequenceHash]>,
@@ -59,7 +60,7 @@ impl Arrived {
         let tokens: Box<[TokenId]> = request.blocks.iter().flat_map(|id| [*id as TokenId, (id >> 32) as TokenId]).collect();
         let hashes = sequence_hashes(&HashKey::NONE, &namespace(), TOKENS_OF_ID, &tokens).into();
         let (prompt_tokens, answer_tokens) = (request.prompt_tokens.into(), request.answer_tokens);
-        Self { number, at, prompt_tokens, answer_tokens, tokens, hashes }
+        Self { number, at, prompt_tokens, answer_tokens, max_tokens: request.max_tokens, tokens, hashes }
     }
 
     /// Returns how many leading blocks the prompts have in common.

@@ -1,7 +1,8 @@
-//! The events of a simulation: requests arrive, steps end, and KV is received.
+//! The events of a simulation: requests arrive, steps end, KV is received, and workers are lost and return.
 
 use crate::{
     Cluster, Policy, Request,
+    faults::Draws,
     policy::Query,
     request::Arrived,
     worker::{Engine, Sequence, Stepped},
@@ -9,8 +10,14 @@ use crate::{
 use std::{cmp::Reverse, collections::BinaryHeap, ops::ControlFlow, rc::Rc, sync::Arc, time::Duration};
 use tandem_load::report::{Answer, Cached, Expected, Failure, FailureClass, Outcome};
 use tandem_router::{
-    Candidate, PrefillPlace, Role, RouterSettings, VirtualPlacement, VirtualReport, VirtualRequest, VirtualRouter, VirtualWorker,
+    Candidate, PrefillPlace, Role, RouterSettings, VirtualBooking, VirtualPlacement, VirtualReport, VirtualRequest,
+    VirtualRouter, VirtualWorker,
 };
+
+/// The most placements of a request until a token is sampled, and the most workers on which one answer is continued: the defaults of routers
+/// and frontends.
+const ATTEMPTS_MAX: u32 = 3;
+const RESUMES_MAX: u32 = 8;
 
 /// What a simulation counts besides the outcomes of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,12 +26,33 @@ pub struct Totals {
     pub requests: u64,
     /// The sequences that gave their blocks back and were computed again.
     pub preemptions: u64,
+    /// The workers that were lost.
+    pub losses: u64,
+    /// The requests that were placed again before their first token, or before the first one after a loss.
+    pub retried: u64,
+    /// The answers that were continued on another worker after a token.
+    pub resumed: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    Stepped(usize),
-    Received { from: usize, to: usize, request: u64 },
+    /// The step that a worker began after this number of losses has ended.
+    Stepped {
+        worker: usize,
+        losses: u64,
+    },
+    Received {
+        from: usize,
+        to: usize,
+        booking: VirtualBooking,
+    },
+    /// The worker is lost for this time in microseconds, or forever.
+    Lost {
+        worker: usize,
+        lasts: Option<u64>,
+    },
+    RandomLoss,
+    Returned(usize),
 }
 
 struct Simulation<'a> {
@@ -38,7 +66,12 @@ struct Simulation<'a> {
     arrived: u64,
     in_flight: usize,
     has_prefill_workers: bool,
+    draws: Option<Draws>,
     totals: Totals,
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Simulates the requests, which are in the order of their times, on the cluster. `each` is called for each outcome, in the order of
@@ -74,7 +107,7 @@ impl<'a> Simulation<'a> {
             });
             Engine::new(worker.role, worker.slower, cluster.device, cluster.block_tokens, capacity_blocks)
         });
-        Self {
+        let mut simulation = Self {
             workers: workers.collect(),
             names: cluster.worker_names().map(Arc::from).collect(),
             cluster,
@@ -84,8 +117,14 @@ impl<'a> Simulation<'a> {
             arrived: 0,
             in_flight: 0,
             has_prefill_workers: cluster.has_prefill_workers(),
+            draws: cluster.faults.random.map(|losses| Draws::new(losses, cluster.seed)),
             totals: Totals::default(),
+        };
+        for loss in &cluster.faults.losses {
+            simulation.at(micros(loss.at), Event::Lost { worker: loss.worker, lasts: loss.lasts.map(micros) });
         }
+        simulation.schedule_random_loss(0);
+        simulation
     }
 
     fn run(
@@ -96,9 +135,13 @@ impl<'a> Simulation<'a> {
         let (mut requests, mut now) = (requests.peekable(), 0);
         loop {
             let due = requests.peek().and_then(|request| match self.cluster.concurrency {
-                None => Some((request.at.as_micros() as u64).max(now)),
+                None => Some(micros(request.at).max(now)),
                 Some(max) => (self.in_flight < max).then_some(now),
             });
+            if due.is_none() && self.in_flight == 0 {
+                // Nothing is left but faults.
+                break;
+            }
             let next = self.events.peek().map(|Reverse((at, _, _))| *at);
             if let Some(due) = due.filter(|due| next.is_none_or(|next| *due <= next)) {
                 now = due;
@@ -109,11 +152,17 @@ impl<'a> Simulation<'a> {
                 now = at;
                 self.router.set_time(Duration::from_micros(now));
                 match event {
-                    Event::Stepped(worker) => self.stepped(now, worker, each)?,
-                    Event::Received { from, to, request } => self.received(now, from, to, request),
+                    Event::Stepped { worker, losses } if losses == self.workers[worker].losses => {
+                        self.stepped(now, worker, each)?
+                    }
+                    Event::Stepped { .. } => {}
+                    Event::Received { from, to, booking } => self.received(now, from, to, booking),
+                    Event::Lost { worker, lasts } => self.lost(now, worker, lasts, each)?,
+                    Event::RandomLoss => self.random_loss(now, each)?,
+                    Event::Returned(worker) => self.returned(worker),
                 }
             } else {
-                break;
+                unreachable!("a request in flight has an event");
             }
         }
         assert_eq!((self.router.bookings(), self.in_flight), (0, 0), "every request ends");
@@ -134,42 +183,44 @@ impl<'a> Simulation<'a> {
         let headroom = capacity_tokens.saturating_sub(arrived.prompt_tokens);
         if headroom == 0 {
             self.totals.requests += 1;
-            return each(&refused(now, request));
+            let message = format!("the prompt of {} tokens does not fit in a worker's KV memory", request.prompt_tokens);
+            return each(&failed(now, &arrived, FailureClass::Status(400), &message));
         }
         arrived.answer_tokens = arrived.answer_tokens.min(headroom);
-        let arrived = Rc::new(arrived);
-        let placement = self.place(&arrived, request);
-        let computes = placement.prefill.unwrap_or(placement.decode);
-        let own = self.workers[computes].own_tokens(&arrived);
-        let number = arrived.number;
-        self.workers[computes].waiting.push_back(Sequence::new(arrived, placement, own));
-        self.in_flight += 1;
-        if computes != placement.decode {
-            self.workers[placement.decode].expected += 1;
-            self.report(placement.decode, &[number]);
+        match self.place(&arrived, 0, 1) {
+            Some(placement) => {
+                self.in_flight += 1;
+                self.enqueue(now, Sequence::new(Rc::new(arrived), placement));
+                ControlFlow::Continue(())
+            }
+            None => {
+                self.totals.requests += 1;
+                each(&failed(now, &arrived, FailureClass::Status(503), NO_WORKER))
+            }
         }
-        self.report(computes, &[number]);
-        self.start(now, computes);
-        ControlFlow::Continue(())
     }
 
-    fn place(&mut self, arrived: &Arrived, request: &Request) -> VirtualPlacement {
+    /// Places a request of whose answer `generated` tokens are known. Returns `None` if no worker can take it.
+    fn place(&mut self, arrived: &Arrived, generated: u64, attempt: u32) -> Option<VirtualPlacement> {
         let reusable = arrived.reusable_blocks(self.cluster.block_tokens) as usize;
+        let prompt_tokens = arrived.prompt_tokens + generated;
         let virtual_request = VirtualRequest {
             id: arrived.number,
             hashes: arrived.hashes.clone(),
-            prompt_tokens: request.prompt_tokens,
-            max_tokens: request.max_tokens,
+            prompt_tokens: prompt_tokens as u32,
+            max_tokens: arrived.max_tokens,
+            attempt,
         };
         if self.cluster.policy == Policy::Tandem {
-            return self.router.place(&virtual_request).expect("the prompt fits on every worker");
+            return self.router.place(&virtual_request);
         }
         let candidates = self.router.candidates(&arrived.hashes[..reusable]);
         let choose = |role: Role, by_load: bool| {
-            let numbers: Vec<usize> = (0..candidates.len()).filter(|at| candidates[*at].role == role).collect();
-            let workers: Vec<&Candidate> = numbers.iter().map(|at| &candidates[*at]).collect();
+            let of_role = candidates.iter().filter(|(_, candidate)| candidate.role == role);
+            let (numbers, workers): (Vec<usize>, Vec<&Candidate>) =
+                of_role.map(|(number, candidate)| (*number, candidate)).unzip();
             let query = Query {
-                prompt_tokens: arrived.prompt_tokens,
+                prompt_tokens,
                 block_tokens: self.cluster.block_tokens,
                 by_load,
                 number: arrived.number,
@@ -177,23 +228,126 @@ impl<'a> Simulation<'a> {
             };
             Some(numbers[self.cluster.policy.choose(&query, &workers)?])
         };
+        let decode = choose(Role::Decode, self.has_prefill_workers)?;
         let prefill = choose(Role::Prefill, false);
-        let decode = choose(Role::Decode, self.has_prefill_workers).expect("every cluster has a decode worker");
-        self.router.book(&virtual_request, decode, prefill)
+        Some(self.router.book(&virtual_request, decode, prefill))
+    }
+
+    /// Adds a sequence to the queue of the worker that computes it.
+    fn enqueue(&mut self, now: u64, sequence: Sequence) {
+        let (placement, number) = (sequence.placement, sequence.request.number);
+        let computes = placement.prefill.unwrap_or(placement.decode);
+        self.workers[computes].enqueue(sequence);
+        if computes != placement.decode {
+            self.workers[placement.decode].expected += 1;
+            self.report(placement.decode, &[number]);
+        }
+        self.report(computes, &[number]);
+        self.start(now, computes);
+    }
+
+    fn schedule_random_loss(&mut self, now: u64) {
+        if let Some(draws) = &mut self.draws {
+            let at = now.saturating_add(micros(draws.pause()));
+            self.at(at, Event::RandomLoss);
+        }
+    }
+
+    fn random_loss(&mut self, now: u64, each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>) -> ControlFlow<()> {
+        self.schedule_random_loss(now);
+        let present: Vec<usize> = (0..self.workers.len()).filter(|worker| self.workers[*worker].present).collect();
+        match &mut self.draws {
+            Some(draws) if !present.is_empty() => {
+                let (worker, lasts) = (present[draws.below(present.len())], draws.losses.lasts);
+                self.lost(now, worker, Some(micros(lasts)), each)
+            }
+            _ => ControlFlow::Continue(()),
+        }
+    }
+
+    /// Loses a worker. Frontends notice this at once, because the worker's connections break, and place its requests again.
+    fn lost(
+        &mut self,
+        now: u64,
+        number: usize,
+        lasts: Option<u64>,
+        each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        if !self.workers[number].present {
+            return ControlFlow::Continue(());
+        }
+        self.totals.losses += 1;
+        self.router.leave(number);
+        let mut lost = self.workers[number].lose();
+        // Sequences on a prefill worker are expected by their decode workers.
+        for sequence in lost.iter().filter(|sequence| sequence.placement.decode != number) {
+            self.workers[sequence.placement.decode].expected -= 1;
+        }
+        for other in 0..self.workers.len() {
+            let cancelled = self.workers[other].cancel(number);
+            if !cancelled.is_empty() {
+                lost.extend(cancelled);
+                self.start(now, other);
+            }
+            self.report(other, &[]);
+        }
+        if let Some(lasts) = lasts {
+            self.at(now.saturating_add(lasts), Event::Returned(number));
+        }
+        lost.sort_by_key(|sequence| sequence.request.number);
+        lost.into_iter().try_for_each(|sequence| self.place_again(now, sequence, each))
+    }
+
+    /// Places a request again whose worker was lost. Its answer continues after the tokens that the client has received.
+    fn place_again(
+        &mut self,
+        now: u64,
+        mut sequence: Sequence,
+        each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        self.router.release(sequence.placement.booking);
+        if sequence.has_token {
+            (sequence.attempt, sequence.resumes) = (1, sequence.resumes + 1);
+            self.totals.resumed += 1;
+        } else {
+            sequence.attempt += 1;
+            self.totals.retried += 1;
+        }
+        let may_go_on = sequence.attempt <= ATTEMPTS_MAX && sequence.resumes <= RESUMES_MAX;
+        match may_go_on.then(|| self.place(&sequence.request, sequence.sampled, sequence.attempt)).flatten() {
+            Some(placement) => {
+                self.enqueue(now, sequence.placed_again(placement));
+                ControlFlow::Continue(())
+            }
+            None => {
+                self.in_flight -= 1;
+                self.totals.requests += 1;
+                let class = if sequence.sampled > 0 { FailureClass::ErrorEvent } else { FailureClass::Status(503) };
+                each(&failed(now, &sequence.request, class, NO_WORKER))
+            }
+        }
+    }
+
+    fn returned(&mut self, number: usize) {
+        self.workers[number].present = true;
+        self.router.rejoin(number);
+        self.report(number, &[]);
     }
 
     fn start(&mut self, now: u64, number: usize) {
         let (time, preempted) = self.workers[number].begin_step(now);
         self.totals.preemptions += preempted;
         if let Some(time) = time {
-            self.at(now + time, Event::Stepped(number));
+            let losses = self.workers[number].losses;
+            self.at(now + time, Event::Stepped { worker: number, losses });
         }
     }
 
     fn stepped(&mut self, now: u64, number: usize, each: &mut dyn FnMut(&Outcome) -> ControlFlow<()>) -> ControlFlow<()> {
         let Stepped { first, ended } = self.workers[number].end_step(now);
         for (placement, cached_blocks) in first {
-            self.router.on_prefilled(placement.booking, cached_blocks * self.cluster.block_tokens as u32);
+            let cached_tokens = cached_blocks.map(|blocks| blocks * self.cluster.block_tokens as u32);
+            self.router.on_prefilled(placement.booking, cached_tokens);
         }
         for mut sequence in ended {
             if self.workers[number].role == Role::Prefill {
@@ -217,35 +371,39 @@ impl<'a> Simulation<'a> {
     fn send(&mut self, now: u64, from: usize, sequence: Sequence) {
         let (device, to) = (&self.cluster.device, sequence.placement.decode);
         let has = u64::from(self.workers[to].cached_blocks(&sequence.request)) * self.cluster.block_tokens;
-        let lacking = sequence.request.prompt_tokens - has;
+        let lacking = sequence.target() - has;
         let time = |tokens: u64| {
             let bytes = tokens as f64 * device.kv_bytes_per_token;
             (bytes / device.transfer_bytes_per_second * 1e6).round() as u64
         };
         let rest = time(lacking).saturating_sub(now - sequence.admitted);
         let wait = rest.max(time(lacking.min(sequence.step_tokens)));
-        let request = sequence.request.number;
+        let booking = sequence.placement.booking;
         self.workers[from].has_sent = true;
         self.workers[from].sending.push(sequence);
-        self.at(now + wait, Event::Received { from, to, request });
+        self.at(now + wait, Event::Received { from, to, booking });
     }
 
-    fn received(&mut self, now: u64, from: usize, to: usize, request: u64) {
+    fn received(&mut self, now: u64, from: usize, to: usize, booking: VirtualBooking) {
         let worker = &mut self.workers[from];
-        let at = worker.sending.iter().position(|sequence| sequence.request.number == request);
-        let mut sequence = worker.sending.remove(at.expect("the sequence is being sent"));
+        // A sequence one of whose workers was lost is not sent any more.
+        let Some(at) = worker.sending.iter().position(|sequence| sequence.placement.booking == booking) else { return };
+        let mut sequence = worker.sending.remove(at);
         worker.release(&mut sequence);
         self.report(from, &[]);
         self.start(now, from);
         let worker = &mut self.workers[to];
         worker.expected -= 1;
-        worker.waiting.push_back(sequence.received());
+        worker.enqueue(sequence.received());
         self.report(to, &[]);
         self.start(now, to);
     }
 
     fn report(&mut self, number: usize, included: &[u64]) {
         let worker = &mut self.workers[number];
+        if !worker.present {
+            return;
+        }
         let transfer_bytes_per_second = if worker.has_sent { self.cluster.device.transfer_bytes_per_second } else { 0.0 };
         let report = VirtualReport {
             events: worker.take_events(),
@@ -258,7 +416,8 @@ impl<'a> Simulation<'a> {
     }
 
     fn outcome(&self, now: u64, sequence: Sequence) -> Outcome {
-        let Sequence { request, placement, cached_blocks, sampled, times, .. } = sequence;
+        let Sequence { request, begun_with, cached_blocks, sampled, times, .. } = sequence;
+        let placement = begun_with.expect("the answer has a token");
         let cached = u64::from(cached_blocks.expect("the request was computed")) * self.cluster.block_tokens;
         let name = |number: usize| Some(self.names[number].clone());
         let answer = Answer {
@@ -275,11 +434,13 @@ impl<'a> Simulation<'a> {
     }
 }
 
-fn refused(now: u64, request: &Request) -> Outcome {
-    let due = Duration::from_micros(now);
-    let message = format!("the prompt of {} tokens does not fit in a worker's KV memory", request.prompt_tokens);
-    let failure = Failure { class: FailureClass::Status(400), message };
-    Outcome { due, sent: due, ended: due, expected: Expected::default(), result: Err(failure) }
+/// The message of a request that no worker can take.
+const NO_WORKER: &str = "no worker can take the request";
+
+fn failed(now: u64, request: &Arrived, class: FailureClass, message: &str) -> Outcome {
+    let due = Duration::from_micros(request.at);
+    let failure = Failure { class, message: message.to_owned() };
+    Outcome { due, sent: due, ended: Duration::from_micros(now), expected: Expected::default(), result: Err(failure) }
 }
 
 /// Whether the router needs prefill workers that the cluster lacks.

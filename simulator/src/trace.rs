@@ -18,6 +18,10 @@ const PREPARED: usize = 256;
 /// The longest time of a step, of a transfer, and between the first and the last request.
 const DAYS_MAX: u64 = 10_000;
 
+/// The names of the facts of a report that count faults: workers that were lost, answers that were continued on another worker after their first
+/// token, and prompts that were placed again before.
+pub const FAULT_FACTS: [&str; 3] = ["lost workers", "resumed answers", "retried prompts"];
+
 /// The simulation of a trace.
 #[derive(Clone, Debug)]
 pub struct Replay<'a> {
@@ -118,6 +122,10 @@ pub(crate) fn replay_until(
     if totals.preemptions > 0 {
         facts.push(Fact::new("preemptions", totals.preemptions));
     }
+    if !cluster.faults.is_empty() {
+        let counts = [totals.losses, totals.resumed, totals.retried];
+        facts.extend(FAULT_FACTS.into_iter().zip(counts).map(|(name, count)| Fact::new(name, count)));
+    }
     Ok(Some(recorder.report(cluster.policy.name(), facts)))
 }
 
@@ -145,7 +153,8 @@ fn takes_too_long(trace: &Trace, cluster: &Cluster, speed: f64) -> bool {
     let prefill = device.prefill_step.as_secs_f64() + device.step_tokens as f64 / device.prefill_tokens_per_second;
     let decode = device.decode_step.as_secs_f64() + device.decode_sequence.as_secs_f64() * device.sequences_max as f64;
     let transfer = device.capacity_tokens as f64 * device.kv_bytes_per_token / device.transfer_bytes_per_second;
-    let longest = (prefill + decode).max(transfer).max(trace.length.as_secs_f64() / speed);
+    let slowest = cluster.workers.iter().map(|worker| worker.slower).fold(1.0, f64::max);
+    let longest = ((prefill + decode) * slowest).max(transfer).max(trace.length.as_secs_f64() / speed);
     longest.is_nan() || longest > DAYS_MAX as f64 * 86_400.0
 }
 
@@ -162,7 +171,7 @@ fn facts(replay: &Replay<'_>, cluster: &Cluster) -> Vec<Fact> {
         None => format!("open loop at the times of the trace × {}", replay.speed),
     };
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    vec![
+    let mut facts = vec![
         Fact::new("trace", replay.trace.path().display()),
         Fact::new("simulated workers", workers),
         Fact::new("policy", cluster.policy.name()),
@@ -171,5 +180,24 @@ fn facts(replay: &Replay<'_>, cluster: &Cluster) -> Vec<Fact> {
         Fact::new("decode", format!("{} ms a step and {} ms a sequence", ms(device.decode_step), ms(device.decode_sequence))),
         Fact::new("KV memory", format!("{} tokens a worker", device.capacity_tokens)),
         Fact::new("seed", cluster.seed),
-    ]
+    ];
+    facts.extend(faults(cluster));
+    facts
+}
+
+/// Returns the faults of the cluster in words.
+fn faults(cluster: &Cluster) -> impl Iterator<Item = Fact> {
+    let names: Vec<String> = cluster.worker_names().collect();
+    let for_seconds = |time: Duration| format!("for {} s", time.as_secs_f64());
+    let slow = names.iter().zip(&cluster.workers).filter(|(_, worker)| worker.slower != 1.0);
+    let slow = slow.map(|(name, worker)| format!("{name} {} times slower", worker.slower));
+    let lost = cluster.faults.losses.iter().map(|loss| {
+        let lasts = loss.lasts.map_or_else(|| "forever".to_owned(), for_seconds);
+        format!("{} lost at {} s {lasts}", names[loss.worker], loss.at.as_secs_f64())
+    });
+    let random = cluster.faults.random.map(|random| {
+        format!("a random worker lost every {} s on average {}", random.every.as_secs_f64(), for_seconds(random.lasts))
+    });
+    let faults: Vec<String> = slow.chain(lost).chain(random).collect();
+    (!faults.is_empty()).then(|| Fact::new("faults", faults.join("; "))).into_iter()
 }

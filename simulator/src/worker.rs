@@ -1,5 +1,8 @@
 //! A worker with a model of an engine. In each step, chunks of prompts and generating sequences share the device. Blocks are in use until
 //! the answer ends, prompts wait for blocks, and sequences are preempted. The prefix cache is the real implementation.
+//!
+//! The order of prompts is that of the engine for one account (docs/adr/021-fair-shares.md): a prompt is due when it would be done if all shared the
+//! device equally. The last token of a prompt is computed by the step that samples the first token of the answer.
 
 use crate::{
     Device,
@@ -10,6 +13,12 @@ use tandem_kv::{BlockId, CacheSettings, HashKey, KvEvent, Load, Namespace, Prefi
 use tandem_load::report::Gap;
 use tandem_router::{Role, VirtualPlacement};
 
+/// A new prompt gets blocks only while the prompts that precede it need less than this many full steps, as in the engine.
+const LOOKAHEAD_STEPS: u64 = 4;
+
+/// The least number of prompt tokens of a step, as in the engine.
+const PREFILL_TOKENS_MIN: u64 = 16;
+
 /// Steps with this many prompt tokens, or more, are long enough to measure a rate, as in the engine.
 const LONG_STEP_TOKENS: u64 = 64;
 
@@ -19,7 +28,8 @@ pub(crate) struct Sequence {
     pub(crate) placement: VirtualPlacement,
     /// The number of tokens that the sequence is expected to compute. Cached tokens are not counted.
     pub(crate) own: u64,
-    /// The blocks of the prompt that were cached when the sequence was first admitted.
+    /// The blocks of the prompt that were cached when the sequence was first admitted. A sequence that is placed again keeps the number if it
+    /// has its first token.
     pub(crate) cached_blocks: Option<u32>,
     /// The time at which it was last admitted.
     pub(crate) admitted: u64,
@@ -27,13 +37,27 @@ pub(crate) struct Sequence {
     pub(crate) step_tokens: u64,
     pub(crate) sampled: u64,
     pub(crate) times: Times,
+    /// The placement with which the first token was sampled.
+    pub(crate) begun_with: Option<VirtualPlacement>,
+    /// Whether the latest placement has led to a token.
+    pub(crate) has_token: bool,
+    /// The number of this placement since the latest token, from 1.
+    pub(crate) attempt: u32,
+    /// How often the answer was continued on another worker.
+    pub(crate) resumes: u32,
     blocks: Vec<BlockId>,
     computed: u64,
     committed: usize,
-    /// The number of sampled tokens that belong to the tokens to compute. The last sampled token is computed when the next one is sampled.
-    fed: u64,
+    /// The tokens of the prompt and of the answer that were known when the sequence was placed.
+    prompt_tokens: u64,
+    /// Whether all of these but the last are computed, so that tokens are sampled.
+    samples: bool,
     /// Whether the KV is received from a prefill worker.
     received: bool,
+    /// Whether the sequence has lost its blocks to others.
+    preempted: bool,
+    /// When the sequence is due, in prompt tokens that its worker has computed, and its number on the worker. Both order prompts.
+    due: (u64, u64),
 }
 
 /// The times at which the tokens of an answer were sampled.
@@ -47,8 +71,8 @@ pub(crate) struct Times {
 /// The sequences that a step has brought forward.
 #[derive(Default)]
 pub(crate) struct Stepped {
-    /// The placements of those that have their first token, with the numbers of their cached blocks.
-    pub(crate) first: Vec<(VirtualPlacement, u32)>,
+    /// The placements that have led to a token, with the numbers of cached blocks, which are not known if an answer was continued.
+    pub(crate) first: Vec<(VirtualPlacement, Option<u32>)>,
     /// Those that have ended on this worker. They still have their blocks.
     pub(crate) ended: Vec<Sequence>,
 }
@@ -66,13 +90,20 @@ pub(crate) struct Engine {
     pub(crate) expected: u32,
     pub(crate) generated_tokens: u64,
     pub(crate) has_sent: bool,
+    /// Whether the worker is not lost.
+    pub(crate) present: bool,
+    /// How often the worker was lost.
+    pub(crate) losses: u64,
     device: Device,
     slower: f64,
     block_tokens: u64,
     /// The number of tokens that the current step computes for each sequence in `running`; `None` between steps.
     step: Option<Vec<u64>>,
     decode_step_ms: f64,
+    /// The prompt tokens that were computed here or received.
     prefilled_tokens: u64,
+    /// The sequences that were added to the queue so far.
+    enqueued: u64,
     long_steps: u64,
     namespace: Namespace,
 }
@@ -94,21 +125,28 @@ impl Times {
 
 impl Sequence {
     /// Returns a sequence whose prompt is to be computed.
-    pub(crate) fn new(request: Rc<Arrived>, placement: VirtualPlacement, own: u64) -> Self {
+    pub(crate) fn new(request: Rc<Arrived>, placement: VirtualPlacement) -> Self {
         Self {
+            prompt_tokens: request.prompt_tokens,
             request,
             placement,
-            own,
+            own: 0,
             cached_blocks: None,
             admitted: 0,
             step_tokens: 0,
             sampled: 0,
             times: Times::default(),
+            begun_with: None,
+            has_token: false,
+            attempt: 1,
+            resumes: 0,
             blocks: Vec::new(),
             computed: 0,
             committed: 0,
-            fed: 0,
+            samples: false,
             received: false,
+            preempted: false,
+            due: (0, 0),
         }
     }
 
@@ -117,12 +155,34 @@ impl Sequence {
         Self { own: 0, received: true, computed: 0, committed: 0, ..self }
     }
 
-    fn target(&self) -> u64 {
-        self.request.prompt_tokens + self.fed
+    /// Makes it a sequence that is placed again, because a worker was lost. The tokens of the answer are computed again with the prompt.
+    pub(crate) fn placed_again(self, placement: VirtualPlacement) -> Self {
+        let cached_blocks = self.cached_blocks.filter(|_| self.sampled > 0);
+        Self {
+            placement,
+            cached_blocks,
+            sampled: self.sampled,
+            times: self.times,
+            begun_with: self.begun_with,
+            attempt: self.attempt,
+            resumes: self.resumes,
+            prompt_tokens: self.request.prompt_tokens + self.sampled,
+            ..Self::new(self.request, placement)
+        }
+    }
+
+    /// Returns the number of tokens to compute before the next one is sampled, or before the prompt is complete.
+    pub(crate) fn target(&self) -> u64 {
+        if self.samples { self.request.prompt_tokens + self.sampled } else { self.prompt_tokens - 1 }
     }
 
     fn remaining(&self) -> u64 {
         self.target() - self.computed.min(self.target())
+    }
+
+    /// Whether the next step only samples a token.
+    fn is_decoding(&self) -> bool {
+        self.samples && self.remaining() == 1
     }
 
     fn sample(&mut self, now: u64) {
@@ -144,12 +204,15 @@ impl Engine {
             expected: 0,
             generated_tokens: 0,
             has_sent: false,
+            present: true,
+            losses: 0,
             device,
             slower,
             block_tokens,
             step: None,
             decode_step_ms: 0.0,
             prefilled_tokens: 0,
+            enqueued: 0,
             long_steps: 0,
             namespace: namespace(),
         }
@@ -164,13 +227,55 @@ impl Engine {
         self.cache.overlap(&self.namespace, &prompt.tokens, prompt.reusable_blocks(self.block_tokens))
     }
 
-    /// Returns how many tokens of the prompt are neither cached nor about to be computed by queued or running sequences of other prompts.
-    pub(crate) fn own_tokens(&self, prompt: &Arrived) -> u64 {
-        let computing = self.running.iter().filter(|other| other.remaining() > 0);
+    /// Returns how many tokens of the sequence are neither cached nor about to be computed by queued or running sequences of other prompts.
+    pub(crate) fn own_tokens(&self, sequence: &Sequence) -> u64 {
+        let prompt = &*sequence.request;
+        let computing = self.running.iter().filter(|other| !other.is_decoding());
         let before = self.waiting.iter().chain(computing).filter(|other| !other.received);
         let computed = before.map(|other| other.request.common(prompt)).max().unwrap_or(0) as u64;
         let known = computed.max(self.cached_blocks(prompt).into()).min(prompt.reusable_blocks(self.block_tokens).into());
-        prompt.prompt_tokens - known * self.block_tokens
+        sequence.target() - known * self.block_tokens
+    }
+
+    /// Loses everything. Returns the sequences that were on the worker.
+    pub(crate) fn lose(&mut self) -> Vec<Sequence> {
+        let counts = self.cache.counts();
+        let capacity_blocks = counts.free + counts.cached + counts.in_use;
+        let empty = Self::new(self.role, self.slower, self.device, self.block_tokens, capacity_blocks);
+        let absent = Self { present: false, losses: self.losses + 1, ..empty };
+        let lost = std::mem::replace(self, absent);
+        lost.waiting.into_iter().chain(lost.running).chain(lost.sending).collect()
+    }
+
+    /// Removes the sequences that are placed on this decode worker, which was lost. A step that computes some of them takes as long as before.
+    pub(crate) fn cancel(&mut self, decode: usize) -> Vec<Sequence> {
+        let is_lost = |sequence: &Sequence| sequence.placement.decode == decode;
+        let (mut cancelled, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.waiting).into_iter().partition(is_lost);
+        self.waiting = kept.into();
+        for at in (0..self.running.len()).rev().filter(|at| is_lost(&self.running[*at])).collect::<Vec<_>>() {
+            cancelled.push(self.running.remove(at));
+            if let Some(step) = &mut self.step {
+                step.remove(at);
+            }
+        }
+        cancelled.extend(self.sending.extract_if(.., |sequence| is_lost(sequence)));
+        cancelled.iter_mut().for_each(|sequence| self.release(sequence));
+        cancelled
+    }
+
+    /// Adds a sequence to the queue.
+    pub(crate) fn enqueue(&mut self, mut sequence: Sequence) {
+        if !sequence.received {
+            sequence.own = self.own_tokens(&sequence);
+        }
+        // Only the last token of a prompt whose KV was received is computed here.
+        let cost = if sequence.received { 1 } else { sequence.own };
+        let waiting = self.waiting.iter().map(|other| other.own);
+        let running = self.running.iter().filter(|other| !other.is_decoding()).map(Sequence::remaining);
+        let before: u64 = waiting.chain(running).map(|other| other.min(cost)).sum();
+        sequence.due = (self.prefilled_tokens + cost + before, self.enqueued);
+        self.enqueued += 1;
+        self.waiting.push_back(sequence);
     }
 
     pub(crate) fn release(&mut self, sequence: &mut Sequence) {
@@ -200,16 +305,15 @@ impl Engine {
         let (mut at, mut preempted) = (0, 0);
         while at < self.running.len() {
             let sequence = &mut self.running[at];
-            let full = sequence.blocks.len() as u64 * self.block_tokens <= sequence.target();
-            if sequence.remaining() > 0 || sequence.sampled == sequence.fed || !full {
+            let full = sequence.blocks.len() as u64 * self.block_tokens <= sequence.computed;
+            if !sequence.is_decoding() || !full {
                 at += 1;
             } else if let Ok(block) = self.cache.allocate() {
                 sequence.blocks.push(block);
             } else {
                 let mut youngest = self.running.pop().expect("there is a running sequence");
                 self.release(&mut youngest);
-                (youngest.computed, youngest.committed, youngest.received) = (0, 0, false);
-                youngest.fed = youngest.sampled;
+                (youngest.computed, youngest.committed, youngest.received, youngest.preempted) = (0, 0, false, true);
                 youngest.own = youngest.target();
                 self.waiting.push_front(youngest);
                 preempted += 1;
@@ -218,9 +322,10 @@ impl Engine {
         preempted
     }
 
-    /// Admits queued sequences in order while there are blocks for them. A sequence whose next block is being computed for another sequence
-    /// is skipped and stays queued.
+    /// Admits queued sequences in order while there are blocks for them: first those that were preempted, then those that are due first. A sequence
+    /// whose next block is being computed for another sequence is skipped and stays queued.
     fn admit(&mut self, now: u64) {
+        self.waiting.make_contiguous().sort_by_key(|sequence| (!sequence.preempted, sequence.due));
         let mut at = 0;
         while at < self.waiting.len() && self.running.len() < self.device.sequences_max {
             let sequence = &self.waiting[at];
@@ -228,27 +333,38 @@ impl Engine {
             let reuse_max_blocks = prompt.reusable_blocks(self.block_tokens);
             let awaits = |other: &Sequence| {
                 let common = other.request.common(prompt).min(reuse_max_blocks as usize);
-                other.remaining() > 0 && other.committed < common && common > self.cached_blocks(prompt) as usize
+                !other.is_decoding() && other.committed < common && common > self.cached_blocks(prompt) as usize
             };
             if !sequence.received && self.running.iter().any(awaits) {
                 at += 1;
                 continue;
             }
-            // A sequence that is alone may use all blocks. Otherwise those that generate keep room for their next blocks.
-            let generating = self.running.iter().filter(|other| other.remaining() == 0).count() as u32;
-            let spare_blocks = if self.running.is_empty() { 0 } else { generating + 1 };
+            let is_before = |other: &&Sequence| !other.is_decoding() && other.due < sequence.due;
+            let tokens_before: u64 = self.running.iter().filter(is_before).map(Sequence::remaining).sum();
+            if !sequence.preempted && !sequence.received && tokens_before >= LOOKAHEAD_STEPS * self.device.step_tokens {
+                break;
+            }
+            // Sequences that generate keep room for their next blocks.
+            let spare_blocks = match self.role {
+                Role::Prefill => 0,
+                Role::Decode => self.running.len() as u32 + u32::from(sequence.target().is_multiple_of(self.block_tokens)),
+            };
             let len_blocks = sequence.target().div_ceil(self.block_tokens) as u32;
             let wanted = Wanted { reuse_max_blocks, len_blocks, spare_blocks };
             let Ok(acquired) = self.cache.acquire(&self.namespace, &prompt.tokens, wanted) else { break };
             let mut sequence = self.waiting.remove(at).expect("the sequence is waiting");
             sequence.blocks = acquired.blocks;
             sequence.committed = acquired.cached_blocks as usize;
-            sequence.computed =
-                if sequence.received { sequence.target() } else { acquired.cached_blocks as u64 * self.block_tokens };
+            sequence.computed = acquired.cached_blocks as u64 * self.block_tokens;
             sequence.cached_blocks.get_or_insert(acquired.cached_blocks);
             sequence.admitted = now;
-            let place = self.running.partition_point(|other| other.request.number < sequence.request.number);
-            let received = sequence.received;
+            if sequence.received {
+                self.prefilled_tokens += sequence.remaining();
+                sequence.computed = sequence.target();
+            }
+            sequence.samples |= self.role == Role::Decode && sequence.remaining() == 0;
+            let place = self.running.partition_point(|other| other.due.1 < sequence.due.1);
+            let received = std::mem::take(&mut sequence.received);
             self.running.insert(place, sequence);
             if received {
                 self.commit(place);
@@ -259,23 +375,23 @@ impl Engine {
     /// Plans the next step. Returns the number of tokens for each running sequence, and the duration of the step in microseconds; `None` if
     /// no sequence runs.
     fn plan(&mut self) -> Option<(Vec<u64>, u64)> {
-        let (mut budget, mut decodes) = (self.device.step_tokens, 0_u32);
-        let tokens = self.running.iter().map(|sequence| match sequence.remaining() {
-            0 => {
-                decodes += 1;
-                1
-            }
-            remaining => {
-                let tokens = remaining.min(budget);
-                budget -= tokens;
-                tokens
-            }
-        });
-        let tokens: Vec<u64> = tokens.collect();
-        if tokens.is_empty() {
+        if self.running.is_empty() {
             return None;
         }
-        let (device, prefilled, mut time) = (&self.device, self.device.step_tokens - budget, Duration::ZERO);
+        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
+        let mut budget = self.device.step_tokens.saturating_sub(decoding).max(PREFILL_TOKENS_MIN);
+        let mut tokens: Vec<u64> = self.running.iter().map(|sequence| u64::from(sequence.is_decoding())).collect();
+        let mut prompts: Vec<usize> = (0..tokens.len()).filter(|at| !self.running[*at].is_decoding()).collect();
+        prompts.sort_by_key(|at| self.running[*at].due);
+        for at in prompts {
+            tokens[at] = self.running[at].remaining().min(budget);
+            budget -= tokens[at];
+        }
+        // As on the simulated device, a chunk of one token takes the time of a generating sequence.
+        let (decodes, chunks): (Vec<u64>, Vec<u64>) =
+            tokens.iter().filter(|tokens| **tokens > 0).partition(|tokens| **tokens == 1);
+        let (decodes, prefilled) = (decodes.len() as u32, chunks.iter().sum::<u64>());
+        let (device, mut time) = (&self.device, Duration::ZERO);
         if prefilled > 0 {
             time += device.prefill_step + Duration::from_secs_f64(prefilled as f64 / device.prefill_tokens_per_second);
         }
@@ -295,26 +411,24 @@ impl Engine {
         let step = self.step.take().expect("a step was running");
         let mut stepped = Stepped::default();
         for (at, tokens) in step.into_iter().enumerate() {
-            let prefills = self.running[at].remaining() > 0;
             let sequence = &mut self.running[at];
-            if prefills {
-                sequence.computed += tokens;
+            let computes_prompt = !sequence.is_decoding();
+            sequence.computed += tokens;
+            if computes_prompt && tokens > 0 {
                 sequence.step_tokens = tokens;
                 self.commit(at);
-            } else if sequence.sampled > sequence.fed {
-                sequence.fed += 1;
-                sequence.computed += 1;
             }
             let sequence = &mut self.running[at];
-            if self.role == Role::Decode && sequence.remaining() == 0 {
-                let is_first = sequence.times.first.is_none();
+            if sequence.samples && sequence.remaining() == 0 {
+                let cached_blocks = sequence.cached_blocks.filter(|_| sequence.sampled == 0);
                 sequence.sample(now);
                 self.generated_tokens += 1;
-                if is_first {
-                    let cached = sequence.cached_blocks.expect("a running sequence was admitted");
-                    stepped.first.push((sequence.placement, cached));
+                if !std::mem::replace(&mut sequence.has_token, true) {
+                    sequence.begun_with.get_or_insert(sequence.placement);
+                    stepped.first.push((sequence.placement, cached_blocks));
                 }
             }
+            sequence.samples |= self.role == Role::Decode && sequence.remaining() == 0;
         }
         let role = self.role;
         stepped.ended = self
@@ -343,8 +457,8 @@ impl Engine {
     pub(crate) fn load(&self) -> Load {
         let counts = self.cache.counts();
         let pending = self.waiting.iter().filter(|sequence| !sequence.received).map(|sequence| sequence.own);
-        let running = self.running.iter().map(Sequence::remaining);
-        let has_prefilled = self.prefilled_tokens > 0;
+        let running = self.running.iter().filter(|sequence| !sequence.is_decoding()).map(Sequence::remaining);
+        let has_prefilled = self.long_steps > 0;
         let rate = self.device.prefill_tokens_per_second / self.slower;
         Load {
             running_sequences: self.running.len() as u32,

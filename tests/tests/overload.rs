@@ -52,16 +52,13 @@ fn print(name: &str, overloaded: &Overloaded) {
 
 #[test]
 fn overloaded_cluster_serves_at_capacity_and_refuses_the_rest_at_once() {
-    // Where the router chooses the place of each prefill, a cluster without measurements admits somewhat too much in the first seconds.
-    for (prefill, late_max, goodput_min) in
-        [(PrefillPlace::Remote, 12.0, 0.9), (PrefillPlace::Local, 12.0, 0.9), (PrefillPlace::Auto, 14.0, 0.85)]
-    {
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
         let overloaded = run(Overload { prefill, ..OVERLOAD }).expect("the cluster becomes idle");
         print(&format!("{prefill:?}"), &overloaded);
         let late = percentile(first_tokens(&overloaded), 99);
-        assert!(late <= late_max, "{prefill:?}: an admitted request waits {late} s for its first token");
+        assert!(late <= 12.0, "{prefill:?}: an admitted request waits {late} s for its first token");
         let goodput = goodput(&overloaded);
-        assert!(goodput >= goodput_min, "{prefill:?}: {goodput} of the capacity is used");
+        assert!(goodput >= 0.9, "{prefill:?}: {goodput} of the capacity is used");
         let refused = percentile(refusals(&overloaded).map(|sent| sent.ended), 99);
         assert!(refused <= 0.1, "{prefill:?}: a refusal takes {refused} s");
         assert!(overloaded.quiet_after <= Duration::from_secs(12), "{prefill:?}: {:?}", overloaded.quiet_after);

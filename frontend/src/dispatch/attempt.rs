@@ -112,7 +112,10 @@ impl Work<'_> {
                     }
                 },
                 // The next message is awaited for as long again.
-                Message::Waiting(_) => {}
+                Message::Waiting(_) => {
+                    let begins = placed_at + placement.wait;
+                    self.prompt.queued.send_modify(|last| *last = (*last).max(Some(begins)));
+                }
                 Message::DecodeStarted(message) => started = Some((message, Instant::now())),
                 message @ Message::PrefillTimeline(_) => prefilled = Some(message),
                 first => {

@@ -1,5 +1,6 @@
 //! A router's placement. The message's optional fields are checked when it is converted from the wire format.
 
+use std::time::Duration;
 use tandem_proto::v1;
 
 /// The workers that a router chose for a prompt.
@@ -10,6 +11,8 @@ pub(crate) struct Placement {
     pub(crate) prefill: Option<PlacedWorker>,
     /// The number of tokens in a block; 0 if the router has no information about caches.
     pub(crate) block_size: u32,
+    /// How long the prompt is estimated to wait in line; zero if the router does not know.
+    pub(crate) wait: Duration,
 }
 
 #[derive(Clone, Debug)]
@@ -21,9 +24,10 @@ pub(crate) struct PlacedWorker {
 
 impl Placement {
     /// Converts the placement that a router sent; `None` if it has no decode worker.
-    pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size }: v1::Placement) -> Option<Self> {
+    pub(crate) fn from_wire(v1::Placement { decode, prefill, block_size, wait_ms }: v1::Placement) -> Option<Self> {
         let placed = |v1::Candidate { worker, overlap_blocks, .. }| Some(PlacedWorker { worker: worker?, overlap_blocks });
-        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size })
+        let wait = Duration::from_millis(wait_ms.into());
+        Some(Self { decode: placed(decode?)?, prefill: prefill.and_then(placed), block_size, wait })
     }
 
     /// The worker that computes the prompt.

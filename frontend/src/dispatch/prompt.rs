@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
 use tandem_proto::v1::{ExistingPlacement, Identity, RoutePrompt, Sampling};
+use tokio::{sync::watch, time::Instant};
 
 pub(crate) struct Prompt {
     /// The prompt's id, which this frontend generates.
@@ -28,6 +29,9 @@ pub(crate) struct Prompt {
     pub(crate) prompt_logprobs: Option<u32>,
     /// The longest time for which the prompt may wait in line; `None`: it may wait without a limit.
     pub(crate) max_wait: Option<Duration>,
+    /// Receives a value each time that a worker reports that a prompt of the request waits in its queue: when the last of their prefills is
+    /// estimated to begin.
+    pub(crate) queued: watch::Sender<Option<Instant>>,
 }
 
 impl Prompt {

@@ -5,6 +5,7 @@ use super::{
     incoming::{Incoming, Job},
     progress::{Progress, Recording},
     prompt_logprobs::PromptLogprobs,
+    sse,
     style::Style,
 };
 use crate::{
@@ -15,10 +16,15 @@ use crate::{
     request::{Options, StreamUsage},
     stream::{AnswerEvent, TokenLogprobs, answers},
 };
+use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use std::{pin::Pin, sync::Arc, time::Duration};
 use tandem_kv::TokenId;
 use tandem_proto::v1::FailureReason;
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
 
 /// The events of all prompts, each with the index of its prompt.
 type Events = Pin<Box<dyn Stream<Item = (usize, Result<AnswerEvent, DispatchError>)> + Send>>;
@@ -40,7 +46,9 @@ pub(super) struct Run {
     /// The logprobs of each prompt's tokens, if the answer has them and they have arrived.
     prompt_logprobs: Vec<Option<Vec<TokenLogprobs>>>,
     /// The time without an event after which a stream sends a comment to keep the connection open.
-    pub(super) keep_alive: Duration,
+    keep_alive: Duration,
+    /// When the prefills of prompts that wait in workers' queues are estimated to begin.
+    queued: watch::Receiver<Option<Instant>>,
     /// The answer's id.
     pub(super) id: String,
     /// The request's id.
@@ -106,6 +114,7 @@ impl Run {
             prompt_logprobs: vec![None; prompt_token_ids.len()],
             prompt_token_ids,
             keep_alive: app.keep_alive,
+            queued: incoming.queued.subscribe(),
             id,
             request_id: incoming.id.clone(),
             created: unix_time().as_secs(),
@@ -139,6 +148,21 @@ impl Run {
             self.progress.fail(error.status());
         }
         next
+    }
+
+    /// Returns the next event for a stream, or the comment that is to be sent before it; `None` for the one that keeps the connection open.
+    /// Cancel-safe.
+    pub(super) async fn next_or_comment(&mut self) -> Result<Option<Result<(usize, AnswerEvent), ApiError>>, Option<Bytes>> {
+        let (keep_alive, mut queued) = (self.keep_alive, self.queued.clone());
+        tokio::select! {
+            biased;
+            next = self.next() => return Ok(next),
+            Ok(()) = queued.changed() => {}
+            () = sleep(keep_alive) => return Err(None),
+        }
+        let begins = *queued.borrow_and_update();
+        self.queued = queued;
+        Err(begins.map(|begins| sse::queued(begins.saturating_duration_since(Instant::now()))))
     }
 
     async fn next_event(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {

@@ -20,6 +20,7 @@ use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::{Namespace, TokenId};
+use tokio::{sync::watch, time::Instant};
 
 /// Bodies longer than this are parsed on a blocking thread. Parsing a shorter body takes less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
@@ -40,6 +41,8 @@ pub(super) struct Incoming {
     pub(super) body: body::Held,
     /// The fields of the body that this server does not know; `None`: the body is not parsed.
     pub(super) ignored: Option<Ignored>,
+    /// Receives reports that prompts wait in workers' queues: see [`Prompt::queued`].
+    pub(super) queued: watch::Sender<Option<Instant>>,
 }
 
 /// A request that is ready to run.
@@ -190,6 +193,7 @@ impl Incoming {
             max_tokens: options.sampling.max_tokens.unwrap_or(rest_of_context),
             prompt_logprobs,
             max_wait: self.header_options.max_wait,
+            queued: self.queued.clone(),
         }
     }
 }

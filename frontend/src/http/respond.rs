@@ -7,7 +7,7 @@ use super::{
     incoming::{Incoming, Job},
     messages::format::Message,
     responses::format::ResponseFormat,
-    sse::Format,
+    sse::{Format, KEEP_ALIVE},
     style::Style,
 };
 use crate::{error::ApiError, request::StreamUsage, stream::AnswerEvent};
@@ -15,13 +15,13 @@ use axum::{
     http::header,
     response::{IntoResponse, Response},
 };
-use tokio::time::timeout;
+use bytes::Bytes;
 
-/// The reply to a request whose answer has begun. `first` is the first event of a stream. `None`: no event has occurred yet, so the stream
-/// begins with a comment.
+/// The reply to a request whose answer has begun. `first` is the first event of a stream, or, if no event has occurred yet, the comment with which
+/// the stream begins.
 pub(super) enum Reply {
     Whole(Response),
-    Stream { format: Box<dyn Format>, first: Option<(usize, AnswerEvent)> },
+    Stream { format: Box<dyn Format>, first: Result<(usize, AnswerEvent), Bytes> },
 }
 
 /// Returns the format of this style. `stream`: the answer is streamed.
@@ -46,8 +46,11 @@ pub(super) async fn respond(incoming: &Incoming, job: Job) -> Result<Reply, ApiE
     if stream.is_none() {
         return whole(format).await.map(Reply::Whole);
     }
-    let run = format.run();
-    let first = timeout(run.keep_alive, run.next()).await.ok().flatten().transpose()?;
+    let keep_alive = || Bytes::from_static(KEEP_ALIVE);
+    let first = match format.run().next_or_comment().await {
+        Ok(next) => next.transpose()?.ok_or_else(keep_alive),
+        Err(comment) => Err(comment.unwrap_or_else(keep_alive)),
+    };
     Ok(Reply::Stream { format, first })
 }
 

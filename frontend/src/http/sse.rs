@@ -11,8 +11,7 @@ use axum::{
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 use serde::Serialize;
-use std::convert::Infallible;
-use tokio::time::timeout;
+use std::{convert::Infallible, time::Duration};
 
 /// A comment. The specification of server-sent events recommends comments so that proxies do not close idle connections.
 pub(super) const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
@@ -51,15 +50,24 @@ struct Events {
     first: Option<(usize, AnswerEvent)>,
 }
 
+/// Returns the comment for a stream whose prompts wait in a queue for about this time.
+pub(super) fn queued(wait: Duration) -> Bytes {
+    match wait.as_secs_f64().ceil() {
+        // The estimate has passed, or there is none.
+        0.0 => Bytes::from_static(b": queued\n\n"),
+        seconds => format!(": queued, about {seconds} s\n\n").into(),
+    }
+}
+
 /// Returns the response that streams the answer as events. `first` is described at [`Reply::Stream`](super::respond::Reply).
-pub(super) fn events(format: Box<dyn Format>, admitted: Admitted, first: Option<(usize, AnswerEvent)>) -> Response {
-    let late = first.is_none().then(|| Ok(Bytes::from_static(KEEP_ALIVE)));
+pub(super) fn events(format: Box<dyn Format>, admitted: Admitted, first: Result<(usize, AnswerEvent), Bytes>) -> Response {
+    let (first, comment) = first.map_or_else(|comment| (None, Some(Ok(comment))), |first| (Some(first), None));
     let events = Events { format, admitted, first };
     let rest = stream::unfold(Some(events), |events| async move {
         let (bytes, rest) = events?.next().await;
         Some((Ok::<_, Infallible>(bytes), rest))
     });
-    let body = stream::iter(late).chain(rest);
+    let body = stream::iter(comment).chain(rest);
     let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
     (headers, Body::from_stream(body)).into_response()
 }
@@ -73,9 +81,12 @@ impl Events {
             let run = self.format.run();
             let next = match self.first.take() {
                 Some(first) => Some(Ok(first)),
-                None => match timeout(run.keep_alive, run.next()).await {
+                None => match run.next_or_comment().await {
                     Ok(next) => next,
-                    Err(_) => return (Bytes::from_static(self.format.keep_alive()), Some(self)),
+                    Err(comment) => {
+                        let bytes = comment.unwrap_or_else(|| Bytes::from_static(self.format.keep_alive()));
+                        return (bytes, Some(self));
+                    }
                 },
             };
             let written = match next {

@@ -133,7 +133,7 @@ impl Opened {
             Candidate { worker, ..Candidate::default() }
         };
         let (decode, prefill) = (worker("d0", decode.to_string()), worker("p0", "127.0.0.1:1".to_owned()));
-        let placement = Placement { decode: Some(decode), prefill: Some(prefill), block_size: 16 };
+        let placement = Placement { decode: Some(decode), prefill: Some(prefill), block_size: 16, ..Placement::default() };
         self.send(route_reply::Message::Placement(placement)).await;
     }
 

@@ -4,7 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::json;
 use std::time::Duration;
-use tandem_proto::v1::{FailureReason, Waiting, generate_reply, route_reply, route_request::Message as RouteMessage};
+use tandem_proto::v1::{FailureReason, Placement, Waiting, generate_reply, route_reply, route_request::Message as RouteMessage};
 
 /// Returns the limit on the wait that the next request has for the router, in milliseconds.
 async fn limit(cluster: &mut Cluster) -> u32 {
@@ -64,4 +64,75 @@ async fn attempt_keeps_its_place_while_its_worker_reports_progress() {
     assert!(!call.is_closed() && cluster.no_call());
     call.answer(Some(0), "x").await;
     assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
+}
+
+/// Makes the router estimate that the next prompt waits in line for this time.
+fn place_with_wait(cluster: &Cluster, wait: Duration) {
+    let route_reply::Message::Placement(placement) = cluster.remote(0, 16) else { panic!("it is a placement") };
+    let wait_ms = wait.as_millis().try_into().expect("the wait is short");
+    cluster.place(route_reply::Message::Placement(Placement { prefill: None, wait_ms, ..placement }));
+}
+
+/// Returns the message that a prompt waits in the worker's queue.
+fn waiting() -> generate_reply::Message {
+    generate_reply::Message::Waiting(Waiting {})
+}
+
+#[tokio::test]
+async fn stream_that_waits_in_a_queue_has_comments_with_the_estimated_wait() {
+    for (path, body) in [
+        (CHAT, chat(json!({ "stream": true }))),
+        (COMPLETIONS, completion("abc".into(), json!({ "stream": true }))),
+        (
+            "/v1/messages",
+            json!({ "model": "m", "max_tokens": 9, "stream": true, "messages": [{ "role": "user", "content": "a" }] }),
+        ),
+    ] {
+        let mut cluster = Cluster::start().await;
+        place_with_wait(&cluster, Duration::from_millis(60_500));
+        let reply = cluster.spawn_post(path, body);
+        let call = cluster.call().await;
+        call.send(waiting()).await;
+        let mut reply = soon(reply).await.expect("the client task runs");
+        assert_eq!(reply.status(), StatusCode::OK, "the response begins with the first comment");
+        let comment = reply.more().await;
+        let seconds = comment.strip_prefix(": queued, about ").and_then(|rest| rest.strip_suffix(" s\n\n"));
+        let seconds: u64 = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or_else(|| panic!("{path}: {comment:?}"));
+        assert!((50..=61).contains(&seconds), "{path}: {comment:?}");
+        call.send(waiting()).await;
+        assert!(reply.more().await.starts_with(": queued, about "), "{path}: each report leads to a comment");
+        call.answer(Some(0), "x").await;
+        let (_, text) = reply.text().await;
+        let frames: Vec<&str> = text.split_terminator("\n\n").collect();
+        assert!(
+            !frames.is_empty() && frames.iter().all(|frame| frame.contains("data: {") || *frame == "data: [DONE]"),
+            "{path}: {text}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn stream_that_waits_without_an_estimate_has_comments_without_one() {
+    let mut cluster = Cluster::start().await;
+    let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": true })));
+    let call = cluster.call().await;
+    call.send(waiting()).await;
+    let mut reply = soon(reply).await.expect("the client task runs");
+    assert_eq!(reply.more().await, ": queued\n\n");
+    // The attempt fails after the status was sent, so the error is an event.
+    call.send(generate_reply::Message::Failure(failure(FailureReason::InvalidRequest, "no"))).await;
+    let (_, text) = reply.text().await;
+    assert!(text.starts_with("data: {\"error\":"), "{text}");
+}
+
+#[tokio::test]
+async fn answer_that_is_not_streamed_has_no_comments() {
+    let mut cluster = Cluster::start().await;
+    place_with_wait(&cluster, Duration::from_secs(60));
+    let reply = cluster.spawn_post(CHAT, chat(json!({})));
+    let call = cluster.call().await;
+    call.send(waiting()).await;
+    call.answer(Some(0), "x").await;
+    let (status, body) = soon(reply).await.expect("the client task runs").json().await;
+    assert_eq!((status, &body["object"]), (StatusCode::OK, &json!("chat.completion")));
 }

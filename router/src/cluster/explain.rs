@@ -2,6 +2,7 @@
 
 use super::{members::Members, placement::Decision, texts};
 use crate::route::Cost;
+use std::time::Duration;
 use tandem_proto::v1;
 
 /// Returns the reply that explains a decision. `members` are all members.
@@ -25,7 +26,7 @@ pub(super) fn reply(members: &Members, decision: &Decision<'_>) -> v1::ExplainRe
     let (placement, explanation) = match choice {
         Ok(choice) => {
             let name = |at: usize| decision.members[at].info.worker_id.as_str();
-            (Some(decision.placement(*choice)), texts::explanation(*choice, costs, candidates, name))
+            (Some(decision.placement(*choice, Duration::ZERO)), texts::explanation(*choice, costs, candidates, name))
         }
         Err(error) => (None, error.to_string()),
     };

@@ -248,7 +248,7 @@ impl State {
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
         let max_wait = request.max_wait.filter(|_| attempt == 1);
         let (choice, wait) = decision.within(request, decision.choice?, max_wait, self.members.now())?;
-        let placement = decision.placement(choice);
+        let placement = decision.placement(choice, wait);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;
         let full = BookedLoad { tokens: decision.new_tokens(choice), sequences: request.samples.clamp(1, SAMPLES_MAX) };

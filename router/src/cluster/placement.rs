@@ -159,8 +159,8 @@ fn query<'a>(
 }
 
 impl Decision<'_> {
-    /// Returns the message to the frontend that names the chosen members.
-    pub(super) fn placement(&self, choice: Choice) -> v1::Placement {
+    /// Returns the message to the frontend that names the chosen members, with the estimated wait in line.
+    pub(super) fn placement(&self, choice: Choice, wait: Duration) -> v1::Placement {
         let describe = |at: usize| {
             let Candidate { overlap_blocks, predicted_blocks, .. } = self.candidates[at];
             v1::Candidate { worker: Some(self.members[at].reference()), overlap_blocks, predicted_blocks }
@@ -169,6 +169,7 @@ impl Decision<'_> {
             decode: Some(describe(choice.decode)),
             prefill: choice.prefill.map(describe),
             block_size: self.query.block_size,
+            wait_ms: u32::try_from(wait.as_millis()).unwrap_or(u32::MAX),
         }
     }
 }

@@ -10,11 +10,22 @@ use tandem_proto::v1::worker_info;
 /// The model that all workers of a [`VirtualRouter`] serve.
 const MODEL: &str = "m";
 
-/// A router in virtual time. Its workers are numbered from 0, in the order in which they join.
+/// A router in virtual time. Its workers are numbered from 0, in the order in which they join for the first time.
 pub struct VirtualRouter {
     state: State,
-    workers: Vec<MemberId>,
+    workers: Vec<Joined>,
+    /// The number of instances that have joined.
+    instances: u64,
     began: Instant,
+}
+
+/// A worker that has joined, perhaps several times.
+struct Joined {
+    worker: VirtualWorker,
+    /// Its latest membership.
+    member: MemberId,
+    /// The id of its latest instance.
+    instance_id: String,
 }
 
 /// A worker that joins a [`VirtualRouter`] with an empty cache.
@@ -37,14 +48,16 @@ pub struct VirtualRequest {
     pub id: u64,
     /// Sequence hashes of the prompt's full blocks.
     pub hashes: Arc<[SequenceHash]>,
-    /// The prompt's tokens.
+    /// The prompt's tokens, and those of the answer that failed attempts have generated.
     pub prompt_tokens: u32,
     /// The most tokens that the answer may have; 0: not known.
     pub max_tokens: u32,
+    /// The number of this placement since the request's latest first token, from 1.
+    pub attempt: u32,
 }
 
 /// A request's load on the workers on which it is placed. It counts until [`VirtualRouter::release`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct VirtualBooking(BookingId);
 
 /// The workers on which a request is placed, by number.
@@ -80,7 +93,7 @@ impl VirtualRouter {
         let mut state = Cluster::new(settings, Metrics::default()).state.into_inner();
         let began = Instant::now();
         state.members.virtual_time = Some(began);
-        Self { state, workers: Vec::new(), began }
+        Self { state, workers: Vec::new(), instances: 0, began }
     }
 
     /// Sets the time since the beginning.
@@ -90,33 +103,56 @@ impl VirtualRouter {
 
     /// Adds a worker.
     pub fn join(&mut self, worker: VirtualWorker) {
+        let number = self.workers.len();
+        let (member, instance_id) = self.join_as(number, worker);
+        self.workers.push(Joined { worker, member, instance_id });
+    }
+
+    /// Removes a worker that was lost, with the known content of its cache. Its bookings remain until they are released.
+    pub fn leave(&mut self, number: usize) {
+        self.state.leave(self.workers[number].member);
+        while self.state.members.index.sweep() {}
+    }
+
+    /// Adds a worker that has left, as a new instance with an empty cache.
+    pub fn rejoin(&mut self, number: usize) {
+        let worker = self.workers[number].worker;
+        let (member, instance_id) = self.join_as(number, worker);
+        self.workers[number] = Joined { worker, member, instance_id };
+    }
+
+    fn join_as(&mut self, number: usize, worker: VirtualWorker) -> (MemberId, String) {
         let VirtualWorker { role, block_size, capacity_blocks, block_bytes } = worker;
         let role = match role {
             Role::Prefill => worker_info::Role::Prefill,
             Role::Decode => worker_info::Role::Decode,
         };
-        let id = self.workers.len().to_string();
+        let instance_id = format!("{number}-{}", self.instances);
+        self.instances += 1;
         let info = WorkerInfo {
             role: role.into(),
-            worker_id: id.clone(),
-            instance_id: id,
+            worker_id: number.to_string(),
+            instance_id: instance_id.clone(),
             model: MODEL.to_owned(),
             block_size,
             capacity_blocks,
             block_bytes,
             ..Default::default()
         };
-        self.workers.push(self.state.join_empty(info).expect("the workers are described completely and alike"));
+        let member = self.state.join_empty(info).expect("the workers are described completely and alike");
+        (member, instance_id)
     }
 
-    /// Returns each worker as the router sees it for a prompt with these hashes, by number.
-    pub fn candidates(&self, hashes: &[SequenceHash]) -> Vec<Candidate> {
-        self.state.candidates(hashes)
+    /// Returns the workers that are present, each with its number and as the router sees it for a prompt with these hashes.
+    pub fn candidates(&self, hashes: &[SequenceHash]) -> Vec<(usize, Candidate)> {
+        let numbers = self.state.members.values().map(|member| member.info.worker_id.parse().expect("it is a number"));
+        numbers.zip(self.state.candidates(hashes)).collect()
     }
 
     /// Places the request. Returns `None` if no worker can take it.
     pub fn place(&mut self, request: &VirtualRequest) -> Option<VirtualPlacement> {
-        let (booking, placement) = self.state.place(&placement_request(request), &Excluded::default(), 1).ok()?;
+        let placed = self.state.place(&placement_request(request), &Excluded::default(), request.attempt);
+        let (booking, placement) = placed.ok()?;
         let number = |candidate: v1::Candidate| candidate.worker.and_then(|worker| worker.worker_id.parse().ok());
         let decode = number(placement.decode?).expect("a placement names a worker of this router");
         Some(VirtualPlacement { booking: VirtualBooking(booking), decode, prefill: placement.prefill.and_then(number) })
@@ -124,27 +160,32 @@ impl VirtualRouter {
 
     /// Books a request that another rule has placed. Its load counts from the workers' next reports, which must include it.
     pub fn book(&mut self, request: &VirtualRequest, decode: usize, prefill: Option<usize>) -> VirtualPlacement {
+        let instance = |number: usize| self.workers[number].instance_id.clone();
         let existing = v1::ExistingPlacement {
-            decode_instance_id: decode.to_string(),
-            prefill_instance_id: prefill.map(|prefill| prefill.to_string()),
+            decode_instance_id: instance(decode),
+            prefill_instance_id: prefill.map(instance),
             prefilling: true,
         };
         let booking = self.state.rebook(&placement_request(request), existing).expect("the number of bookings is not bounded");
         VirtualPlacement { booking: VirtualBooking(booking), decode, prefill }
     }
 
-    /// Records what a worker reports.
+    /// Records what a worker reports. A report of a worker that has left is ignored.
     pub fn report(&mut self, worker: usize, report: VirtualReport<'_>) {
         let VirtualReport { events, load, included, generated_tokens, transfer_bytes_per_second } = report;
         let steps = Some(v1::StepTotals { generated_tokens, ..Default::default() });
         let stats = ReportedStats { transfer_bytes_per_second, steps, ..Default::default() };
         let included_request_ids = included.iter().map(u64::to_string).collect();
-        self.state.apply(self.workers[worker], KvBatch { events, load, included_request_ids, ..Default::default() }, stats);
+        self.state.apply(
+            self.workers[worker].member,
+            KvBatch { events, load, included_request_ids, ..Default::default() },
+            stats,
+        );
     }
 
-    /// Records that the prompt has been prefilled, and how many of its tokens were cached.
-    pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: u32) {
-        self.state.on_prefilled(booking.0, Some(cached_tokens));
+    /// Records that the prompt has been prefilled, and how many of its tokens were cached; `None` for an answer that is continued.
+    pub fn on_prefilled(&mut self, booking: VirtualBooking, cached_tokens: Option<u32>) {
+        self.state.on_prefilled(booking.0, cached_tokens);
     }
 
     /// Records that the answer is complete, with this number of tokens.

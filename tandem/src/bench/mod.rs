@@ -1,5 +1,6 @@
 //! `tandem bench`: measures a running server, or a simulated cluster, under recorded load.
 
+mod faults;
 mod progress;
 mod replay;
 mod simulate;

@@ -1,6 +1,6 @@
 //! `tandem bench simulate`: simulates a cluster under the requests of a trace, or finds the smallest one that meets service levels.
 
-use super::{ReportArgs, SloArgs, positive, progress::Bar};
+use super::{ReportArgs, SloArgs, faults::FaultArgs, positive, progress::Bar};
 use crate::{serve, settings::SimArgs, text_table::text_table};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
@@ -11,7 +11,7 @@ use tandem_load::{
     trace::{Format, Trace, TraceSettings},
 };
 use tandem_router::PrefillPlace;
-use tandem_simulator::{Cluster, Device, Plan, PlanSettings, Policy, Replay, Size};
+use tandem_simulator::{Cluster, Device, Faults, Plan, PlanSettings, Policy, Replay, Size};
 
 /// The arguments of `tandem bench simulate`.
 #[derive(Args, Debug)]
@@ -28,6 +28,8 @@ pub struct SimulateArgs {
     device: DeviceArgs,
     #[command(flatten)]
     sim: SimArgs,
+    #[command(flatten)]
+    faults: FaultArgs,
     #[command(flatten)]
     slo: SloArgs,
     #[command(flatten)]
@@ -126,7 +128,7 @@ impl SimulateArgs {
             step_tokens: device.prefill_chunk_budget.into(),
             sequences_max: device.batch_max as usize,
         };
-        Ok(Cluster {
+        self.faults.apply(Cluster {
             device,
             block_tokens: requests.block_tokens,
             prefill: cluster.prefill,
@@ -157,17 +159,42 @@ pub fn run(args: SimulateArgs) -> Result<()> {
     let trace = Trace::open(&args.trace, settings)?;
     let title = format!("simulation of {}", trace.path().file_name().unwrap_or_default().to_string_lossy());
     let replay = Replay { trace: &trace, cluster, speed: args.requests.speed.unwrap_or(1.0), slo };
-    let reports = if args.plan.plan { plan(&replay, &args.plan)? } else { compare(&replay, &args.cluster.policy, &title)? };
+    let reports = if args.plan.plan {
+        plan(&replay, &args.plan)?
+    } else {
+        let without = args.faults.is_set().then(|| undisturbed(&replay));
+        compare(without.iter().chain([&replay]), &args.cluster.policy, &title)?
+    };
     args.report.write(&title, &reports)
 }
 
-/// Simulates the trace with each policy, and prints the report or the comparison.
-fn compare(replay: &Replay<'_>, policies: &[Policy], title: &str) -> Result<Vec<Report>> {
-    let mut reports = Vec::new();
+/// Returns the simulation without faults.
+fn undisturbed<'a>(replay: &Replay<'a>) -> Replay<'a> {
+    let mut cluster = Cluster { faults: Faults::default(), ..replay.cluster.clone() };
+    cluster.workers.iter_mut().for_each(|worker| worker.slower = 1.0);
+    Replay { cluster, ..replay.clone() }
+}
+
+/// Runs the simulations with each policy, and prints the report or the comparison.
+fn compare<'a>(
+    simulations: impl Iterator<Item = &'a Replay<'a>> + Clone,
+    policies: &[Policy],
+    title: &str,
+) -> Result<Vec<Report>> {
+    let (mut reports, mut disturbed) = (Vec::new(), String::new());
+    let count = simulations.clone().count();
     for &policy in policies {
-        let bar = Bar::new(replay.trace.requests, policy.name());
-        let replay = Replay { cluster: Cluster { policy, ..replay.cluster.clone() }, ..replay.clone() };
-        reports.push(tandem_simulator::replay(&replay, &mut |state| bar.show(state))?);
+        for (at, replay) in simulations.clone().enumerate() {
+            let bar = Bar::new(replay.trace.requests, policy.name());
+            let replay = Replay { cluster: Cluster { policy, ..replay.cluster.clone() }, ..replay.clone() };
+            let mut report = tandem_simulator::replay(&replay, &mut |state| bar.show(state))?;
+            if at + 1 < count {
+                report.name += ", no faults";
+            } else if count > 1 {
+                disturbed += &format!("{}: {}\n", report.name, counts(&report));
+            }
+            reports.push(report);
+        }
     }
     let text = match &mut reports[..] {
         [only] => {
@@ -177,11 +204,18 @@ fn compare(replay: &Replay<'_>, policies: &[Policy], title: &str) -> Result<Vec<
         several => {
             let shared = |fact: &&Fact| several.iter().all(|report| report.facts.contains(fact));
             let facts = several[0].facts.iter().filter(shared).map(|fact| vec![fact.name.clone(), fact.value.clone()]);
-            format!("{title}\n\n{}\n{}", text_table(facts, 2), report::comparison(several))
+            let table = report::comparison(several);
+            format!("{title}\n\n{}\n{table}{}{disturbed}", text_table(facts, 2), if count > 1 { "\n" } else { "" })
         }
     };
     serve::print(&format!("{}\n", text.trim_end()));
     Ok(reports)
+}
+
+/// Returns the numbers of lost workers and of what was placed again.
+fn counts(report: &Report) -> String {
+    let counts = report.facts.iter().filter(|fact| tandem_simulator::FAULT_FACTS.contains(&&*fact.name));
+    counts.map(|fact| format!("{} {}", fact.value, fact.name)).collect::<Vec<_>>().join(", ")
 }
 
 /// Finds the smallest clusters and prints them.

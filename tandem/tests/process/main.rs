@@ -1,6 +1,7 @@
 //! Tests of the binary, which runs as a separate process for each role.
 
 mod account;
+mod agreement;
 mod api_keys;
 mod bench;
 mod canary;

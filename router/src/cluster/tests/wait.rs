@@ -95,3 +95,34 @@ async fn request_is_placed_on_another_worker_if_only_the_cheapest_one_has_a_long
     assert_eq!(lines.place(None, cached.clone(), &[], 1).expect("there is no limit"), "d0");
     assert_eq!(lines.place(Some(SECOND), cached, &[], 1).expect("the other worker has no line"), "d1");
 }
+
+/// The worker reports this rate in tokens a second, and this number of prompt tokens in its queue.
+fn report(lines: &mut Lines, name: &str, prefill_tokens_per_second: f64, pending_prefill_tokens: u64) {
+    let load = Load { prefill_tokens_per_second, prefill_measurements: 1, pending_prefill_tokens, ..Load::default() };
+    let all: Vec<String> = (0..=lines.scenario.requests).map(|number| format!("r{number}")).collect();
+    lines.scenario.reports(name, vec![], load, &all.iter().map(String::as_str).collect::<Vec<_>>());
+}
+
+/// Returns after which time a request is admitted that may wait for a second.
+fn retry_after(lines: &mut Lines) -> f64 {
+    match lines.place(Some(SECOND), [].into(), &[], 1) {
+        Err(PlacementError::Overloaded { retry_after }) => retry_after.as_secs_f64(),
+        other => panic!("the wait is longer than a second: {other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn queue_counts_at_three_quarters_of_the_measured_rate_before_any_line_is_measured() {
+    let mut lines = Lines::new();
+    for name in ["d0", "d1"] {
+        report(&mut lines, name, 0.0, 30_000);
+    }
+    lines.place(Some(SECOND), [].into(), &[], 1).expect("no rate is measured, and no answer has ended");
+    report(&mut lines, "d0", 1_000.0, 3_000);
+    // The mean rate of the other workers is assumed for d1.
+    report(&mut lines, "d1", 0.0, 6_000);
+    let seconds = retry_after(&mut lines);
+    assert!((2.99..3.01).contains(&seconds), "{seconds}");
+    report(&mut lines, "d1", 0.0, 700);
+    assert_eq!(lines.place(Some(SECOND), [].into(), &[], 1).expect("the queue is short enough"), "d1");
+}
