@@ -131,8 +131,8 @@ struct Running {
 }
 
 pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill) -> Result<AdapterJob, Refusal> {
-    let Prefill { request_id, account, namespace, prompt } = prefill;
-    let queued = shared.slots.enqueue(&account, shared.blocks(prompt.len()))?;
+    let Prefill { request_id, account, priority, namespace, prompt } = prefill;
+    let queued = shared.slots.enqueue(&account, priority, shared.blocks(prompt.len()))?;
     let call = Call { request_id: shared.request_id(&request_id), namespace, tokens: prompt };
     let new_tokens = call.tokens.len() - shared.known_tokens(&call.namespace, &call.tokens);
     let work = Work::new(&shared.books, request_id, new_tokens, (call.tokens.len(), 1));
@@ -140,7 +140,7 @@ pub(crate) fn prefill(shared: &Arc<Shared>, api: &Arc<dyn Api>, prefill: Prefill
 }
 
 pub(crate) fn generate(shared: &Arc<Shared>, api: &Arc<dyn Api>, generate: Generate) -> Result<AdapterJob, Refusal> {
-    let queued = shared.slots.enqueue(&generate.account, shared.blocks(generate.prompt.len()))?;
+    let queued = shared.slots.enqueue(&generate.account, generate.priority, shared.blocks(generate.prompt.len()))?;
     let samples = if generate.generated.is_empty() { generate.samples as usize } else { generate.generated.len() };
     let new_tokens = match generate.kv {
         KvSource::Handle => 0,

@@ -2,11 +2,9 @@
 //! limits, fairness and drains work as with Tandem's engine.
 
 use parking_lot::Mutex;
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 use tandem_engine::Refusal;
+use tandem_kv::Priority;
 use tokio::sync::oneshot;
 
 /// The limits on the number of requests that the engine runs at a time, on their blocks, and on the number of requests that wait.
@@ -20,8 +18,16 @@ pub(crate) struct SlotLimits {
     pub waiting: usize,
 }
 
-/// Decides which request is submitted next. Of the accounts with waiting requests, the one with the fewest requests in the engine is next. An
-/// account's requests are submitted in the order of their arrival.
+/// One of this many requests is submitted in the order of arrival, whatever its priority, so that no request starves.
+const OLDEST_EVERY: u64 = 8;
+
+/// Requests between which places rotate by account: those that rank equally across accounts. The number is that rank.
+type Flow = (i32, Arc<str>);
+/// The order in which a flow's requests are submitted: by priority within the account, then by arrival.
+type Turn = (i32, u64);
+
+/// Decides which request is submitted next: of the flows of the best rank, the one with the fewest requests in the engine is next. In addition, the
+/// oldest request is next once in [`OLDEST_EVERY`] times.
 pub(crate) struct Slots {
     limits: SlotLimits,
     state: Mutex<State>,
@@ -29,21 +35,22 @@ pub(crate) struct Slots {
 
 #[derive(Default)]
 struct State {
-    accounts: BTreeMap<Arc<str>, Account>,
+    flows: BTreeMap<Flow, Requests>,
     running: usize,
     blocks: u64,
     waiting: usize,
     arrivals: u64,
+    submitted: u64,
 }
 
+/// The requests of a flow.
 #[derive(Default)]
-struct Account {
+struct Requests {
     running: usize,
-    waiting: VecDeque<Waiting>,
+    waiting: BTreeMap<Turn, Waiting>,
 }
 
 struct Waiting {
-    arrival: u64,
     blocks: u64,
     granted: oneshot::Sender<Slot>,
 }
@@ -51,15 +58,15 @@ struct Waiting {
 /// A request's permission to run in the engine. Dropping this value lets the next request run.
 pub(crate) struct Slot {
     slots: Arc<Slots>,
-    account: Arc<str>,
+    flow: Flow,
     blocks: u64,
 }
 
 /// A request in the queue. Dropping it removes the request from the queue.
 pub(crate) struct QueuedRequest {
     slots: Arc<Slots>,
-    account: Arc<str>,
-    arrival: u64,
+    flow: Flow,
+    turn: Turn,
     granted: oneshot::Receiver<Slot>,
 }
 
@@ -72,22 +79,22 @@ impl Slots {
     ///
     /// # Errors
     /// Fails if the queue is full.
-    pub fn enqueue(self: &Arc<Self>, account: &str, blocks: u64) -> Result<QueuedRequest, Refusal> {
-        let account: Arc<str> = account.into();
+    pub fn enqueue(self: &Arc<Self>, account: &str, priority: Priority, blocks: u64) -> Result<QueuedRequest, Refusal> {
+        let flow: Flow = (priority.across, account.into());
         let (granted, receiver) = oneshot::channel();
-        let arrival = {
+        let turn = {
             let mut state = self.state.lock();
             if state.waiting >= self.limits.waiting && !state.has_room(&self.limits, blocks) {
                 return Err(Refusal::Full);
             }
             state.arrivals += 1;
             state.waiting += 1;
-            let arrival = state.arrivals;
-            state.accounts.entry(Arc::clone(&account)).or_default().waiting.push_back(Waiting { arrival, blocks, granted });
-            arrival
+            let turn = (priority.within, state.arrivals);
+            state.flows.entry(flow.clone()).or_default().waiting.insert(turn, Waiting { blocks, granted });
+            turn
         };
         self.grant();
-        Ok(QueuedRequest { slots: Arc::clone(self), account, arrival, granted: receiver })
+        Ok(QueuedRequest { slots: Arc::clone(self), flow, turn, granted: receiver })
     }
 
     #[cfg(test)]
@@ -101,8 +108,8 @@ impl Slots {
         loop {
             let granted = {
                 let mut state = self.state.lock();
-                state.next(&self.limits).map(|(account, waiting)| {
-                    let slot = Slot { slots: Arc::clone(self), account, blocks: waiting.blocks };
+                state.next(&self.limits).map(|(flow, waiting)| {
+                    let slot = Slot { slots: Arc::clone(self), flow, blocks: waiting.blocks };
                     (waiting.granted, slot)
                 })
             };
@@ -119,22 +126,44 @@ impl State {
     }
 
     /// Removes the next request from the queue and returns it; `None` if the queue is empty or there is no place for the request.
-    fn next(&mut self, limits: &SlotLimits) -> Option<(Arc<str>, Waiting)> {
-        let heads = self.accounts.iter().filter_map(|(name, account)| {
-            let head = account.waiting.front()?;
-            Some((account.running, head.arrival, head.blocks, Arc::clone(name)))
-        });
-        let (_, _, blocks, name) = heads.min_by_key(|(running, arrival, ..)| (*running, *arrival))?;
+    fn next(&mut self, limits: &SlotLimits) -> Option<(Flow, Waiting)> {
+        let (flow, turn) = if (self.submitted + 1).is_multiple_of(OLDEST_EVERY) { self.oldest() } else { self.best() }?;
+        let requests = self.flows.get(&flow)?;
+        let blocks = requests.waiting.get(&turn)?.blocks;
         if !self.has_room(limits, blocks) {
             return None;
         }
-        let account = self.accounts.get_mut(&name)?;
-        let waiting = account.waiting.pop_front()?;
-        account.running += 1;
+        let requests = self.flows.get_mut(&flow)?;
+        let waiting = requests.waiting.remove(&turn)?;
+        requests.running += 1;
+        self.submitted += 1;
         self.waiting -= 1;
         self.running += 1;
         self.blocks += blocks;
-        Some((name, waiting))
+        Some((flow, waiting))
+    }
+
+    /// Returns the first waiting request of the flow with the fewest requests in the engine, among the flows of the best rank.
+    fn best(&self) -> Option<(Flow, Turn)> {
+        let heads = self.flows.iter().filter_map(|(flow, requests)| {
+            let (turn, _) = requests.waiting.first_key_value()?;
+            Some((flow.0, requests.running, turn.1, (flow, turn)))
+        });
+        let (.., (flow, turn)) = heads.min_by_key(|(across, running, arrival, _)| (*across, *running, *arrival))?;
+        Some((flow.clone(), *turn))
+    }
+
+    fn oldest(&self) -> Option<(Flow, Turn)> {
+        let all = self.flows.iter().flat_map(|(flow, requests)| requests.waiting.keys().map(move |turn| (flow, turn)));
+        let (flow, turn) = all.min_by_key(|(_, (_, arrival))| *arrival)?;
+        Some((flow.clone(), *turn))
+    }
+
+    /// Forgets a flow without requests.
+    fn forget_empty(&mut self, flow: &Flow) {
+        if self.flows.get(flow).is_some_and(|requests| requests.running == 0 && requests.waiting.is_empty()) {
+            self.flows.remove(flow);
+        }
     }
 }
 
@@ -152,16 +181,11 @@ impl QueuedRequest {
 impl Drop for QueuedRequest {
     fn drop(&mut self) {
         let mut state = self.slots.state.lock();
-        let Some(account) = state.accounts.get_mut(&self.account) else { return };
-        let before = account.waiting.len();
-        account.waiting.retain(|waiting| waiting.arrival != self.arrival);
-        let removed = before - account.waiting.len();
-        if account.running == 0 && account.waiting.is_empty() {
-            state.accounts.remove(&self.account);
-        }
-        state.waiting -= removed;
+        let removed = state.flows.get_mut(&self.flow).and_then(|requests| requests.waiting.remove(&self.turn));
+        state.waiting -= usize::from(removed.is_some());
+        state.forget_empty(&self.flow);
         drop(state);
-        if removed > 0 {
+        if removed.is_some() {
             // The removed request may be one that did not fit, and the requests after it may fit.
             self.slots.grant();
         }
@@ -173,12 +197,10 @@ impl Drop for Slot {
         let mut state = self.slots.state.lock();
         state.running -= 1;
         state.blocks -= self.blocks;
-        if let Some(account) = state.accounts.get_mut(&self.account) {
-            account.running -= 1;
-            if account.running == 0 && account.waiting.is_empty() {
-                state.accounts.remove(&self.account);
-            }
+        if let Some(requests) = state.flows.get_mut(&self.flow) {
+            requests.running -= 1;
         }
+        state.forget_empty(&self.flow);
         drop(state);
         self.slots.grant();
     }
@@ -200,8 +222,9 @@ mod tests {
     #[test]
     fn request_waits_for_a_slot_and_blocks_and_an_oversized_request_runs_alone() {
         let slots = slots(2, 10, 8);
-        let mut requests: Vec<QueuedRequest> =
-            [4, 4, 1, 20].map(|blocks| slots.enqueue("", blocks).expect("the queue has a free place")).into();
+        let mut requests: Vec<QueuedRequest> = [4, 4, 1, 20]
+            .map(|blocks| slots.enqueue("", Priority::default(), blocks).expect("the queue has a free place"))
+            .into();
         let first = granted(&mut requests[0]).expect("the first slot is free");
         let second = granted(&mut requests[1]).expect("the second slot is free");
         assert!(granted(&mut requests[2]).is_none(), "both slots are in use");
@@ -218,8 +241,8 @@ mod tests {
     fn account_without_running_requests_is_served_before_an_account_with_many() {
         let slots = slots(2, 100, 16);
         let mut many: Vec<QueuedRequest> =
-            (0..6).map(|_| slots.enqueue("many", 1).expect("the queue has a free place")).collect();
-        let mut few = slots.enqueue("few", 1).expect("the queue has a free place");
+            (0..6).map(|_| slots.enqueue("many", Priority::default(), 1).expect("the queue has a free place")).collect();
+        let mut few = slots.enqueue("few", Priority::default(), 1).expect("the queue has a free place");
         let running =
             [granted(&mut many[0]).expect("the first slot is free"), granted(&mut many[1]).expect("the second slot is free")];
         let [first, _second] = running;
@@ -230,12 +253,12 @@ mod tests {
     #[test]
     fn full_queue_refuses_requests_until_a_waiting_request_is_dropped() {
         let slots = slots(1, 10, 1);
-        let mut first = slots.enqueue("", 1).expect("the queue is empty");
+        let mut first = slots.enqueue("", Priority::default(), 1).expect("the queue is empty");
         let running = granted(&mut first).expect("the first slot is free");
-        let waiting = slots.enqueue("", 1).expect("the queue has one free place");
-        assert!(matches!(slots.enqueue("", 1), Err(Refusal::Full)));
+        let waiting = slots.enqueue("", Priority::default(), 1).expect("the queue has one free place");
+        assert!(matches!(slots.enqueue("", Priority::default(), 1), Err(Refusal::Full)));
         drop(waiting);
-        let mut other = slots.enqueue("", 1).expect("the queue has one free place");
+        let mut other = slots.enqueue("", Priority::default(), 1).expect("the queue has one free place");
         assert_eq!(slots.counts(), (1, 1));
         drop((first, running));
         assert!(granted(&mut other).is_some());
@@ -244,10 +267,58 @@ mod tests {
     #[test]
     fn request_dropped_before_it_uses_its_slot_releases_the_slot() {
         let slots = slots(1, 10, 4);
-        let first = slots.enqueue("", 1).expect("the queue is empty");
-        let mut second = slots.enqueue("", 1).expect("the queue has a free place");
+        let first = slots.enqueue("", Priority::default(), 1).expect("the queue is empty");
+        let mut second = slots.enqueue("", Priority::default(), 1).expect("the queue has a free place");
         assert!(granted(&mut second).is_none());
         drop(first);
         assert!(granted(&mut second).is_some());
+    }
+
+    /// Drops the running requests one by one. Returns the names of the waiting ones in the order in which they are submitted.
+    fn submitted(mut running: Vec<Slot>, mut waiting: Vec<(String, QueuedRequest)>) -> Vec<String> {
+        let mut names = Vec::new();
+        while let Some(slot) = running.pop() {
+            drop(slot);
+            let granted: Vec<(usize, Slot)> =
+                waiting.iter_mut().enumerate().filter_map(|(at, (_, request))| Some((at, granted(request)?))).collect();
+            for (at, slot) in granted.into_iter().rev() {
+                names.push(waiting.remove(at).0);
+                running.push(slot);
+            }
+        }
+        names
+    }
+
+    #[test]
+    fn requests_are_submitted_by_rank_then_by_account_then_by_priority_and_arrival() {
+        let slots = slots(1, 100, 64);
+        let mut first = slots.enqueue("", Priority::default(), 1).expect("the queue is empty");
+        let running = vec![granted(&mut first).expect("the slot is free")];
+        let waiting =
+            [("a", 0, 5), ("a", 0, -5), ("b", 0, 0), ("low", 3, 3), ("operator", -1, -1)].map(|(account, across, within)| {
+                let queued = slots.enqueue(account, Priority { across, within }, 1).expect("the queue has a free place");
+                (format!("{account} {within}"), queued)
+            });
+        // With one place, no account has requests in the engine, so accounts of one rank follow the arrival of their first requests.
+        assert_eq!(submitted(running, waiting.into()), ["operator -1", "a -5", "a 5", "b 0", "low 3"]);
+        drop(first);
+        assert_eq!(slots.counts(), (0, 0));
+        assert!(slots.state.lock().flows.is_empty());
+    }
+
+    #[test]
+    fn request_of_the_worst_priority_is_not_overtaken_forever() {
+        let slots = slots(1, 100, 64);
+        let mut first = slots.enqueue("", Priority::default(), 1).expect("the queue is empty");
+        let running = vec![granted(&mut first).expect("the slot is free")];
+        let enqueue = |number: i32, within| {
+            let queued = slots.enqueue("", Priority { across: 0, within }, 1).expect("the queue has a free place");
+            (format!("{number}"), queued)
+        };
+        let mut waiting = vec![enqueue(0, 9)];
+        waiting.extend((1..20).map(|number| enqueue(number, 0)));
+        let names = submitted(running, waiting);
+        let at = names.iter().position(|name| name == "0").expect("all requests are submitted");
+        assert!(at < OLDEST_EVERY as usize, "{names:?}");
     }
 }

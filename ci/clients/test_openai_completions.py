@@ -137,7 +137,7 @@ def test_truncate_prompt_tokens(openai_calls, smollm):
 
 
 def test_priority_and_unknown_fields(ask):
-    assert ask(priority=0)[1] == ask(unknown_field=1)[1] == ask()[1]
+    assert ask(priority=0)[1] == ask(priority=-7)[1] == ask(unknown_field=1)[1] == ask()[1]
 
 
 def test_continue_final_message(openai_calls, smollm):

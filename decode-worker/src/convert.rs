@@ -128,6 +128,7 @@ impl Request {
             generate: Generate {
                 request_id: request.request_id,
                 account: request.account,
+                priority: request.priority.unwrap_or_default().into(),
                 namespace: Namespace::from_bytes(&request.cache_namespace),
                 prompt: request.prompt,
                 sampling,

@@ -37,6 +37,7 @@ pub(crate) async fn run(worker: &Worker, request: Request, prefill: WorkerRef, c
         prompt: generate.shared(),
         cache_namespace: generate.namespace.as_bytes().to_vec(),
         account: generate.account.clone(),
+        priority: Some(generate.priority.into()),
     };
     let remote = RemotePrompt { request, start, prefill, waiting };
     match &worker.receiving {

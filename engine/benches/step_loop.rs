@@ -15,7 +15,7 @@ use tandem_engine::{
     Chunk, Engine, EngineError, EngineHandle, EngineInfo, EngineSettings, Generate, KvSource, Sampling, StepOutput,
     sim::{SimEngine, SimSettings, Vocabulary},
 };
-use tandem_kv::{BlockId, HashKey, Namespace};
+use tandem_kv::{BlockId, HashKey, Namespace, Priority};
 
 const ROUNDS: usize = 7;
 const BATCH: u32 = 64;
@@ -62,6 +62,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
         let generate = Generate {
             request_id: number.to_string(),
             account: String::new(),
+            priority: Priority::default(),
             namespace: Namespace::new("bench", "", "", ""),
             prompt: (0..PROMPT).map(|position| (number * 31 + position * 7) % 250).collect(),
             sampling: Sampling { max_tokens: None, seed: u64::from(number), ..sampling.clone() },

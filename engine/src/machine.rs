@@ -74,6 +74,8 @@ pub(crate) struct Machine {
     running: Vec<Sequence>,
     /// Divides the prompt tokens of each step between accounts.
     round_robin: RoundRobin,
+    /// The oldest job, if it has been on this engine for [`EXEMPT_AFTER`] and another job outranks it. Its first sequence precedes all others.
+    exempt: Option<JobId>,
     /// The number of prompt tokens whose KV was computed by this engine or received from another worker.
     prefilled: u64,
     /// Sequences of the role `Prefill` whose KV is completely computed. Their blocks are held until their jobs are dropped.
@@ -90,6 +92,10 @@ pub(crate) struct Machine {
 
 /// The minimum of a step's budget of prompt tokens: this many tokens remain even if the decoding sequences use up the budget.
 const PREFILL_TOKENS_MIN: usize = 16;
+/// The time after which a job that others outrank may become exempt: the default of the router's limit on the wait in line.
+const EXEMPT_AFTER: Duration = Duration::from_secs(10);
+/// The exempt job gets this part of a step's prompt tokens, so that a long prompt delays those that outrank it little.
+const EXEMPT_SHARE: usize = 8;
 /// One audit checks the contents of this many blocks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
 /// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
@@ -114,6 +120,7 @@ impl Machine {
             forking: Vec::new(),
             running: Vec::new(),
             round_robin: RoundRobin::default(),
+            exempt: None,
             prefilled: 0,
             held: Vec::new(),
             live: BTreeMap::new(),
@@ -148,6 +155,7 @@ impl Machine {
 
     /// Admits the waiting sequences that fit, and returns the chunks of the next step; `None` if there is nothing to compute.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
+        self.exempt = self.starving(now);
         // Running sequences get blocks before new sequences are admitted. `grow` runs a second time because a sequence that was just
         // admitted may need a block for its first token.
         self.grow();
@@ -164,14 +172,25 @@ impl Machine {
         (!chunks.is_empty()).then_some(Plan { chunks })
     }
 
+    /// Returns the oldest job if it has been on this engine for long and another job outranks it. Paused sequences do not count.
+    fn starving(&self, now: Duration) -> Option<JobId> {
+        let all = || {
+            let waiting = self.waiting.iter().map(|queued| &queued.sequence);
+            self.running.iter().chain(&self.reserved).chain(&self.forking).chain(waiting).filter(|of| !of.paused)
+        };
+        let oldest = all().min_by_key(|of| of.order)?;
+        let starves = now.saturating_sub(oldest.submitted) >= EXEMPT_AFTER && all().any(|of| of.outranks(oldest));
+        starves.then_some(oldest.job)
+    }
+
     /// Returns the indices of the running sequences in the next step: all that are not paused or, if these are too many, the first of them
     /// in the fair order.
     fn batch(&self) -> Vec<usize> {
         let mut batch: Vec<usize> = (0..self.running.len()).filter(|index| !self.running[*index].paused).collect();
         let batch_max = self.settings.batch_max as usize;
         if batch.len() > batch_max {
-            let owners = batch.iter().map(|index| (&*self.running[*index].account, self.running[*index].job));
-            let order = fair_order(&owners.collect::<Vec<_>>());
+            let owners = batch.iter().map(|index| self.running[*index].owner());
+            let order = fair_order(&owners.collect::<Vec<_>>(), self.exempt);
             batch = order[..batch_max].iter().map(|index| batch[*index]).collect();
             batch.sort_unstable();
         }
@@ -184,20 +203,33 @@ impl Machine {
 
     /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
     /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
-    /// again after a preemption).
+    /// again after a preemption) of its priority. The exempt prompt gets its part first.
     fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
         let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
         if prefills.is_empty() && self.round_robin.is_empty() {
             return BTreeMap::new();
         }
-        prefills.sort_by_key(|index| (!self.is_first_of_job(*index), self.running[*index].due, self.running[*index].order));
+        prefills.sort_by_key(|index| {
+            let (within, due, order) = self.running[*index].due();
+            (within, !self.is_first_of_job(*index), due, order)
+        });
         let demand = |index: &usize| {
             let sequence = &self.running[*index];
             let most = if sequence.wants_prompt_logprobs() { LOGIT_ROWS_MAX } else { usize::MAX };
-            Demand { account: sequence.account.clone(), tokens: sequence.remaining().min(most) }
+            let tokens = sequence.remaining().min(most);
+            Demand { account: sequence.account.clone(), across: sequence.priority.across, tokens }
         };
-        let demands: Vec<Demand> = prefills.iter().map(demand).collect();
-        prefills.into_iter().zip(self.round_robin.allot(&demands, budget)).collect()
+        let mut demands: Vec<Demand> = prefills.iter().map(demand).collect();
+        let exempt = prefills.iter().position(|index| Some(self.running[*index].job) == self.exempt);
+        let first = exempt.map_or(0, |at| demands[at].tokens.min(budget / EXEMPT_SHARE));
+        if let Some(at) = exempt {
+            demands[at].tokens -= first;
+        }
+        let mut allotted = self.round_robin.allot(&demands, budget - first);
+        if let Some(at) = exempt {
+            allotted[at] += first;
+        }
+        prefills.into_iter().zip(allotted).collect()
     }
 
     pub fn chunks<'a>(&'a self, plan: &'a Plan) -> Vec<Chunk<'a>> {

@@ -2,7 +2,7 @@
 
 use crate::{EngineInfo, Sampling};
 use std::borrow::Cow;
-use tandem_kv::{Namespace, TokenId};
+use tandem_kv::{Namespace, Priority, TokenId};
 
 /// A request to compute the KV of a prompt's tokens except the last, and to keep it until the job is dropped.
 #[derive(Clone, Debug)]
@@ -12,6 +12,8 @@ pub struct Prefill {
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
+    /// The order in which the engine serves the request.
+    pub priority: Priority,
     /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
     /// The token ids of the prompt; there is at least one.
@@ -26,6 +28,8 @@ pub struct Generate {
     pub request_id: String,
     /// The account of the request. Active accounts get equal shares of the engine; the empty name counts as one account.
     pub account: String,
+    /// The order in which the engine serves the request.
+    pub priority: Priority,
     /// The isolation domain of the prefix cache: only KV of the same namespace is reused.
     pub namespace: Namespace,
     /// The token ids of the prompt; there is at least one.

@@ -153,6 +153,8 @@ pub(crate) enum Problem {
     Range { allowed: &'static str, found: f64 },
     #[error("must not be empty")]
     Empty,
+    #[error("must not be below {best}, the priority of this API key, but is {found}; lower values are served earlier")]
+    Priority { best: i32, found: i32 },
     #[error("must have at most {max} {unit}")]
     TooMany { max: usize, unit: &'static str },
     #[error("must be one of {allowed}")]
@@ -305,7 +307,8 @@ impl Problem {
             | Self::Vocabulary { .. }
             | Self::Rule { .. }
             | Self::Conflict { .. }
-            | Self::Constraint { .. } => "invalid_value",
+            | Self::Constraint { .. }
+            | Self::Priority { .. } => "invalid_value",
             Self::Empty => "empty_value",
             Self::TooMany { .. } => "too_many",
             Self::Unsupported => "unsupported_parameter",

@@ -9,6 +9,7 @@ mod hash;
 mod id;
 mod memory;
 mod mix;
+mod priority;
 mod report;
 mod ticket;
 
@@ -20,6 +21,7 @@ pub use memory::{
     BlockAccess, BlockWrite, CommunicatorEnd, DeviceTransferError, KvCommunicator, KvMemory, PeerMemory, ReadyBlock,
 };
 pub use mix::mix;
+pub use priority::Priority;
 pub use report::{KvBatch, Load, StepStats};
 pub use ticket::{InvalidTicket, Ticket};
 

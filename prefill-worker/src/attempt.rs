@@ -86,6 +86,7 @@ pub(crate) async fn submit(worker: &Worker, start: &mut PrefillStart) -> Result<
     let prefill = Prefill {
         request_id: start.request_id.clone(),
         account: start.account.clone(),
+        priority: start.priority.unwrap_or_default().into(),
         namespace: namespace.clone(),
         prompt: std::mem::take(&mut start.prompt),
     };

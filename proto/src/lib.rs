@@ -7,6 +7,7 @@ mod identity;
 mod key;
 mod load;
 mod prefill_chunk;
+mod priority;
 mod reason;
 mod signed_address;
 mod snapshot;

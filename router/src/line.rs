@@ -5,6 +5,7 @@
 //! wait that waited at the beginning. In other periods the worker can do at least what it did.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use tandem_kv::Priority;
 use tokio::time::Instant;
 
 /// The work that a request is counted with in addition to its new prompt tokens: about what a step costs besides its tokens.
@@ -20,21 +21,22 @@ const SPEED_MAX_AGE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Waiting {
     account: Arc<str>,
+    priority: Priority,
     work: u64,
 }
 
 impl Waiting {
-    /// Returns the request of this account whose prompt has this number of new tokens.
-    pub(crate) fn new(account: Arc<str>, new_tokens: u64) -> Self {
-        Self { account, work: new_tokens + REQUEST_TOKENS }
+    /// Returns the request of this account and priority whose prompt has this number of new tokens.
+    pub(crate) fn new(account: Arc<str>, priority: Priority, new_tokens: u64) -> Self {
+        Self { account, priority, work: new_tokens + REQUEST_TOKENS }
     }
 }
 
 /// The requests that wait on the worker that prefills them.
 #[derive(Debug)]
 pub(crate) struct Line {
-    /// The work of the waiting requests by account. Each account has some.
-    waiting: BTreeMap<Arc<str>, u64>,
+    /// The work of the waiting requests by priority and account. Each entry has some.
+    waiting: BTreeMap<(Priority, Arc<str>), u64>,
     period: Period,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
@@ -75,16 +77,17 @@ impl Line {
 
     pub(crate) fn join(&mut self, request: &Waiting) {
         if request.work > 0 {
-            *self.waiting.entry(request.account.clone()).or_default() += request.work;
+            *self.waiting.entry((request.priority, request.account.clone())).or_default() += request.work;
         }
     }
 
     /// Removes a request that has joined the line.
-    pub(crate) fn leave(&mut self, Waiting { account, work }: &Waiting, left: Left, now: Instant) {
-        let Some(of_account) = self.waiting.get_mut(account).filter(|_| *work > 0) else { return };
-        *of_account -= work;
-        if *of_account == 0 {
-            self.waiting.remove(account);
+    pub(crate) fn leave(&mut self, Waiting { account, priority, work }: &Waiting, left: Left, now: Instant) {
+        let key = (*priority, account.clone());
+        let Some(of_equals) = self.waiting.get_mut(&key).filter(|_| *work > 0) else { return };
+        *of_equals -= work;
+        if *of_equals == 0 {
+            self.waiting.remove(&key);
         }
         self.period.left += work;
         self.period.served += if left == Left::Served { *work } else { 0 };
@@ -109,13 +112,32 @@ impl Line {
         (now.duration_since(measured) <= SPEED_MAX_AGE).then(|| speed.per_second())
     }
 
-    /// Returns how long one more request of `account`, with the same work as `request`, would wait if the line has this speed. It waits for all
-    /// work of its account, and for as much of every other account, because workers serve accounts in turn.
+    /// Returns how long `request` would wait if it joined the line and the line had this speed. It waits for all work that outranks it, for all work
+    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn.
     pub(crate) fn wait(&self, request: &Waiting, speed: f64) -> Duration {
-        let own = self.waiting.get(&request.account).copied().unwrap_or_default();
-        let others = self.waiting.iter().filter(|(account, _)| **account != request.account);
-        let ahead = own + others.map(|(_, work)| *work.min(&(own + request.work))).sum::<u64>();
+        let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
+        for ((priority, account), work) in &self.waiting {
+            let same_account = *account == request.account;
+            if priority.outranks(request.priority, same_account) {
+                own += if same_account && priority.across == request.priority.across { *work } else { 0 };
+                ahead += work;
+            } else if same_account && *priority == request.priority {
+                own += work;
+                ahead += work;
+            } else if !same_account && priority.across == request.priority.across {
+                *others.entry(account).or_default() += work;
+            }
+        }
+        ahead += others.into_values().map(|work| work.min(own + request.work)).sum::<u64>();
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX)
+    }
+
+    /// Returns which part of the line's work a request of this account and priority does not outrank; `None`: it outranks none.
+    pub(crate) fn preceding(&self, account: &str, priority: Priority) -> Option<f64> {
+        let outranked = |((of, other), _): &(&(Priority, Arc<str>), &u64)| priority.outranks(*of, **other == *account);
+        let outranked: u64 = self.waiting.iter().filter(outranked).map(|(_, work)| work).sum();
+        let all: u64 = self.waiting.values().sum();
+        (outranked > 0).then(|| (all - outranked) as f64 / all as f64)
     }
 
     #[cfg(test)]
@@ -154,7 +176,7 @@ mod tests {
     use super::*;
 
     fn request(account: &str, new_tokens: u64) -> Waiting {
-        Waiting::new(account.into(), new_tokens - REQUEST_TOKENS)
+        Waiting::new(account.into(), Priority::default(), new_tokens - REQUEST_TOKENS)
     }
 
     /// Returns how long one more request of the account would wait; `None` if the speed is not known.
@@ -234,6 +256,44 @@ mod tests {
         (0..10).for_each(|_| line.join(&request("b", 1_000)));
         assert!((2.0..2.2).contains(&wait(&line, "b")), "{}", wait(&line, "b"));
         assert!((4.9..5.1).contains(&wait(&line, "a")), "{}", wait(&line, "a"));
+    }
+
+    #[test]
+    fn request_waits_only_for_work_that_it_does_not_outrank() {
+        let start = Instant::now();
+        let mut line = line(40, start);
+        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
+        let speed = line.speed(now).expect("the speed is known");
+        // Account `a` has 4 s of work at 10 requests a second, with the priority 0.
+        let request =
+            |account: &str, across, within| Waiting::new(account.into(), Priority { across, within }, 1_000 - REQUEST_TOKENS);
+        let (urgent, later) = (request("a", 0, -5), request("a", 7, 7));
+        (0..10).for_each(|_| line.join(&urgent));
+        (0..10).for_each(|_| line.join(&later));
+        for (request, expected) in [
+            (request("a", 0, -5), 1.0),
+            (request("a", 0, -6), 0.0),
+            (request("a", 0, 0), 5.0),
+            (request("a", 7, 7), 6.0),
+            (request("a", 6, 6), 5.0),
+            // The priority that a client chooses has no effect on other accounts.
+            (request("b", 0, -9), 0.1),
+            (request("b", 0, 0), 0.1),
+            (request("b", 3, 3), 5.0),
+            // The operator's ranks precede all accounts.
+            (request("b", -1, -1), 0.0),
+        ] {
+            let waits = line.wait(&request, speed).as_secs_f64();
+            assert!((waits - expected).abs() < 0.05 * expected + 0.01, "{request:?}: {waits} s, not {expected} s");
+        }
+        let preceding = |across, within| line.preceding("a", Priority { across, within });
+        assert_eq!(preceding(7, 7), None);
+        assert!(preceding(0, 0).is_some_and(|part| (part - 50.0 / 60.0).abs() < 1e-9), "{:?}", preceding(0, 0));
+        assert_eq!(preceding(-1, -1), Some(0.0));
+        for (request, count) in [(urgent, 10), (later, 10), (self::request("a", 1_000), 40)] {
+            (0..count).for_each(|_| line.leave(&request, Left::Abandoned, now));
+        }
+        assert!(line.is_empty());
     }
 
     #[test]

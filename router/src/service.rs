@@ -187,6 +187,7 @@ impl RouterService {
             max_tokens: prompt.max_tokens,
             prompt_logits: prompt.prompt_logits,
             account: prompt.account.into(),
+            priority: prompt.priority.unwrap_or_default().into(),
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
         };
         Ok((prompt.existing, request))

@@ -60,6 +60,10 @@ pub struct AddArgs {
     /// How many sequences (prompts × n) of the key may run at once, on each frontend [default: only the frontend's own limits]
     #[arg(long, value_name = "N")]
     max_sequences: Option<NonZeroU32>,
+    /// Priority of the key's requests, and the best one for which they may ask. Lower values are served earlier, also among the requests of other
+    /// keys and accounts [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    priority: Option<i32>,
     /// The models that the key may use, separated by commas [default: all]
     #[arg(long, value_name = "IDS", value_delimiter = ',')]
     models: Vec<String>,
@@ -99,7 +103,8 @@ pub fn run(command: KeyCommand) -> Result<String> {
 }
 
 fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
-    let AddArgs { name, account, requests_per_minute, tokens_per_minute, max_sequences, models, own_cache, file: _ } = args;
+    let AddArgs { name, account, requests_per_minute, tokens_per_minute, max_sequences, priority, models, own_cache, file: _ } =
+        args;
     let secret = file.add(|sha256| ApiKey {
         name,
         sha256,
@@ -108,6 +113,7 @@ fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
         requests_per_minute,
         tokens_per_minute,
         max_sequences,
+        priority,
         models,
         cache: if own_cache { KeyCache::Key } else { KeyCache::Account },
     });
@@ -116,7 +122,7 @@ fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
 }
 
 fn list(file: &ApiKeyFile) -> String {
-    let head = ["name", "account", "created", "requests/min", "tokens/min", "sequences", "cache", "models"];
+    let head = ["name", "account", "created", "requests/min", "tokens/min", "sequences", "priority", "cache", "models"];
     let mut rows: Vec<Vec<String>> = vec![head.map(str::to_owned).to_vec()];
     for key in &file.keys {
         let limit = |limit: Option<NonZeroU32>| limit.map_or("-".to_owned(), |limit| limit.to_string());
@@ -132,11 +138,12 @@ fn list(file: &ApiKeyFile) -> String {
             limit(key.requests_per_minute),
             limit(key.tokens_per_minute),
             limit(key.max_sequences),
+            key.priority.unwrap_or(0).to_string(),
             cache.to_owned(),
             models,
         ]);
     }
-    text_table(rows, 8)
+    text_table(rows, 9)
 }
 
 /// Reads the file, changes it, and replaces it atomically, so that a frontend reads the old or the new file. A missing file has no keys. The
@@ -198,17 +205,20 @@ mod tests {
         let path = folder.path().join("keys.toml");
         let secret = key(&path, &["add", "alice"]).expect("the file is created");
         assert!(secret.starts_with("sk-tandem-") && secret.trim_end().len() == 74, "{secret}");
-        let limits =
-            "add bob --account acme --requests-per-minute 60 --tokens-per-minute 9000 --max-sequences 4 --models a,b --own-cache";
+        let limits = "add bob --account acme --requests-per-minute 60 --tokens-per-minute 9000 --max-sequences 4 --priority -5 --models a,b --own-cache";
         key(&path, &limits.split(' ').collect::<Vec<_>>()).expect("the name is free");
         let text = fs::read_to_string(&path).expect("the file exists");
         assert!(!text.contains(&secret.trim()["sk-tandem-".len()..]), "{text}");
         let listed = key(&path, &["list"]).expect("the file is valid");
         let row = |name: &str| listed.lines().find(|line| line.starts_with(name)).map(|line| line.split_whitespace().collect());
         let bob: Vec<&str> = row("bob").expect("bob is listed");
-        assert_eq!((&bob[..2], &bob[3..]), (&["bob", "acme"][..], &["60", "9000", "4", "own", "a,b"][..]), "{listed}");
+        assert_eq!((&bob[..2], &bob[3..]), (&["bob", "acme"][..], &["60", "9000", "4", "-5", "own", "a,b"][..]), "{listed}");
         let alice: Vec<&str> = row("alice").expect("alice is listed");
-        assert_eq!((&alice[..2], &alice[3..]), (&["alice", "alice"][..], &["-", "-", "-", "account", "all"][..]), "{listed}");
+        assert_eq!(
+            (&alice[..2], &alice[3..]),
+            (&["alice", "alice"][..], &["-", "-", "-", "0", "account", "all"][..]),
+            "{listed}"
+        );
         assert!(key(&path, &["add", "bob"]).is_err_and(|error| error.to_string().contains("two keys have the name bob")));
         key(&path, &["revoke", "alice"]).expect("alice is a key");
         assert!(key(&path, &["revoke", "alice"]).is_err_and(|error| error.to_string().contains("no key with the name alice")));

@@ -11,6 +11,7 @@ const OVERLOAD: Overload = Overload {
     lasts: LASTS,
     leaving_percent: 20,
     prefill: PrefillPlace::Auto,
+    urgent_percent: 0,
 };
 
 fn percentile(times: impl Iterator<Item = Duration>, percent: usize) -> f64 {

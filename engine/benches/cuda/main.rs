@@ -37,7 +37,7 @@ use tandem_engine::{
     Chunk, Engine, EngineSettings, Generate, KvSource, Logits, Sampling,
     cuda::{self, CompileTarget, CudaLimits, CudaModel, CudaSettings},
 };
-use tandem_kv::{BlockId, HashKey, Namespace, TokenId};
+use tandem_kv::{BlockId, HashKey, Namespace, Priority, TokenId};
 use tandem_model::HfDirectory;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -164,6 +164,7 @@ fn generate(number: usize, prompt: Vec<TokenId>, sampling: Sampling) -> Generate
     Generate {
         request_id: number.to_string(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: Namespace::new("bench", "", "", ""),
         prompt,
         sampling: Sampling { seed: number as u64, ..sampling },

@@ -5,7 +5,7 @@ mod fairness;
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
 use crate::{EngineError, Sampling, StepOutput};
-use tandem_kv::{BlockId, Change, HashKey, Namespace};
+use tandem_kv::{BlockId, Change, HashKey, Namespace, Priority};
 
 const SETTINGS: EngineSettings = EngineSettings {
     chunk_budget: 64,
@@ -40,6 +40,7 @@ fn generate(max_tokens: u32) -> Generate {
     Generate {
         request_id: "request".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: Namespace::new("sim", "", "", ""),
         prompt: (0..100).collect(),
         sampling: Sampling { max_tokens: Some(max_tokens), ..Sampling::default() },
@@ -137,9 +138,10 @@ async fn paused_job_receives_an_engine_failure() {
 #[tokio::test(start_paused = true)]
 async fn prefill_is_computed_completely_although_its_events_are_not_read() {
     let engine = start_with(SimEngine::new(SimSettings::default()), EngineSettings { max_buffered_events: 1, ..SETTINGS });
-    let Generate { request_id, account, namespace, .. } = generate(1);
+    let Generate { request_id, account, priority, namespace, .. } = generate(1);
     let prompt = (0..1_000).map(|position| position % 250).collect();
-    let mut job = engine.prefill(Prefill { request_id, account, namespace, prompt }).await.expect("the job fits in the cache");
+    let mut job =
+        engine.prefill(Prefill { request_id, account, priority, namespace, prompt }).await.expect("the job fits in the cache");
     job.send_blocks((0..63).collect(), BlockAccess::Copied).await;
     engine.wait_for_load(|load| load.pending_prefill_tokens == 0 && load.in_use_blocks == 63).await;
     let mut blocks = 0;

@@ -1,8 +1,8 @@
 //! Submits jobs, and admits waiting sequences: decides which of them get blocks, and when.
 
 use super::fair::{Shares, due};
-use super::sequence::{JobId, Order, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
-use super::waiting::{Due, PrefixOwner, Queued};
+use super::sequence::{Due, Flow, JobId, Order, Owner, Prompt, PromptLogprobs, Remote, Role, Sending, Sequence};
+use super::waiting::{PrefixOwner, Queued};
 use super::{Action, Machine, Sampler};
 use crate::sampling::Prepared;
 use crate::{CachedTokens, Event, Generate, Generated, KvSource, Prefill, Refusal};
@@ -12,7 +12,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tandem_kv::Wanted;
+use tandem_kv::{Priority, Wanted};
 
 /// The time for which a sequence waits for a prefix owner that computes its blocks: half the time limit for a first token. A prefix owner takes
 /// longer only if other sequences delay it.
@@ -39,7 +39,8 @@ impl Machine {
         prefill.check(&self.info)?;
         self.check_queue()?;
         let role = Role::Prefill(Sending::default());
-        self.queue(Sequence::new(job, prefill.account.into(), prefill.namespace, prefill.prompt, role, now));
+        let owner = Owner { account: prefill.account.into(), priority: prefill.priority, job };
+        self.queue(Sequence::new(owner, prefill.namespace, prefill.prompt, role, now));
         self.live.insert(job, 1);
         self.included_request_ids.push(prefill.request_id);
         Ok(())
@@ -87,7 +88,8 @@ impl Machine {
         let cache_reads = prompt.logprobs.is_none() && len_max > boundary;
         self.live.insert(job, prompt.samples.len() as u32);
         let role = Role::Prompt(Box::new(prompt));
-        let sequence = Sequence::new(job, generate.account.into(), generate.namespace, tokens, role, now);
+        let owner = Owner { account: generate.account.into(), priority: generate.priority, job };
+        let sequence = Sequence::new(owner, generate.namespace, tokens, role, now);
         self.queue(Sequence { cache_reads, ..sequence });
         self.included_request_ids.push(generate.request_id);
         Ok(())
@@ -114,10 +116,12 @@ impl Machine {
         // Of a prompt whose KV comes from another worker, only the last token is computed here. It does not wait for prompts that are computed here.
         let to_compute = if sequence.is_remote() { 1 } else { sequence.remaining() };
         let cost = to_compute.saturating_sub(cached_blocks * self.info.block_size as usize);
-        let of_account = |other: &&Sequence| other.account == sequence.account && !other.is_decoding();
-        let waiting = self.waiting.iter().filter(|queued| of_account(&&queued.sequence));
+        let equal = |other: &&Sequence| {
+            (&other.account, other.priority) == (&sequence.account, sequence.priority) && !other.is_decoding()
+        };
+        let waiting = self.waiting.iter().filter(|queued| equal(&&queued.sequence));
         let waiting = waiting.map(|queued| self.tokens_to_compute(queued));
-        let in_flight = self.reserved.iter().chain(&self.running).filter(of_account).map(Sequence::remaining);
+        let in_flight = self.reserved.iter().chain(&self.running).filter(equal).map(Sequence::remaining);
         sequence.due = due(self.prefilled, cost, waiting.chain(in_flight));
         self.waiting.push(Queued { sequence, cached_blocks, expected_prefix, prefix_owner: None });
     }
@@ -148,59 +152,77 @@ impl Machine {
     /// The first sequence that lacks blocks may preempt a sequence of an account or request with more than its share. If it preempts none,
     /// all sequences after it wait until it is admitted, so no sequence starves. A sequence whose next block is being computed or received
     /// for another sequence is deferred, and finds the block in the cache later. So equal prompts that arrive together are computed once
-    /// and sent once.
+    /// and sent once. The exempt sequence is the first in the fair order.
     pub(super) fn admit(&mut self, now: Duration) {
         while !(self.waiting.is_empty() && self.forking.is_empty()) && self.admit_in_order(now) {}
     }
 
     fn admit_in_order(&mut self, now: Duration) -> bool {
-        let mut shares = Shares::default();
+        let mut shares = Shares::new(self.exempt);
         for sequence in self.running.iter().filter(|sequence| !sequence.paused).chain(&self.reserved) {
-            shares.add(&sequence.account, sequence.job);
+            shares.add(&sequence.owner());
         }
-        let accounts = self.waiting.accounts().chain(self.forking.iter().map(|parent| &parent.account));
-        let accounts: BTreeSet<Arc<str>> = accounts.cloned().collect();
-        let mut accounts: Vec<AccountCandidates> = accounts.into_iter().map(AccountCandidates::new).collect();
-        let mut heads: BinaryHeap<Reverse<(usize, JobId, usize)>> = BinaryHeap::new();
-        for (index, account) in accounts.iter_mut().enumerate() {
-            account.advance(self, &shares);
-            heads.extend(account.head(&shares).map(|(before, job)| Reverse((before, job, index))));
+        if let Some((owner, candidate)) = self.exempt_candidate(&shares) {
+            match self.admit_one(candidate, &shares, now) {
+                Admission::Runs => shares.add(&owner),
+                Admission::OutOfBlocks { preempted } => return preempted,
+                Admission::Complete | Admission::Deferred | Admission::LookaheadReached => {}
+            }
         }
-        while let Some(Reverse((_, _, index))) = heads.pop() {
-            let account = &mut accounts[index];
-            let Some(candidate) = account.next.take() else { continue };
-            let job = candidate.job();
-            if shares.before(&account.account, job) >= self.settings.batch_max as usize {
-                // The account's other candidates come later in the fair order, so they cannot be admitted either.
+        let flows = self.waiting.flows().cloned().chain(self.forking.iter().map(|parent| parent.owner().flow()));
+        let flows: BTreeSet<Flow> = flows.collect();
+        let mut flows: Vec<FlowCandidates> = flows.into_iter().map(FlowCandidates::new).collect();
+        let mut heads: BinaryHeap<Reverse<(Head, usize)>> = BinaryHeap::new();
+        for (index, flow) in flows.iter_mut().enumerate() {
+            flow.advance(self, &shares);
+            heads.extend(flow.head(&shares).map(|head| Reverse((head, index))));
+        }
+        while let Some(Reverse((_, index))) = heads.pop() {
+            let flow = &mut flows[index];
+            let Some((owner, candidate)) = flow.next.take() else { continue };
+            if shares.before(&owner) >= self.settings.batch_max as usize {
+                // The flow's other candidates come later in the fair order, so they cannot be admitted either.
                 continue;
             }
             match self.admit_one(candidate, &shares, now) {
-                Admission::Runs => shares.add(&account.account, job),
+                Admission::Runs => shares.add(&owner),
                 Admission::Complete => {}
-                Admission::Deferred => account.skip(candidate),
-                Admission::LookaheadReached => account.no_more_new = true,
+                Admission::Deferred => flow.skip(candidate),
+                Admission::LookaheadReached => flow.no_more_new = true,
                 Admission::OutOfBlocks { preempted } => return preempted,
             }
-            account.advance(self, &shares);
-            heads.extend(account.head(&shares).map(|(before, job)| Reverse((before, job, index))));
+            flow.advance(self, &shares);
+            heads.extend(flow.head(&shares).map(|head| Reverse((head, index))));
         }
         false
+    }
+
+    /// Returns the first sequence of the exempt job, unless a sequence of this job has a place.
+    fn exempt_candidate(&self, shares: &Shares) -> Option<(Owner, Candidate)> {
+        let job = self.exempt?;
+        let waiting = self.waiting.first_of_job(job);
+        let candidate =
+            waiting.map(|of| if of.queue_time.is_some() { Candidate::Preempted(of.order) } else { Candidate::New(of.due()) });
+        let sequence = waiting.or_else(|| self.forking.iter().find(|parent| parent.job == job))?;
+        let owner = sequence.owner();
+        (shares.of_job(&owner) == 0).then(|| (owner, candidate.unwrap_or(Candidate::Sample(job))))
     }
 
     fn admit_one(&mut self, candidate: Candidate, shares: &Shares, now: Duration) -> Admission {
         let order = match candidate {
             Candidate::Sample(job) => return self.admit_sample(job, shares),
-            Candidate::Preempted(order) | Candidate::New((_, order)) => order,
+            Candidate::Preempted(order) | Candidate::New((_, _, order)) => order,
         };
         if self.waiting.get(order).is_none_or(|queued| queued.sequence.paused) || self.waits_for_prefix(order, now) {
             return Admission::Deferred;
         }
         let sequence = &self.waiting.get(order).expect("a candidate waits").sequence;
         let lookahead = LOOKAHEAD_STEPS * self.settings.chunk_budget as usize;
-        if sequence.queue_time.is_none() && !sequence.is_remote() && self.tokens_before(sequence) >= lookahead {
+        let exempt = self.exempt == Some(sequence.job);
+        if sequence.queue_time.is_none() && !sequence.is_remote() && !exempt && self.tokens_before(sequence) >= lookahead {
             return Admission::LookaheadReached;
         }
-        let (account, job) = (Arc::clone(&sequence.account), sequence.job);
+        let owner = sequence.owner();
         let size = self.info.block_size as usize;
         let len_blocks = sequence.target().div_ceil(size);
         // The candidate is admitted only if one spare block remains for each growing sequence before it, and one for itself if its last prompt token
@@ -210,12 +232,12 @@ impl Machine {
         let wanted = Wanted {
             reuse_max_blocks: sequence.reuse_max_blocks(size) as u32,
             len_blocks: len_blocks as u32,
-            spare_blocks: (self.growing(shares.before(&account, job)) + usize::from(grows_next)) as u32,
+            spare_blocks: (self.growing(shares.before(&owner)) + usize::from(grows_next)) as u32,
         };
         let Ok(acquired) = self.cache.acquire(&sequence.namespace, &sequence.tokens, wanted) else {
             let cached_blocks = self.cached_prefix(sequence);
             self.waiting.get_mut(order).expect("a candidate waits").cached_blocks = cached_blocks;
-            return Admission::OutOfBlocks { preempted: self.preempt_for(&account, job, len_blocks) };
+            return Admission::OutOfBlocks { preempted: self.preempt_for(&owner, len_blocks) };
         };
         let mut sequence = self.waiting.remove(order).expect("a candidate waits");
         sequence.blocks = acquired.blocks;
@@ -229,16 +251,16 @@ impl Machine {
     fn admit_sample(&mut self, job: JobId, shares: &Shares) -> Admission {
         let parent = self.forking.iter().find(|parent| parent.job == job && !parent.paused);
         let Some(parent) = parent else { return Admission::Deferred };
-        let account = Arc::clone(&parent.account);
-        let runs = shares.of_job(&account, job) > 0;
-        let spare = if runs { self.growing(shares.before(&account, job)) } else { 0 };
+        let owner = parent.owner();
+        let runs = shares.of_job(&owner) > 0;
+        let spare = if runs { self.growing(shares.before(&owner)) } else { 0 };
         if self.start_sample(job, spare) {
             return Admission::Runs;
         }
         if runs {
             return Admission::OutOfBlocks { preempted: self.preempt_paused() };
         }
-        if !self.preempt_for(&account, job, 1) {
+        if !self.preempt_for(&owner, 1) {
             self.keep_first_sample(job);
         }
         Admission::OutOfBlocks { preempted: true }
@@ -250,15 +272,17 @@ impl Machine {
         self.running.iter().chain(&self.reserved).filter(|other| other.grows()).count().min(before)
     }
 
-    /// Returns how many prompt tokens will be computed before those of a new prompt of the same account.
+    /// Returns how many prompt tokens will be computed before those of a new prompt: those of the same account that are due earlier, and those of
+    /// all prompts that outrank it.
     fn tokens_before(&self, sequence: &Sequence) -> usize {
-        let before = self.running.iter().enumerate().filter(|(index, other)| {
-            other.account == sequence.account
-                && !other.is_decoding()
-                && !other.paused
-                && self.is_first_of_job(*index)
-                && (other.due, other.order) < (sequence.due, sequence.order)
-        });
+        let precedes = |other: &Sequence| {
+            other.outranks(sequence)
+                || ((&other.account, other.priority) == (&sequence.account, sequence.priority) && other.due() < sequence.due())
+        };
+        let before =
+            self.running.iter().enumerate().filter(|(index, other)| {
+                !other.is_decoding() && !other.paused && self.is_first_of_job(*index) && precedes(other)
+            });
         before.map(|(_, other)| other.remaining()).sum()
     }
 
@@ -326,14 +350,14 @@ enum Admission {
     Complete,
     /// Backpressure pauses the candidate, or it waits for blocks that another sequence produces.
     Deferred,
-    /// The account's prompts that precede the candidate need [`LOOKAHEAD_STEPS`] full steps or more.
+    /// The prompts that precede the candidate, in its account or because they outrank it, need [`LOOKAHEAD_STEPS`] full steps or more.
     LookaheadReached,
     /// There are too few free blocks for the candidate. `preempted` says whether another sequence has just released its blocks.
     OutOfBlocks { preempted: bool },
 }
 
-/// A sequence that admission may start next for an account.
-#[derive(Clone, Copy)]
+/// A sequence that admission may start next for a flow.
+#[derive(Clone, Copy, Debug)]
 enum Candidate {
     Preempted(Order),
     Sample(JobId),
@@ -343,24 +367,28 @@ enum Candidate {
 impl Candidate {
     fn job(self) -> JobId {
         match self {
-            Self::Sample(job) | Self::Preempted((job, _)) | Self::New((_, (job, _))) => job,
+            Self::Sample(job) | Self::Preempted((job, _)) | Self::New((_, _, (job, _))) => job,
         }
     }
 }
 
-/// The candidates of an account during one round of admission.
-struct AccountCandidates {
-    account: Arc<str>,
-    next: Option<Candidate>,
+/// The place of a flow's next candidate in the fair order: its rank across accounts, the number of sequences of its flow that precede it, and its
+/// job.
+type Head = (i32, usize, JobId);
+
+/// The candidates of a flow during one round of admission.
+struct FlowCandidates {
+    flow: Flow,
+    next: Option<(Owner, Candidate)>,
     skipped: BTreeSet<Order>,
     /// The new prompt that was tried last; `None` if no new prompt was tried in this round.
     new_after: Option<Due>,
     no_more_new: bool,
 }
 
-impl AccountCandidates {
-    fn new(account: Arc<str>) -> Self {
-        Self { account, next: None, skipped: BTreeSet::new(), new_after: None, no_more_new: false }
+impl FlowCandidates {
+    fn new(flow: Flow) -> Self {
+        Self { flow, next: None, skipped: BTreeSet::new(), new_after: None, no_more_new: false }
     }
 
     fn skip(&mut self, candidate: Candidate) {
@@ -371,28 +399,31 @@ impl AccountCandidates {
         }
     }
 
-    /// Selects the next candidate: a sequence of the request with the fewest places in the batch. Among requests without a place, those
-    /// that had blocks before precede new prompts.
+    /// Selects the next candidate: a sequence of the best priority and, of these, one of the request with the fewest places in the batch. Among
+    /// requests of one priority without a place, those that had blocks before precede new prompts.
     fn advance(&mut self, machine: &Machine, shares: &Shares) {
-        let places = |job| shares.of_job(&self.account, job);
-        let preempted = machine.waiting.preempted(&self.account).filter(|order| !self.skipped.contains(order));
-        let preempted = preempted.map(|order| ((places(order.0), order), Candidate::Preempted(order)));
-        let forking = machine.forking.iter().filter(|parent| parent.account == self.account && !parent.paused);
-        let forking = forking.map(|parent| (parent.job, u32::MAX)).filter(|order| !self.skipped.contains(order));
-        let forking = forking.map(|order| ((places(order.0), order), Candidate::Sample(order.0)));
-        let started = preempted.chain(forking).min_by_key(|(key, _)| *key);
-        self.next = match started {
-            Some(((0, _), next)) => Some(next),
-            started => {
-                let new = if self.no_more_new { None } else { machine.waiting.next_new(&self.account, self.new_after) };
-                new.map(Candidate::New).or(started.map(|(_, next)| next))
-            }
+        let owner = |within, job| {
+            let (across, account) = self.flow.clone();
+            Owner { account, priority: Priority { across, within }, job }
         };
+        let places = |within, job| shares.of_job(&owner(within, job));
+        let preempted = machine.waiting.preempted(&self.flow).filter(|(_, order)| !self.skipped.contains(order));
+        let preempted = preempted.map(|(within, order)| ((within, places(within, order.0), order), Candidate::Preempted(order)));
+        let forking = machine.forking.iter().filter(|parent| !parent.paused && parent.owner().flow() == self.flow);
+        let forking = forking.map(|parent| (parent.priority.within, (parent.job, u32::MAX)));
+        let forking = forking.filter(|(_, order)| !self.skipped.contains(order));
+        let forking = forking.map(|(within, order)| ((within, places(within, order.0), order), Candidate::Sample(order.0)));
+        let started = preempted.chain(forking).min_by_key(|(key, _)| *key);
+        let new = if self.no_more_new { None } else { machine.waiting.next_new(&self.flow, self.new_after) };
+        let new = new.map(|due| ((due.0, 0, due.2), Candidate::New(due)));
+        // `min_by_key` returns the first one of two candidates with equal keys.
+        let next = started.into_iter().chain(new).min_by_key(|((within, places, _), _)| (*within, *places));
+        self.next = next.map(|((within, _, _), candidate)| (owner(within, candidate.job()), candidate));
     }
 
-    /// Returns how many sequences of the account precede the next candidate, and the candidate's job; `None` if there is no candidate.
-    fn head(&self, shares: &Shares) -> Option<(usize, JobId)> {
-        let job = self.next?.job();
-        Some((shares.before_in_account(&self.account, job), job))
+    /// Returns the place of the next candidate in the fair order; `None` if there is no candidate.
+    fn head(&self, shares: &Shares) -> Option<Head> {
+        let (owner, _) = self.next.as_ref()?;
+        Some((self.flow.0, shares.before_in_flow(owner), owner.job))
     }
 }

@@ -9,7 +9,7 @@ use super::{
     sequence::{JobId, Prompt, Role, Sample, Sequence},
 };
 use crate::{Event, FinishReason, Generated, Started};
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 impl Machine {
     /// Moves a prompt whose KV is complete to `forking`. Samples that have nothing left to generate finish immediately.
@@ -97,12 +97,6 @@ impl Machine {
         release(&mut self.cache, &mut parent);
     }
 
-    pub(super) fn preempt_youngest_forking(&mut self) -> bool {
-        let Some(youngest) = self.forking.len().checked_sub(1) else { return false };
-        self.preempt_forking(youngest);
-        true
-    }
-
     /// Starts the first sample of a forking prompt on the prompt's own blocks, because no blocks are free for a second sample. The other
     /// samples wait without blocks.
     pub(super) fn keep_first_sample(&mut self, job: JobId) {
@@ -134,7 +128,7 @@ fn sample_of(parent: &mut Sequence, generated: Generated) -> Sequence {
         paused: parent.paused,
         cache_reads: parent.cache_reads,
         queue_time: parent.queue_time,
-        ..Sequence::new(parent.job, Arc::clone(&parent.account), parent.namespace.clone(), tokens, role, parent.submitted)
+        ..Sequence::new(parent.owner(), parent.namespace.clone(), tokens, role, parent.submitted)
     }
 }
 

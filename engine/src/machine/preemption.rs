@@ -4,13 +4,14 @@ use super::{
     Machine,
     fair::Shares,
     receiving::release,
-    sequence::{JobId, Role, Sequence},
+    sequence::{JobId, Owner, Role, Sequence},
     waiting::Queued,
 };
 
 impl Machine {
     /// Allocates the block that the next token of each running sequence needs. While no block is free, a sequence releases its blocks. The order of
-    /// preference is: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair order.
+    /// preference is: a paused sequence, a reservation that has not started, a forking prompt, the last sequence in the fair order. Reservations and
+    /// forking prompts that outrank that last sequence keep their blocks.
     pub(super) fn grow(&mut self) {
         let size = self.info.block_size as usize;
         let mut index = 0;
@@ -22,30 +23,71 @@ impl Machine {
                 sequence.blocks.push(block);
             } else if self.preempt_paused() {
                 index = 0;
-            } else if !self.revoke_youngest() && !self.preempt_youngest_forking() {
+            } else {
                 let last = self.last_in_fair_order(None).expect("a growing sequence is a running sequence");
-                self.preempt(last);
-                index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
+                if let Some(reservation) = self.last_outranked(&self.reserved, last) {
+                    self.revoke(reservation);
+                } else if let Some(forking) = self.last_outranked(&self.forking, last) {
+                    self.preempt_forking(forking);
+                } else {
+                    self.preempt(last);
+                    index = index.min(self.running.len()).saturating_sub(usize::from(last < index));
+                }
             }
         }
     }
 
-    /// Preempts a sequence to free blocks for a sequence of `job` that needs `blocks` of them. Returns whether it preempted one.
+    /// Returns the index in `list` of the youngest sequence of the worst rank among those that do not outrank the running sequence at `victim`.
+    fn last_outranked(&self, list: &[Sequence], victim: usize) -> Option<usize> {
+        let victim = &self.running[victim];
+        self.last_that(list, |of| !of.outranks(victim))
+    }
+
+    /// Returns the index of the youngest sequence of the worst rank among those that are not exempt and for which `may_lose` is true.
+    fn last_that(&self, list: &[Sequence], may_lose: impl Fn(&Sequence) -> bool) -> Option<usize> {
+        let candidates = list.iter().enumerate().filter(|(_, of)| may_lose(of) && self.exempt != Some(of.job));
+        candidates.max_by_key(|(index, of)| (of.priority.across, *index)).map(|(index, _)| index)
+    }
+
+    /// Preempts a sequence to free blocks for a sequence of `owner` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// A paused sequence is preempted first. Otherwise the last sequence in the fair order is preempted, if its owner has more than a fair share. An
-    /// owner is an account; if both sequences belong to one account, an owner is a request. An owner has more than a fair share if two conditions
-    /// hold. After the preemption it still has at least as many sequences as the owner of `job`. Before the preemption it holds more blocks than the
-    /// owner of `job` will hold. So each owner keeps its first sequence, and two owners never preempt each other alternately.
-    pub(super) fn preempt_for(&mut self, account: &str, job: JobId, blocks: usize) -> bool {
+    /// A paused sequence is preempted first. Then come forking prompts that `owner` outranks, and the last running sequence in the fair order if
+    /// `owner` outranks it, but only if all sequences that `owner` outranks hold enough blocks together. Otherwise that last sequence is preempted if it
+    /// is of equal rank and its owner has more than a fair share. Such an owner is an account, with its sequences of this rank; if both sequences
+    /// belong to one account, it is a request. An owner has more than a fair share if two conditions hold. After the preemption it still has at least
+    /// as many sequences as the owner of the new sequence. Before the preemption it holds more blocks than that owner will hold. So each owner keeps
+    /// its first sequence, and two owners never preempt each other alternately.
+    pub(super) fn preempt_for(&mut self, owner: &Owner, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
         }
-        let Some(last) = self.last_in_fair_order(Some(job)) else { return false };
+        let forking = self.last_that(&self.forking, |of| owner.outranks(of));
+        let last = self.last_in_fair_order(Some(owner.job)).filter(|last| self.exempt != Some(self.running[*last].job));
+        if forking.is_some() || last.is_some_and(|last| owner.outranks(&self.running[last])) {
+            let counts = self.cache.counts();
+            let outranked = self.holdings(|of| owner.outranks(of) && !of.is_remote() && self.exempt != Some(of.job));
+            let forks: usize = self.forking.iter().filter(|of| owner.outranks(of)).map(|of| of.blocks.len()).sum();
+            let suffices = outranked.blocks + forks + (counts.free + counts.cached) as usize >= blocks;
+            match (suffices, forking, last) {
+                (true, Some(forking), _) => self.preempt_forking(forking),
+                (true, None, Some(last)) => self.preempt(last),
+                _ => {}
+            }
+            return suffices;
+        }
+        let Some(last) = last else { return false };
         let victim = &self.running[last];
-        let (victims, own) = if *victim.account == *account {
-            (self.holdings(|of| of.job == victim.job), self.holdings(|of| of.job == job))
+        if victim.priority.outranks(owner.priority, victim.account == owner.account) {
+            return false;
+        }
+        let (victims, own) = if victim.account == owner.account {
+            (self.holdings(|of| of.job == victim.job), self.holdings(|of| of.job == owner.job))
         } else {
-            (self.holdings(|of| of.account == victim.account), self.holdings(|of| *of.account == *account))
+            let of_rank = |of: &Sequence| of.priority.across == owner.priority.across;
+            (
+                self.holdings(|of| of_rank(of) && of.account == victim.account),
+                self.holdings(|of| of_rank(of) && of.account == owner.account),
+            )
         };
         let preempts = victims.exceed(own, blocks);
         if preempts {
@@ -55,9 +97,9 @@ impl Machine {
     }
 
     fn last_in_fair_order(&self, excluded: Option<JobId>) -> Option<usize> {
-        let mut shares = Shares::default();
+        let mut shares = Shares::new(self.exempt);
         for sequence in self.running.iter().filter(|sequence| Some(sequence.job) != excluded) {
-            shares.add(&sequence.account, sequence.job);
+            shares.add(&sequence.owner());
         }
         let job = shares.last()?;
         self.running.iter().rposition(|sequence| sequence.job == job)

@@ -128,11 +128,10 @@ impl Machine {
         why
     }
 
-    /// Ends the youngest reservation, to free blocks for running sequences. Returns false if there is no reservation.
-    pub(super) fn revoke_youngest(&mut self) -> bool {
-        let Some(sequence) = self.reserved.pop() else { return false };
+    /// Ends the reservation at this index, to free blocks for running sequences.
+    pub(super) fn revoke(&mut self, index: usize) {
+        let sequence = self.reserved.remove(index);
         self.take_back(sequence, Event::Revoked);
-        true
     }
 
     fn take_back(&mut self, mut sequence: Sequence, last: Event) {

@@ -2,12 +2,36 @@
 
 use crate::{Generated, Logits, PrefillChunk, TokenLogprobs, sampling::Sampler};
 use std::{sync::Arc, time::Duration};
-use tandem_kv::{BlockAccess, BlockId, Namespace, Ticket, TokenId};
+use tandem_kv::{BlockAccess, BlockId, Namespace, Priority, Ticket, TokenId};
 
 /// The number of a job on its engine. Numbers grow in the order of submission.
 pub(crate) type JobId = u64;
 /// The job of a sequence, and the number of its sample in the job (0 for a prompt). Values are ordered by the submission of their jobs.
 pub(super) type Order = (JobId, u32);
+/// A prompt's priority within its account, its due value (`fair::due`) and its age. If several prompts of one priority have the same due value, the
+/// oldest is first.
+pub(super) type Due = (i32, u64, Order);
+/// Requests between which places and prompt tokens rotate by account: those that rank equally across accounts. The number is that rank.
+pub(super) type Flow = (i32, Arc<str>);
+
+/// The request to which a sequence belongs, with all that decides about its place in the fair order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Owner {
+    pub account: Arc<str>,
+    pub priority: Priority,
+    pub job: JobId,
+}
+
+impl Owner {
+    pub fn flow(&self) -> Flow {
+        (self.priority.across, Arc::clone(&self.account))
+    }
+
+    /// Returns whether this request is served before `other`, because its priority is better.
+    pub fn outranks(&self, other: &Sequence) -> bool {
+        self.priority.outranks(other.priority, *self.account == *other.account)
+    }
+}
 
 /// A prompt or a sample: its tokens, how far their KV is computed, and the blocks that hold the KV.
 #[derive(Debug)]
@@ -15,7 +39,8 @@ pub(super) struct Sequence {
     pub job: JobId,
     pub order: Order,
     pub account: Arc<str>,
-    /// The due value of the job's prompt (`fair::due`). Prompts of one account are computed in the order of these values.
+    pub priority: Priority,
+    /// The due value of the job's prompt (`fair::due`). Prompts of one account and one priority are computed in the order of these values.
     pub due: u64,
     pub namespace: Namespace,
     pub tokens: Vec<TokenId>,
@@ -100,18 +125,13 @@ pub(super) struct Sample {
 }
 
 impl Sequence {
-    pub fn new(
-        job: JobId,
-        account: Arc<str>,
-        namespace: Namespace,
-        tokens: Vec<TokenId>,
-        role: Role,
-        submitted: Duration,
-    ) -> Self {
+    pub fn new(owner: Owner, namespace: Namespace, tokens: Vec<TokenId>, role: Role, submitted: Duration) -> Self {
+        let Owner { account, priority, job } = owner;
         Self {
             job,
             order: (job, 0),
             account,
+            priority,
             due: 0,
             namespace,
             prompt_len: tokens.len(),
@@ -126,6 +146,20 @@ impl Sequence {
             chunks: Vec::new(),
             role,
         }
+    }
+
+    pub fn owner(&self) -> Owner {
+        Owner { account: Arc::clone(&self.account), priority: self.priority, job: self.job }
+    }
+
+    /// Returns the order in which prompts of one account are computed: by priority, then by due value, then by age.
+    pub fn due(&self) -> Due {
+        (self.priority.within, self.due, self.order)
+    }
+
+    /// Returns whether this sequence is served before `other`, because its priority is better.
+    pub fn outranks(&self, other: &Self) -> bool {
+        self.priority.outranks(other.priority, self.account == other.account)
     }
 
     /// Returns how many leading tokens must be computed before the sequence generates, forks or is complete.

@@ -7,6 +7,7 @@ mod fair;
 mod fairness;
 mod history;
 mod paused;
+mod priorities;
 mod receiving;
 mod refused;
 mod resumed;
@@ -17,7 +18,7 @@ use crate::sim::{SimEngine, SimSettings};
 use crate::{CachedTokens, Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
 use bytes::Bytes;
 use std::collections::BTreeMap;
-use tandem_kv::{BlockAccess, HashKey, Namespace, Ticket, TokenId};
+use tandem_kv::{BlockAccess, HashKey, Namespace, Priority, Ticket, TokenId};
 
 struct World {
     machine: Machine,
@@ -148,13 +149,14 @@ fn prompt(text: &str, len: usize) -> Vec<TokenId> {
 }
 
 fn prefill(prompt: Vec<TokenId>) -> Prefill {
-    Prefill { request_id: "p".to_owned(), account: String::new(), namespace: namespace(), prompt }
+    Prefill { request_id: "p".to_owned(), account: String::new(), priority: Priority::default(), namespace: namespace(), prompt }
 }
 
 fn generate(prompt: Vec<TokenId>, max_tokens: u32) -> Generate {
     Generate {
         request_id: "g".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: namespace(),
         prompt,
         sampling: Sampling { max_tokens: Some(max_tokens), seed: 5, ..Sampling::default() },

@@ -1,19 +1,18 @@
 //! The sequences that wait for blocks and for a place in the batch. Waiting sequences hold no blocks.
 
-use super::sequence::{JobId, Order, Sequence};
+use super::sequence::{Due, Flow, JobId, Order, Sequence};
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Bound::{Excluded, Unbounded},
-    sync::Arc,
     time::Duration,
 };
 use tandem_kv::{Violation, ensure};
 
-/// The waiting sequences, in the order of arrival and by account. An account has an entry only while at least one of its sequences waits.
+/// The waiting sequences, in the order of arrival and by flow. A flow has an entry only while at least one of its sequences waits.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     sequences: BTreeMap<Order, Queued>,
-    accounts: BTreeMap<Arc<str>, AccountQueue>,
+    flows: BTreeMap<Flow, FlowQueue>,
     new: usize,
 }
 
@@ -39,24 +38,21 @@ pub(super) struct PrefixOwner {
 }
 
 #[derive(Debug, Default)]
-struct AccountQueue {
-    /// Sequences that had blocks before they were preempted. They precede the sequences in `new`.
-    preempted: BTreeSet<Order>,
+struct FlowQueue {
+    /// Sequences that had blocks before they were preempted, by priority. They precede the sequences of their priority in `new`.
+    preempted: BTreeSet<(i32, Order)>,
     /// Sequences that have not had blocks yet, in the order in which they are due.
     new: BTreeSet<Due>,
 }
 
-/// A prompt's due value ([`super::fair::due`]) and its age. If several prompts have the same due value, the oldest is first.
-pub(super) type Due = (u64, Order);
-
 impl Waiting {
     pub fn push(&mut self, queued: Queued) {
         let sequence = &queued.sequence;
-        let account = self.accounts.entry(Arc::clone(&sequence.account)).or_default();
+        let flow = self.flows.entry(sequence.owner().flow()).or_default();
         if sequence.queue_time.is_some() {
-            account.preempted.insert(sequence.order);
+            flow.preempted.insert((sequence.priority.within, sequence.order));
         } else {
-            account.new.insert((sequence.due, sequence.order));
+            flow.new.insert(sequence.due());
             self.new += 1;
         }
         let previous = self.sequences.insert(sequence.order, queued);
@@ -65,16 +61,17 @@ impl Waiting {
 
     pub fn remove(&mut self, order: Order) -> Option<Sequence> {
         let Queued { sequence, .. } = self.sequences.remove(&order)?;
-        let account = self.accounts.get_mut(&sequence.account).expect("a waiting sequence is in its account's queue");
+        let key = sequence.owner().flow();
+        let flow = self.flows.get_mut(&key).expect("a waiting sequence is in its flow's queue");
         let removed = if sequence.queue_time.is_some() {
-            account.preempted.remove(&order)
+            flow.preempted.remove(&(sequence.priority.within, order))
         } else {
             self.new -= 1;
-            account.new.remove(&(sequence.due, order))
+            flow.new.remove(&sequence.due())
         };
-        assert!(removed, "a waiting sequence is in its account's queue");
-        if account.preempted.is_empty() && account.new.is_empty() {
-            self.accounts.remove(&sequence.account);
+        assert!(removed, "a waiting sequence is in its flow's queue");
+        if flow.preempted.is_empty() && flow.new.is_empty() {
+            self.flows.remove(&key);
         }
         Some(sequence)
     }
@@ -94,6 +91,11 @@ impl Waiting {
         self.sequences.get_mut(&order)
     }
 
+    /// Returns the first waiting sequence of a job.
+    pub fn first_of_job(&self, job: JobId) -> Option<&Sequence> {
+        self.sequences.range((job, 0)..=(job, u32::MAX)).next().map(|(_, queued)| &queued.sequence)
+    }
+
     pub fn of_job_mut(&mut self, job: JobId) -> impl Iterator<Item = &mut Sequence> {
         self.sequences.range_mut((job, 0)..=(job, u32::MAX)).map(|(_, queued)| &mut queued.sequence)
     }
@@ -102,18 +104,19 @@ impl Waiting {
         self.sequences.values()
     }
 
-    pub fn accounts(&self) -> impl Iterator<Item = &Arc<str>> {
-        self.accounts.keys()
+    pub fn flows(&self) -> impl Iterator<Item = &Flow> {
+        self.flows.keys()
     }
 
-    pub fn preempted(&self, account: &str) -> impl Iterator<Item = Order> {
-        self.accounts.get(account).into_iter().flat_map(|queue| queue.preempted.iter().copied())
+    /// Returns the flow's preempted sequences, each with its priority within the account.
+    pub fn preempted(&self, flow: &Flow) -> impl Iterator<Item = (i32, Order)> {
+        self.flows.get(flow).into_iter().flat_map(|queue| queue.preempted.iter().copied())
     }
 
-    /// Returns the account's first prompt that has never had blocks and is due after `after`. If `after` is `None`, all of the account's prompts that
+    /// Returns the flow's first prompt that has never had blocks and is due after `after`. If `after` is `None`, all of the flow's prompts that
     /// have never had blocks are considered.
-    pub fn next_new(&self, account: &str, after: Option<Due>) -> Option<Due> {
-        let queue = self.accounts.get(account)?;
+    pub fn next_new(&self, flow: &Flow, after: Option<Due>) -> Option<Due> {
+        let queue = self.flows.get(flow)?;
         queue.new.range((after.map_or(Unbounded, Excluded), Unbounded)).next().copied()
     }
 
@@ -130,7 +133,7 @@ impl Waiting {
         self.new
     }
 
-    /// Checks that the queues of the accounts contain exactly the waiting sequences.
+    /// Checks that the queues of the flows contain exactly the waiting sequences.
     ///
     /// # Errors
     /// Returns the first violation that is found.
@@ -138,17 +141,17 @@ impl Waiting {
         for (order, Queued { sequence, .. }) in &self.sequences {
             ensure(*order == sequence.order, "a waiting sequence is listed under the order of another one")?;
             ensure(sequence.blocks.is_empty(), "a waiting sequence holds blocks")?;
-            let listed = self.accounts.get(&sequence.account).is_some_and(|queue| match sequence.queue_time {
-                Some(_) => queue.preempted.contains(order),
-                None => queue.new.contains(&(sequence.due, *order)),
+            let listed = self.flows.get(&sequence.owner().flow()).is_some_and(|queue| match sequence.queue_time {
+                Some(_) => queue.preempted.contains(&(sequence.priority.within, *order)),
+                None => queue.new.contains(&sequence.due()),
             });
-            ensure(listed, "a waiting sequence is missing in its account's queue")?;
+            ensure(listed, "a waiting sequence is missing in its flow's queue")?;
         }
-        let new: usize = self.accounts.values().map(|queue| queue.new.len()).sum();
-        let preempted: usize = self.accounts.values().map(|queue| queue.preempted.len()).sum();
+        let new: usize = self.flows.values().map(|queue| queue.new.len()).sum();
+        let preempted: usize = self.flows.values().map(|queue| queue.preempted.len()).sum();
         let counted = (new, new + preempted) == (self.new, self.sequences.len());
-        ensure(counted, "an account's queue has a sequence that does not wait")?;
-        let has_entries = |queue: &AccountQueue| !queue.new.is_empty() || !queue.preempted.is_empty();
-        ensure(self.accounts.values().all(has_entries), "an account's queue is empty")
+        ensure(counted, "a flow's queue has a sequence that does not wait")?;
+        let has_entries = |queue: &FlowQueue| !queue.new.is_empty() || !queue.preempted.is_empty();
+        ensure(self.flows.values().all(has_entries), "a flow's queue is empty")
     }
 }

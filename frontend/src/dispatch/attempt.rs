@@ -156,6 +156,7 @@ impl Work<'_> {
             prompt_logprobs: prompt.prompt_logprobs.filter(|_| resumed.is_empty()),
             generated: resumed.to_vec(),
             account: prompt.account.clone(),
+            priority: Some(prompt.priority.into()),
             prefill_start_timeout_ms: start_timeout.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
         }
     }

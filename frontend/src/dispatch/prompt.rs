@@ -1,7 +1,7 @@
 //! A prompt of a request, with all data about it that routers and workers need.
 
 use std::{sync::Arc, time::Duration};
-use tandem_kv::{Namespace, RequestId, SequenceHash, TokenId};
+use tandem_kv::{Namespace, Priority, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
 use tandem_proto::v1::{ExistingPlacement, Identity, RoutePrompt, Sampling};
 use tokio::{sync::watch, time::Instant};
@@ -32,6 +32,7 @@ pub(crate) struct Prompt {
     /// Receives a value each time that a worker reports that a prompt of the request waits in its queue: when the last of their prefills is
     /// estimated to begin.
     pub(crate) queued: watch::Sender<Option<Instant>>,
+    pub(crate) priority: Priority,
 }
 
 impl Prompt {
@@ -54,6 +55,7 @@ impl Prompt {
             existing,
             max_wait_ms: self.max_wait.map_or(0, |max_wait| u32::try_from(max_wait.as_millis()).unwrap_or(u32::MAX).max(1)),
             account: self.account.clone(),
+            priority: Some(self.priority.into()),
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::{
 };
 use axum::http::{HeaderMap, HeaderName};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
-use tandem_kv::{HashKey, Namespace};
+use tandem_kv::{HashKey, Namespace, Priority};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{
     channel::{Network, PeerRole},
@@ -28,6 +28,7 @@ use tandem_proto::{
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
 const MAX_WAIT: &str = "x-max-wait";
+const PRIORITY: &str = "x-request-priority";
 
 /// The options in a request's headers. The peer was allowed to send these headers.
 pub(super) struct HeaderOptions {
@@ -40,6 +41,8 @@ pub(super) struct HeaderOptions {
     pub(super) cache_owner: Option<String>,
     /// The longest time for which each prompt may wait in line (`x-max-wait`, at most the frontend's setting); `None`: no limit.
     pub(super) max_wait: Option<Duration>,
+    /// The priority for which the client asks in the header `x-request-priority`; `None`: it asks for none there.
+    priority: Option<i32>,
 }
 
 pub(crate) struct App {
@@ -138,7 +141,7 @@ impl App {
     /// Reads the options in a request's headers. The account is that of the request's key, if it has one.
     ///
     /// # Errors
-    /// The peer sent a header that it may not send, or the account name or `x-max-wait` is malformed.
+    /// The peer sent a header that it may not send, or the account name, `x-max-wait` or `x-request-priority` is malformed.
     pub(super) fn header_options(
         &self,
         headers: &HeaderMap,
@@ -161,6 +164,7 @@ impl App {
             account,
             cache_owner,
             max_wait: max_wait(headers, self.max_wait)?,
+            priority: priority(headers)?,
         })
     }
 
@@ -187,6 +191,42 @@ impl App {
         let value = values.next().is_none().then_some(value);
         value.and_then(|value| value.to_str().ok()).filter(|name| keys::is_name(name)).map(str::to_owned).ok_or_else(problem)
     }
+}
+
+impl HeaderOptions {
+    /// Returns the priority of a request whose body asks for `in_body`. Without one in the body, the one in the header counts; without both, that of
+    /// the key.
+    ///
+    /// A key's priority was set by the operator, so it ranks the request among those of all accounts. A client without a key can only rank its
+    /// request worse than the requests of other accounts, not better.
+    ///
+    /// # Errors
+    /// The client asks for a better priority than that of its key.
+    pub(super) fn priority(&self, in_body: Option<i32>, key: Option<&Key>) -> Result<Priority, ApiError> {
+        let asked = in_body.map(|found| ("priority", found)).or(self.priority.map(|found| (PRIORITY, found)));
+        let Some(key) = key else {
+            let within = asked.map_or(0, |(_, found)| found);
+            return Ok(Priority { across: within.max(0), within });
+        };
+        let best = key.entry.priority.unwrap_or(0);
+        let (param, found) = asked.unwrap_or((PRIORITY, best));
+        if found < best {
+            return Err(ApiError::invalid(param, Problem::Priority { best, found }));
+        }
+        Ok(Priority { across: found, within: found })
+    }
+}
+
+/// Returns the priority in the header `x-request-priority`.
+///
+/// # Errors
+/// The header is not a whole number of 32 bits, or occurs twice.
+fn priority(headers: &HeaderMap) -> Result<Option<i32>, ApiError> {
+    let mut values = headers.get_all(PRIORITY).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    let number = value.to_str().ok().and_then(|value| value.trim().parse().ok()).filter(|_| values.next().is_none());
+    let rule = "must occur once, and be a whole number between -2147483648 and 2147483647";
+    number.map(Some).ok_or_else(|| ApiError::invalid(PRIORITY, Problem::Rule { rule }))
 }
 
 /// Returns the limit on the wait that the header `x-max-wait` sets, but at most `limit`, the frontend's own one.

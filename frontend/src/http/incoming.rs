@@ -19,7 +19,7 @@ use axum::response::Response;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use tandem_kv::{Namespace, TokenId};
+use tandem_kv::{Namespace, Priority, TokenId};
 use tokio::{sync::watch, time::Instant};
 
 /// Bodies longer than this are parsed on a blocking thread. Parsing a shorter body takes less than a millisecond.
@@ -35,6 +35,8 @@ pub(super) struct Incoming {
     pub(super) admitted: Admitted,
     pub(super) header_options: HeaderOptions,
     pub(super) traceparent: String,
+    /// The priority, once the sequences are reserved.
+    pub(super) priority: Priority,
     /// The client whose limits this request counts against; `None`: only the limits for all clients apply.
     pub(super) client: Option<Client>,
     /// The permits for the body's memory. They are released when the prompts are encoded.
@@ -126,11 +128,12 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), move || stated.check()).await
     }
 
-    /// Reserves all sequences of this many prompts, or fails.
+    /// Determines the priority, and reserves all sequences of this many prompts, or fails.
     ///
     /// # Errors
-    /// The limit of the client or of all clients is reached.
+    /// The client asks for a better priority than its key allows, or the limit of the client or of all clients is reached.
     pub(super) fn reserve(&mut self, prompts: usize, options: &Options) -> Result<(), ApiError> {
+        self.priority = self.header_options.priority(options.priority, self.admitted.call.key.as_deref())?;
         self.admitted.reserve(self.client.clone(), prompts.saturating_mul(options.samples as usize))
     }
 
@@ -194,6 +197,7 @@ impl Incoming {
             prompt_logprobs,
             max_wait: self.header_options.max_wait,
             queued: self.queued.clone(),
+            priority: self.priority,
         }
     }
 }

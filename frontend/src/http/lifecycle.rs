@@ -23,6 +23,7 @@ use axum::{
 };
 use bytes::Bytes;
 use std::sync::Arc;
+use tandem_kv::Priority;
 use tokio::sync::watch;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -61,7 +62,18 @@ where
         Err(error) => return refused(&id, admitted, error),
     };
     let queued = watch::Sender::default();
-    let mut incoming = Incoming { app, id, admitted, header_options, traceparent, client, body: held, ignored: None, queued };
+    let mut incoming = Incoming {
+        app,
+        id,
+        admitted,
+        header_options,
+        traceparent,
+        priority: Priority::default(),
+        client,
+        body: held,
+        ignored: None,
+        queued,
+    };
     let reply = match prepare(&mut incoming, bytes).await.map(Into::into) {
         Ok(Work::Answered(response)) => Ok(Reply::Whole(response)),
         Ok(Work::Run(job)) if incoming.header_options.explain => explain(&incoming.app, *job).await.map(Reply::Whole),

@@ -13,9 +13,9 @@ use std::sync::Arc;
 const DESCRIPTION: &str = "The APIs of OpenAI, Anthropic and vLLM, as far as Tandem serves them. Fields of requests that this document does not \
      have are ignored, and the response's header `x-tandem-ignored-parameters` names them. Parameters with the schema `Unsupported` are refused \
      with 400, unless their value has no effect. Integers may be written as `5.0`. Every response has the header `x-request-id`. Responses with the \
-     status 429, 503 and 504 have the header `Retry-After`. With the header `x-tandem-details: true`, answers have the object `tandem`; with \
-     `x-tandem-explain: true` nothing runs, and the reply explains where each prompt would be placed. Only trusted peers may send these two \
-     headers; other peers get 403.";
+     status 429, 503 and 504 have the header `Retry-After`. The header `x-request-priority` has the priority of a request without the field \
+     `priority`. With the header `x-tandem-details: true`, answers have the object `tandem`; with `x-tandem-explain: true` nothing runs, and the \
+     reply explains where each prompt would be placed. Only trusted peers may send these last two headers; other peers get 403.";
 /// The paths and schemas of the Responses API and of Anthropic's API, which are described by hand and do not state every rule.
 const OTHER_APIS: &str = include_str!("openapi/other_apis.json");
 const DEFINITIONS: &str = "/components/schemas";

@@ -56,6 +56,9 @@ pub struct ApiKey {
     /// The maximum number of sequences (prompts × `n`) that run at a time; `None`: only the limits of all clients apply.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_sequences: Option<NonZeroU32>,
+    /// The priority of the key's requests, and the best one for which they may ask; lower values are served earlier. `None`: 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<i32>,
     /// The ids of the models that the key may use; empty: all models.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<String>,
@@ -231,6 +234,7 @@ mod tests {
             requests_per_minute: None,
             tokens_per_minute: None,
             max_sequences: None,
+            priority: None,
             models: Vec::new(),
             cache: KeyCache::Account,
         }
@@ -250,6 +254,7 @@ mod tests {
             requests_per_minute: NonZeroU32::new(60),
             tokens_per_minute: NonZeroU32::new(1000),
             max_sequences: NonZeroU32::new(4),
+            priority: Some(-5),
             models: vec!["m".to_owned()],
             cache: KeyCache::Key,
             ..key("b", hash)

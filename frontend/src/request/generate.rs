@@ -5,8 +5,8 @@ use super::{
     limits::CACHE_SALT_CHARS_MAX,
     options::{self, Options},
     parameters::{SamplingParams, StreamOptions},
-    schema::{NAMES_MODEL, SERVED, zero_has_no_effect},
-    unsupported::{Setting, accepted, check},
+    schema::{NAMES_MODEL, SERVED},
+    unsupported::{Setting, check},
 };
 use crate::{
     error::{ApiError, Problem, at_most},
@@ -36,9 +36,8 @@ pub(crate) struct GenerateRequest {
     stream_options: Option<StreamOptions>,
     #[schemars(length(min = 1, max = CACHE_SALT_CHARS_MAX))]
     cache_salt: Option<String>,
-    #[serde(default)]
-    #[schemars(schema_with = "zero_has_no_effect")]
-    priority: Setting,
+    #[schemars(range(min = i32::MIN, max = i32::MAX))]
+    priority: Option<Whole>,
     #[serde(default)]
     features: Setting,
     #[serde(default)]
@@ -74,14 +73,13 @@ impl GenerateRequest {
     /// A parameter is missing, out of range or not supported.
     pub(crate) fn check(self, model: &ServedModel) -> Result<Generate, ApiError> {
         let unsupported = [
-            ("priority", &self.priority, Some(accepted(0))),
-            ("features", &self.features, None),
-            ("content_parts", &self.content_parts, None),
-            ("kv_transfer_params", &self.kv_transfer_params, None),
-            ("ec_transfer_params", &self.ec_transfer_params, None),
+            ("features", &self.features),
+            ("content_parts", &self.content_parts),
+            ("kv_transfer_params", &self.kv_transfer_params),
+            ("ec_transfer_params", &self.ec_transfer_params),
         ];
-        for (name, found, accepted) in unsupported {
-            check(name, found, accepted.as_slice())?;
+        for (name, found) in unsupported {
+            check(name, found, &[])?;
         }
         let tokens = self.token_ids.map(ids).ok_or_else(|| ApiError::invalid("token_ids", Problem::Missing))?;
         if tokens.is_empty() {
@@ -102,6 +100,7 @@ impl GenerateRequest {
         let (max_tokens, logprobs) = (params.max_tokens, params.logprobs);
         let stream = options::stream(self.stream.unwrap_or(false), self.stream_options)?;
         let cache_salt = options::cache_salt(self.cache_salt)?;
+        let priority = options::priority(self.priority)?;
         let mut checked = || {
             let mut options = params.take_common()?.check(model)?;
             let count = |Whole(found)| options::token_count("max_tokens", found, 1);
@@ -114,7 +113,7 @@ impl GenerateRequest {
             Ok((options, max_tokens))
         };
         let (options, max_tokens) = checked().map_err(|error: ApiError| error.renamed(within))?;
-        let options = Options { stream, cache_salt, ..options };
+        let options = Options { stream, cache_salt, priority, ..options };
         Ok(Generate { tokens, options, max_tokens, request_id: self.request_id })
     }
 }

@@ -17,6 +17,9 @@ pub(super) const REPETITION: Range = Range { low: f32::MIN_POSITIVE as f64, high
 pub(super) const TOP_K: Range = Range { low: -1.0, high: u32::MAX as f64, allowed: "-1 or 0 (off) or a number of tokens" };
 /// The number of alternatives that are reported for each token.
 pub(super) const ALTERNATIVES: Range = Range { low: 0.0, high: 20.0, allowed: "between 0 and 20" };
+/// The values of a priority; lower ones are served earlier.
+pub(super) const PRIORITY: Range =
+    Range { low: i32::MIN as f64, high: i32::MAX as f64, allowed: "a whole number between -2147483648 and 2147483647" };
 pub(super) const BIAS: Range = Range { low: -100.0, high: 100.0, allowed: "between -100 and 100" };
 /// The maximum number of entries of `chat_template_kwargs`.
 pub(super) const VARIABLES_MAX: usize = 64;

@@ -4,8 +4,8 @@ use super::{
     constraint::{self, Given, Stated},
     fields::{ALLOWED_TOKENS_MAX, BAD_WORDS_MAX, Bounded, BoundedMap, LOGIT_BIASES_MAX, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole},
     limits::{
-        ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, REPETITION, SAMPLES, STOP_CHARS_MAX,
-        TEMPERATURE, TOP_K, TOP_P,
+        ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, PRIORITY, REPETITION, SAMPLES,
+        STOP_CHARS_MAX, TEMPERATURE, TOP_K, TOP_P,
     },
     parameters::{Common, StreamOptions},
 };
@@ -36,6 +36,8 @@ pub(crate) struct Options {
     /// reported.
     pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) truncation: Option<Truncation>,
+    /// The priority that the client asks for in the body; `None`: it asks for none there.
+    pub(crate) priority: Option<i32>,
     /// The constraint on the text, which `sampling` has as well.
     pub(crate) constraint: Option<Stated>,
 }
@@ -234,6 +236,7 @@ impl Common {
             tokens_as_ids: self.return_tokens_as_token_ids.unwrap_or(false),
             prompt_logprobs,
             truncation: truncation(self.truncate_prompt_tokens, self.truncation_side)?,
+            priority: priority(self.priority)?,
             constraint: None,
         };
         if let Some(stated) = given.check()? {
@@ -329,6 +332,11 @@ fn stop_strings(Stop(given): Stop) -> Result<Vec<String>, ApiError> {
     }
     let longest = given.iter().map(|text| text.chars().count()).max().unwrap_or(0);
     at_most("stop", longest, STOP_CHARS_MAX, "characters in each string").map(|()| given)
+}
+
+pub(super) fn priority(given: Option<Whole>) -> Result<Option<i32>, ApiError> {
+    let Some(Whole(found)) = given else { return Ok(None) };
+    PRIORITY.check("priority", found as f64).map(|()| Some(found as i32))
 }
 
 pub(super) fn cache_salt(given: Option<String>) -> Result<String, ApiError> {

@@ -10,8 +10,8 @@ use super::{
         Reader, STOP_TOKENS_MAX, STOPS_MAX, Stop, Whole, readable,
     },
     limits::{
-        ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, REPETITION, SAMPLES, TEMPERATURE, TOP_K,
-        TOP_P,
+        ALTERNATIVES, BAD_WORD_CHARS_MAX, BIAS, CACHE_SALT_CHARS_MAX, FRACTION, PENALTY, PRIORITY, REPETITION, SAMPLES,
+        TEMPERATURE, TOP_K, TOP_P,
     },
     messages::RawMessage,
     responses_fields::{INCLUDE_MAX, Input, Reasoning, TextConfig},
@@ -111,7 +111,7 @@ fn add_rules(schema: &mut ObjectSchema, name: &str) {
         schema.either(with(json!({ "logprob_token_ids": empty })), set("logprobs", json!({ "type": "integer" })));
     }
     if name == "SamplingParams" {
-        ["model", "stream", "stream_options", "cache_salt"].into_iter().for_each(|field| schema.forbid(field));
+        ["model", "stream", "stream_options", "cache_salt", "priority"].into_iter().for_each(|field| schema.forbid(field));
         return;
     }
     let mut streamed = set("stream", json!({ "const": true }));
@@ -217,7 +217,7 @@ parameters! {
         allowed_token_ids: Bounded<Whole, ALLOWED_TOKENS_MAX> = Both(NotEmpty, Each(TokenIds)), bad_words: Bounded<String, BAD_WORDS_MAX> = Each(Chars(BAD_WORD_CHARS_MAX)),
         logprob_token_ids: Bounded<Whole, LOGPROB_TOKENS_MAX> = Each(TokenIds), prompt_logprobs: Whole = ALTERNATIVES, truncate_prompt_tokens: Whole = Truncated, truncation_side: String = OneOf(&["left", "right"]),
         include_stop_str_in_output: bool, skip_special_tokens: bool, detokenize: bool, return_token_ids: bool,
-        return_tokens_as_token_ids: bool,
+        return_tokens_as_token_ids: bool, priority: Whole = PRIORITY,
         // Constraints on the text.
         response_format: Value = Form(constraint::response_format_form), structured_outputs: Value = Form(constraint::structured_outputs_form), guided_json: Value = Form(constraint::schema_or_text_form), guided_regex: Value = Form(constraint::text_form), guided_choice: Value = Form(constraint::choices_form),
         guided_grammar: Value = Form(constraint::text_form), structural_tag: Value = Form(constraint::schema_or_text_form), json_schema: Value = Form(constraint::schema_or_text_form), regex: Value = Form(constraint::text_form), ebnf: Value = Form(constraint::text_form), grammar: Value = Form(constraint::text_form),
@@ -226,7 +226,7 @@ parameters! {
         functions, modalities = "text", moderation, store,
         // Parameters of vLLM.
         ec_transfer_params, guided_decoding_backend, guided_whitespace_pattern, kv_transfer_params, length_penalty = 1, logits_processors,
-        priority = 0, repetition_detection, return_prompt_text, routed_experts_prompt_start = 0, thinking_token_budget, use_beam_search,
+        repetition_detection, return_prompt_text, routed_experts_prompt_start = 0, thinking_token_budget, use_beam_search,
         vllm_xargs, watermarking,
         // Parameters of SGLang.
         bootstrap_host, bootstrap_port, bootstrap_room, custom_logit_processor, custom_params, data_parallel_rank, disagg_prefill_dp_rank,
@@ -305,6 +305,7 @@ impl SamplingParams {
             ("stream", self.stream.is_some()),
             ("stream_options", self.stream_options.is_some()),
             ("cache_salt", self.cache_salt.is_some()),
+            ("priority", self.priority.is_some()),
         ];
         placed.into_iter().find_map(|(name, present)| present.then_some(name))
     }

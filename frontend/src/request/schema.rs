@@ -350,11 +350,6 @@ macro_rules! described {
 }
 pub(super) use described;
 
-/// Returns the schema of an unsupported parameter whose value 0 has no effect.
-pub(super) fn zero_has_no_effect(_: &mut SchemaGenerator) -> Schema {
-    without_effect_or_false(json!({ "const": 0 }))
-}
-
 described! { [] Whole, _generator => json_schema!({ "type": "integer", "minimum": i64::MIN, "maximum": i64::MAX }) }
 
 described! {

@@ -10,6 +10,7 @@ use std::{
 };
 use tandem_frontend::{ApiKey, ApiKeyFile, ApiKeys, CacheIsolation, FrontendSettings, KeyCache, ServedModel};
 use tandem_node::line_file::LineFile;
+use tandem_proto::v1::Priority;
 use tempfile::TempDir;
 
 /// A file with API keys.
@@ -45,6 +46,7 @@ impl KeyFile {
                 requests_per_minute: None,
                 tokens_per_minute: None,
                 max_sequences: None,
+                priority: None,
                 models: Vec::new(),
                 cache: KeyCache::Account,
             };
@@ -240,6 +242,44 @@ async fn key_decides_account_and_cache_of_its_requests() {
     assert_eq!(call.request.account, "alice");
     call.answer(Some(0), "x").await;
     soon(reply).await.expect("the client task runs");
+}
+
+#[tokio::test]
+async fn priority_of_a_key_is_the_default_and_the_best_of_its_requests() {
+    let (mut keys, urgent) = KeyFile::with("urgent", |key| key.priority = Some(-5));
+    let plain = keys.add("plain", |_| {});
+    let later = keys.add("later", |key| key.priority = Some(10));
+    let mut cluster = keys.cluster().await;
+    for (secret, options, rank) in [
+        (&urgent, json!({}), -5),
+        (&urgent, json!({ "priority": -5 }), -5),
+        (&urgent, json!({ "priority": 3 }), 3),
+        (&plain, json!({}), 0),
+        (&plain, json!({ "priority": 7 }), 7),
+        (&later, json!({}), 10),
+        (&later, json!({ "priority": 11 }), 11),
+    ] {
+        let reply = spawn_ask(&cluster, secret, options);
+        let call = cluster.call().await;
+        // The operator has set the priority, so it counts among the requests of all accounts.
+        assert_eq!(call.request.priority, Some(Priority { across: rank, within: rank }));
+        call.answer(Some(0), "x").await;
+        assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
+    }
+    for (secret, asked, best) in [(&urgent, -6, -5), (&plain, -1, 0), (&later, 0, 10)] {
+        let authorization = bearer(secret);
+        for (param, header, options) in
+            [("priority", "0", json!({ "priority": asked })), ("x-request-priority", &*asked.to_string(), json!({}))]
+        {
+            let headers = [("authorization", authorization.as_str()), ("x-request-priority", header)];
+            let reply = cluster.send(Method::POST, CHAT, &headers, chat(options).to_string()).await;
+            let (status, body) = reply.json().await;
+            assert_eq!((status.as_u16(), &body["error"]["param"]), (400, &json!(param)), "{body}");
+            let message = body["error"]["message"].as_str().expect("the message is a string");
+            assert!(message.contains(&format!("below {best}, the priority of this API key")), "{message}");
+        }
+    }
+    assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
 #[tokio::test]

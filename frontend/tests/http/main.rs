@@ -16,6 +16,7 @@ mod openapi;
 mod output_blocks;
 mod parameters;
 mod paths;
+mod priorities;
 mod refusals;
 mod responses;
 mod resumed;

@@ -140,7 +140,6 @@ fn unsupported() -> Vec<(&'static str, Value)> {
         rows.push((name, json!(true)));
     }
     rows.extend([
-        ("priority", json!(1)),
         ("kv_transfer_params", json!({ "do_remote_decode": true })),
         ("extra_key", json!("k")),
         ("moderation", json!({ "policy": {} })),

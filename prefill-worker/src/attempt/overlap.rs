@@ -10,7 +10,7 @@ use tandem_engine::{
     EngineHandle, EngineSettings, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::{BlockAccess, ReadyBlock, Ticket};
+use tandem_kv::{BlockAccess, Priority, ReadyBlock, Ticket};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{channel::Network, v1::worker_info::Role};
 use tandem_transfer::{
@@ -198,6 +198,7 @@ fn generate(prompt: Vec<u32>, kv: KvSource) -> Generate {
     Generate {
         request_id: "request".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: Namespace::from_bytes(&[]),
         prompt,
         sampling: Sampling { max_tokens: Some(DECODED), ..Sampling::default() },

@@ -131,7 +131,13 @@ impl Placer {
         let (query, hashes) = query(settings, members[0].info.block_size, request, attempt);
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
-        let candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
+        let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
+        for (candidate, member) in candidates.iter_mut().zip(&members) {
+            // The request does not wait for prompts that it outranks.
+            if let Some(preceding) = member.line.preceding(&request.account, request.priority) {
+                candidate.queued_tokens = (candidate.queued_tokens as f64 * preceding) as u64;
+            }
+        }
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
         let choice = route::place(&costs, &query, &candidates, seed);
         let answer_tokens = self.expected_answer_tokens(&model, request);

@@ -2,7 +2,7 @@
 
 use crate::route::NoEligibleWorker;
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
-use tandem_kv::{InstanceId, RequestId, SequenceHash};
+use tandem_kv::{InstanceId, Priority, RequestId, SequenceHash};
 
 /// A request to place.
 pub(crate) struct PlacementRequest {
@@ -19,6 +19,7 @@ pub(crate) struct PlacementRequest {
     /// Whether logits of prompt tokens are requested.
     pub(crate) prompt_logits: bool,
     pub(crate) account: Arc<str>,
+    pub(crate) priority: Priority,
     /// The longest time for which the request may wait in line; `None`: it may wait without a limit.
     pub(crate) max_wait: Option<Duration>,
 }

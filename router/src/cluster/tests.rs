@@ -11,7 +11,7 @@ mod wait;
 use super::*;
 use crate::{Costs, PrefillPlace, route::NoEligibleWorker};
 use std::collections::BTreeSet;
-use tandem_kv::{Change, KvEvent, Load, SequenceHash, StoredChain};
+use tandem_kv::{Change, KvEvent, Load, Priority, SequenceHash, StoredChain};
 use tandem_proto::v1::{Identity, worker_info};
 
 const BLOCK: u32 = 16;
@@ -97,6 +97,7 @@ impl Scenario {
             max_tokens: 0,
             prompt_logits: false,
             account: "".into(),
+            priority: Priority::default(),
             max_wait: None,
         }
     }

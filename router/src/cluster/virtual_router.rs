@@ -4,7 +4,7 @@
 use super::*;
 use crate::route::Candidate;
 use std::{collections::BTreeSet, time::Duration};
-use tandem_kv::{KvEvent, Load, SequenceHash};
+use tandem_kv::{KvEvent, Load, Priority, SequenceHash};
 use tandem_proto::v1::worker_info;
 
 /// The model that all workers of a [`VirtualRouter`] serve.
@@ -214,6 +214,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         max_tokens: request.max_tokens,
         prompt_logits: false,
         account: "".into(),
+        priority: Priority::default(),
         max_wait: None,
     }
 }

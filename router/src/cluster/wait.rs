@@ -46,7 +46,7 @@ impl Decision<'_> {
 
     /// Returns the request's entry in the line of the chosen worker.
     pub(super) fn waiting(&self, request: &PlacementRequest, choice: Choice) -> Waiting {
-        Waiting::new(request.account.clone(), self.new_tokens(choice))
+        Waiting::new(request.account.clone(), request.priority, self.new_tokens(choice))
     }
 
     /// Returns `choice`, the cheapest one, with the estimated wait in line. If that is longer than `max_wait`, returns the cheapest choice with

@@ -7,7 +7,7 @@ use tandem_engine::{
     EngineHandle, EngineSettings, Event, FinishReason, Generate, KvSource, Sampling,
     sim::{SimEngine, SimSettings},
 };
-use tandem_kv::Namespace;
+use tandem_kv::{Namespace, Priority};
 use tandem_model::sim::IM_END;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +31,7 @@ pub(super) fn expected(spec: &RequestSpec) -> Expected {
     let generate = Generate {
         request_id: "alone".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: Namespace::new("", "", "", ""),
         prompt: spec.prompt.bytes().map(u32::from).collect(),
         sampling: Sampling {

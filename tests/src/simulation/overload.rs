@@ -25,6 +25,9 @@ const SATURATING: usize = 60;
 const MEASURED: Duration = Duration::from_secs(20);
 const SATURATED_AFTER: Duration = Duration::from_secs(10);
 const PROMPT_TOKENS: usize = 1_000;
+/// The number of requests to the idle cluster, and the number of the first one. No other request has these numbers.
+const IDLE: usize = 20;
+const IDLE_FIRST: usize = 90_000_000;
 
 /// Clients that send requests at a constant rate.
 #[derive(Clone, Copy, Debug)]
@@ -39,13 +42,20 @@ pub struct Overload {
     pub leaving_percent: u64,
     /// Whether prompts are prefilled on prefill workers or on decode workers.
     pub prefill: PrefillPlace,
+    /// The fraction of the requests that have the priority [`URGENT`], in percent. The others have the default.
+    pub urgent_percent: u64,
 }
+
+/// The better one of the two priorities.
+pub const URGENT: i32 = -1;
 
 /// A request that was sent under overload. Times count from the start of the overload.
 #[derive(Clone, Debug)]
 pub struct Sent {
     /// When the request was sent.
     pub at: Duration,
+    /// The priority of the request.
+    pub priority: i32,
     /// Time to the first token; `None`: there was none.
     pub first_token: Option<Duration>,
     /// Time to the end of the response, or until the client left.
@@ -63,6 +73,8 @@ pub struct Sent {
 pub struct Overloaded {
     /// First tokens a second of the saturated cluster.
     pub capacity: f64,
+    /// Times to the first tokens of requests that were sent one after the other to the idle cluster; empty if no request is urgent.
+    pub idle_first_tokens: Vec<Duration>,
     /// All requests, in the order of their times.
     pub requests: Vec<Sent>,
     /// The time from the last request until nothing ran and nothing was held any more.
@@ -90,6 +102,7 @@ impl Overload {
         let (log, mut random) = (Log::new(), Random::new(1));
         let measured = SimulatedCluster::new(&self.plan(), &folder.path().join("measured"), &mut random, log.clone())?;
         let capacity = capacity(&measured).await?;
+        let idle_first_tokens = if self.urgent_percent > 0 { idle(&measured).await? } else { Vec::new() };
         drop(measured);
         let limits = Limits { max_wait: self.max_wait, ..Limits::default() };
         let cluster = SimulatedCluster::limited(&self.plan(), &ledger, &mut random, log, limits)?;
@@ -99,7 +112,9 @@ impl Overload {
         for number in 0..count {
             let at = self.lasts.mul_f64(number as f64 / count as f64);
             let leaves = random.chance(self.leaving_percent).then(|| random.millis(100..9_000));
-            let exchange = exchange(&cluster, RequestSpec { disconnect_after: leaves, ..request(number, at) });
+            let urgent = self.urgent_percent > 0 && random.chance(self.urgent_percent);
+            let priority = if urgent { URGENT } else { 0 };
+            let exchange = exchange(&cluster, RequestSpec { disconnect_after: leaves, priority, ..request(number, at) });
             clients.spawn(async move {
                 sleep_until(started + at).await;
                 exchange.await
@@ -118,13 +133,14 @@ impl Overload {
         outcomes.sort_by_key(|(spec, ..)| spec.at);
         let requests = outcomes.into_iter().map(|(spec, outcome, ended)| Sent {
             at: spec.at,
+            priority: spec.priority,
             first_token: outcome.first_event,
             ended,
             status: outcome.status,
             retry_after: outcome.retry_after,
             complete: outcome.end == End::Complete,
         });
-        Ok(Overloaded { capacity, requests: requests.collect(), quiet_after, failed_attempts, findings })
+        Ok(Overloaded { capacity, idle_first_tokens, requests: requests.collect(), quiet_after, failed_attempts, findings })
     }
 
     fn plan(&self) -> Plan {
@@ -165,6 +181,17 @@ async fn capacity(cluster: &SimulatedCluster) -> Result<f64> {
     Ok(served as f64 / MEASURED.as_secs_f64())
 }
 
+/// Sends requests one after the other. Returns the times to their first tokens.
+async fn idle(cluster: &SimulatedCluster) -> Result<Vec<Duration>> {
+    let mut first_tokens = Vec::new();
+    for number in 0..IDLE {
+        let (_, outcome, _) = exchange(cluster, request(IDLE_FIRST + number, Duration::ZERO)).await;
+        first_tokens.push(outcome.first_event.context("an idle cluster answers every request")?);
+    }
+    settled(cluster).await?;
+    Ok(first_tokens)
+}
+
 async fn settled(cluster: &SimulatedCluster) -> Result<()> {
     let unsettled = settle(cluster).await?;
     ensure!(unsettled.is_none(), "{}", unsettled.unwrap_or_default());
@@ -185,6 +212,7 @@ fn request(number: usize, at: Duration) -> RequestSpec {
         ignore_end: true,
         stream: true,
         disconnect_after: None,
+        priority: 0,
     }
 }
 

@@ -47,6 +47,7 @@ pub(super) struct RequestSpec {
     pub(super) stream: bool,
     /// The time after which the client disconnects; `None` if the client waits for the end of the answer.
     pub(super) disconnect_after: Option<Duration>,
+    pub(super) priority: i32,
 }
 
 impl RequestSpec {
@@ -55,6 +56,9 @@ impl RequestSpec {
             "model": "sim", "prompt": self.prompt, "n": self.samples, "max_tokens": self.max_tokens, "seed": self.seed,
             "temperature": self.temperature, "ignore_eos": self.ignore_end, "stream": self.stream,
         });
+        if self.priority != 0 {
+            body["priority"] = self.priority.into();
+        }
         if let Some(stop) = &self.stop {
             body["stop"] = stop.as_str().into();
         }
@@ -167,6 +171,7 @@ fn request(random: &mut Random, texts: &[String]) -> RequestSpec {
         ignore_end,
         stream: random.chance(70),
         disconnect_after: random.chance(25).then(|| random.millis(1..6_000)),
+        priority: *random.of(&[0, 0, 0, -1, 1]),
     }
 }
 

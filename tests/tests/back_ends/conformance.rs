@@ -374,8 +374,8 @@ async fn cached_tokens_of_a_remote_prefill_are_reported_before_its_kv() -> Resul
                 continue;
             }
             let request = request(&prompt, 1);
-            let Generate { request_id, account, namespace, prompt, .. } = request;
-            let mut job = back_end.get().prefill(Prefill { request_id, account, namespace, prompt }).await?;
+            let Generate { request_id, account, priority, namespace, prompt, .. } = request;
+            let mut job = back_end.get().prefill(Prefill { request_id, account, priority, namespace, prompt }).await?;
             if matches!(exchange, KvExchange::Transfers(_)) {
                 job.send_blocks(Vec::new(), BlockAccess::Copied).await;
             }

@@ -10,8 +10,13 @@ async fn pair() -> Result<(External, External)> {
 }
 
 async fn export(adapter: &Adapter, tokens: &[TokenId]) -> Result<(Option<Option<CachedTokens>>, KvHandle)> {
-    let prefill =
-        Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt: tokens.to_vec() };
+    let prefill = Prefill {
+        request_id: "request".to_owned(),
+        account: String::new(),
+        priority: Priority::default(),
+        namespace: namespace(),
+        prompt: tokens.to_vec(),
+    };
     let mut job = adapter.prefill(prefill).await?;
     let mut cached = None;
     while let Some(event) = next(&mut *job).await? {
@@ -65,7 +70,13 @@ async fn cancelled_prefill_reports_neither_cached_tokens_nor_a_handle() -> Resul
     let External { fake, adapter, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
     export(&adapter, &prompt).await?;
-    let prefill = Prefill { request_id: "request".to_owned(), account: String::new(), namespace: namespace(), prompt };
+    let prefill = Prefill {
+        request_id: "request".to_owned(),
+        account: String::new(),
+        priority: Priority::default(),
+        namespace: namespace(),
+        prompt,
+    };
     let mut job = adapter.prefill(prefill).await?;
     until("the engine runs the request", || fake.running() == 1).await?;
     job.cancel();

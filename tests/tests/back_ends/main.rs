@@ -14,7 +14,7 @@ use tandem_adapter::{
     vllm::{KvEvents, VllmSettings, connect},
 };
 use tandem_engine::{CachedTokens, Event, FinishReason, Generate, KvSource, Sampling};
-use tandem_kv::{HashKey, Namespace, TokenId};
+use tandem_kv::{HashKey, Namespace, Priority, TokenId};
 use tandem_tests::fake_vllm::{FakeSettings, FakeVllm, engine::next_token};
 use tandem_worker::{Backend, Job};
 use tokio::{task::JoinSet, time::timeout};
@@ -66,6 +66,7 @@ fn generate(prompt: &[TokenId], max_tokens: u32) -> Generate {
     Generate {
         request_id: "request".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: namespace(),
         prompt: prompt.to_vec(),
         sampling: Sampling { max_tokens: Some(max_tokens), temperature: 0.0, ..Sampling::default() },

@@ -7,7 +7,7 @@ use crate::{
 };
 use proptest::{prelude::*, test_runner::TestRunner};
 use std::{cell::Cell, collections::BTreeMap, time::Duration};
-use tandem_kv::{HashKey, Namespace};
+use tandem_kv::{HashKey, Namespace, Priority};
 
 struct Worker {
     machine: Machine,
@@ -106,6 +106,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
     Generate {
         request_id: "g".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: Namespace::new("random", "", "", ""),
         prompt: tokens(request.family, request.len, vocab),
         sampling,

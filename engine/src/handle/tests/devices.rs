@@ -112,6 +112,7 @@ async fn failed_block_read_fails_all_jobs() {
     let prefill = Prefill {
         request_id: "request".to_owned(),
         account: String::new(),
+        priority: Priority::default(),
         namespace: generate(1).namespace,
         prompt: (0..100).collect(),
     };

@@ -1,75 +1,126 @@
 //! Tests the three rules of fair sharing against naive models.
 
-use crate::machine::fair::{Demand, QUANTUM_TOKENS, RoundRobin, Shares, due, fair_order};
+use crate::machine::{
+    fair::{Demand, QUANTUM_TOKENS, RoundRobin, Shares, due, fair_order},
+    sequence::{JobId, Owner},
+};
 use proptest::prelude::*;
 use std::{collections::BTreeMap, sync::Arc};
+use tandem_kv::Priority;
 
 const NAMES: [&str; 4] = ["", "acme", "both", "zoo"];
+const RANKS: std::ops::RangeInclusive<i32> = -1..=1;
 
-/// Returns the fair order by its definition: in each round one sequence of each account, and inside an account one of each request.
-fn naive_order(sequences: &[(&'static str, u64)]) -> Vec<usize> {
-    let mut accounts: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for account in NAMES {
-        let mut jobs: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
-        for (place, (_, job)) in sequences.iter().enumerate().filter(|(_, (of, _))| *of == account) {
-            jobs.entry(*job).or_default().push(place);
-        }
-        for round in 0..sequences.len() {
-            let places = jobs.values().filter_map(|places| places.get(round).copied());
-            accounts.entry(account).or_default().extend(places);
-        }
-    }
+/// Returns the places of one account's sequences that are in `places`, in the account's order by its definition: by priority, and of each priority in
+/// each round one of each request.
+fn naive_account(sequences: &[Owner], places: &[usize]) -> Vec<usize> {
     let mut order = Vec::new();
-    for round in 0..sequences.len() {
-        let mut places: Vec<usize> = accounts.values().filter_map(|places| places.get(round).copied()).collect();
-        places.sort_by_key(|place| sequences[*place].1);
-        order.append(&mut places);
+    for within in RANKS {
+        let mut jobs: BTreeMap<JobId, Vec<usize>> = BTreeMap::new();
+        for place in places.iter().filter(|place| sequences[**place].priority.within == within) {
+            jobs.entry(sequences[*place].job).or_default().push(*place);
+        }
+        for round in 0..places.len() {
+            order.extend(jobs.values().filter_map(|places| places.get(round).copied()));
+        }
     }
     order
 }
 
-fn sequences() -> impl Strategy<Value = Vec<(&'static str, u64)>> {
-    prop::collection::vec((0..4usize, 0..6u64), 0..60).prop_map(|drawn| {
-        // All sequences of a job belong to one account, so the number of the job determines the account.
-        let mut drawn: Vec<(&str, u64)> =
-            drawn.into_iter().map(|(account, job)| (NAMES[account], job * 4 + account as u64)).collect();
-        drawn.sort_by_key(|(_, job)| *job);
-        drawn
+/// Returns the fair order by its definition: the exempt sequence, then by rank, and of each rank in each round one sequence of each account.
+fn naive_order(sequences: &[Owner], exempt: Option<JobId>) -> Vec<usize> {
+    let first = (0..sequences.len()).find(|place| Some(sequences[*place].job) == exempt);
+    let mut order = Vec::from_iter(first);
+    for across in RANKS {
+        let of_account = |account: &str| {
+            let is_of = |place: &usize| {
+                *sequences[*place].account == *account && sequences[*place].priority.across == across && Some(*place) != first
+            };
+            naive_account(sequences, &(0..sequences.len()).filter(is_of).collect::<Vec<_>>())
+        };
+        let accounts = NAMES.map(of_account);
+        for round in 0..sequences.len() {
+            let mut places: Vec<usize> = accounts.iter().filter_map(|places| places.get(round).copied()).collect();
+            places.sort_by_key(|place| sequences[*place].job);
+            order.append(&mut places);
+        }
+    }
+    order
+}
+
+/// The priorities of requests by number. A third of all cases have only one priority.
+fn priorities() -> impl Strategy<Value = [Priority; 6]> {
+    let any = prop::array::uniform6((RANKS, RANKS)).prop_map(|drawn| drawn.map(|(across, within)| Priority { across, within }));
+    prop_oneof![1 => Just([Priority::default(); 6]), 2 => any]
+}
+
+/// Returns the owner of a sequence. All sequences of a job belong to one account, so the number of the job determines the account.
+fn owner(account: usize, number: u64, priorities: &[Priority; 6]) -> Owner {
+    Owner { account: NAMES[account].into(), priority: priorities[number as usize], job: number * 4 + account as u64 }
+}
+
+fn sequences() -> impl Strategy<Value = (Vec<Owner>, [Priority; 6])> {
+    (prop::collection::vec((0..4usize, 0..6u64), 0..60), priorities()).prop_map(|(drawn, priorities)| {
+        let mut drawn: Vec<Owner> = drawn.into_iter().map(|(account, number)| owner(account, number, &priorities)).collect();
+        drawn.sort_by_key(|owner| owner.job);
+        (drawn, priorities)
     })
 }
 
-fn shares_of(sequences: &[(&'static str, u64)]) -> Shares {
-    let mut shares = Shares::default();
-    for (account, job) in sequences {
-        shares.add(&Arc::from(*account), *job);
-    }
+fn shares_of(sequences: &[Owner], exempt: Option<JobId>) -> Shares {
+    let mut shares = Shares::new(exempt);
+    sequences.iter().for_each(|owner| shares.add(owner));
     shares
 }
 
 proptest! {
     #[test]
-    fn fair_order_equals_naive_rotation(sequences in sequences()) {
-        prop_assert_eq!(fair_order(&sequences), naive_order(&sequences));
+    fn fair_order_equals_naive_rotation((sequences, _) in sequences(), exempt in prop::option::of(0..24u64)) {
+        prop_assert_eq!(fair_order(&sequences, exempt), naive_order(&sequences, exempt));
     }
 
     #[test]
-    fn shares_return_the_last_job_of_the_fair_order(sequences in sequences()) {
-        let last = fair_order(&sequences).last().map(|place| sequences[*place].1);
-        let shares = shares_of(&sequences);
+    fn shares_return_the_last_job_of_the_fair_order((sequences, _) in sequences(), exempt in prop::option::of(0..24u64)) {
+        let last = fair_order(&sequences, exempt).last().map(|place| sequences[*place].job);
+        let shares = shares_of(&sequences, exempt);
         prop_assert_eq!(shares.last(), last);
     }
 
     /// A sequence is admitted only if its predicted place in the fair order is within the batch. So the prediction must not be too early:
     /// otherwise an admitted sequence would not be among those that the batch computes.
     #[test]
-    fn new_sequence_is_no_later_in_the_fair_order_than_predicted(sequences in sequences(), account in 0..4usize, job in 0..6u64) {
-        let (account, job) = (NAMES[account], job * 4 + account as u64);
-        let before = shares_of(&sequences).before(account, job);
+    fn new_sequence_is_no_later_in_the_fair_order_than_predicted(
+        (sequences, priorities) in sequences(), account in 0..4usize, number in 0..6u64, exempt in prop::option::of(0..24u64),
+    ) {
+        let new = owner(account, number, &priorities);
+        let before = shares_of(&sequences, exempt).before(&new);
         let mut with = sequences.clone();
-        let place = with.partition_point(|(_, other)| *other <= job);
-        with.insert(place, (account, job));
-        let found = fair_order(&with).iter().position(|other| *other == place).expect("the fair order has every waiting sequence");
+        let place = with.partition_point(|other| other.job <= new.job);
+        with.insert(place, new);
+        let found = fair_order(&with, exempt).iter().position(|other| *other == place).expect("the fair order has every waiting sequence");
         prop_assert!(found <= before, "predicted {before}, found {found}");
+    }
+
+    /// A rank receives tokens only if all demands of better ranks are met.
+    #[test]
+    fn round_robin_meets_the_demands_of_better_ranks_first(
+        steps in prop::collection::vec(1..2_000usize, 1..10),
+        prompts in prop::collection::vec((0..3usize, RANKS, 1..3_000usize), 0..30),
+    ) {
+        let mut round_robin = RoundRobin::default();
+        let mut demands: Vec<Demand> =
+            prompts.iter().map(|(account, across, tokens)| Demand { account: NAMES[*account].into(), across: *across, tokens: *tokens }).collect();
+        for budget in steps {
+            let allotted = round_robin.allot(&demands, budget);
+            let wanted: usize = demands.iter().map(|demand| demand.tokens).sum();
+            prop_assert_eq!(allotted.iter().sum::<usize>(), budget.min(wanted));
+            let worst_served = demands.iter().zip(&allotted).filter(|(_, tokens)| **tokens > 0).map(|(demand, _)| demand.across).max();
+            for (demand, allotted) in demands.iter_mut().zip(allotted) {
+                prop_assert!(worst_served.is_none_or(|worst| demand.across >= worst) || allotted == demand.tokens);
+                demand.tokens -= allotted;
+            }
+            demands.retain(|demand| demand.tokens > 0);
+        }
     }
 
     /// The whole budget is spent while accounts have demands, the demands of an account are met in their order, and the tokens allotted to accounts
@@ -82,10 +133,10 @@ proptest! {
     ) {
         let mut round_robin = RoundRobin::default();
         let mut demands: Vec<Demand> =
-            prompts.iter().map(|(account, tokens)| Demand { account: Arc::from(NAMES[*account]), tokens: *tokens }).collect();
+            prompts.iter().map(|(account, tokens)| Demand { account: Arc::from(NAMES[*account]), across: 0, tokens: *tokens }).collect();
         for (account, greedy) in greedy.iter().enumerate() {
             if *greedy {
-                demands.push(Demand { account: Arc::from(NAMES[account]), tokens: 1_000_000 });
+                demands.push(Demand { account: Arc::from(NAMES[account]), across: 0, tokens: 1_000_000 });
             }
         }
         let mut had: BTreeMap<String, usize> = BTreeMap::new();
@@ -169,7 +220,7 @@ proptest! {
 #[test]
 fn account_without_prompt_tokens_leaves_the_round_robin() {
     let mut round_robin = RoundRobin::default();
-    let demand = |account: &str| Demand { account: Arc::from(account), tokens: 10_000 };
+    let demand = |account: &str| Demand { account: Arc::from(account), across: 0, tokens: 10_000 };
     round_robin.allot(&[demand("a"), demand("b")], 100);
     assert!(!round_robin.is_empty());
     assert_eq!(round_robin.allot(&[demand("b")], 300), [300], "the account that has left receives no share");

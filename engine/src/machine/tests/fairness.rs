@@ -235,8 +235,9 @@ proptest! {
 
     /// Each answer equals that of the same job running alone, however many accounts compete, and no block is left in use.
     #[test]
-    fn answers_in_a_mix_of_accounts_and_samples_equal_those_of_single_requests(
+    fn answers_in_a_mix_of_accounts_priorities_and_samples_equal_those_of_single_requests(
         jobs in prop::collection::vec((0..3usize, 1..120usize, 1..10u32, 1..40u32, 0..6usize), 1..12),
+        priorities in prop::collection::vec((-1..2i32, -1..2i32), 12),
         capacity in 50..80u32,
         batch_max in 1..12u32,
         prefix_caching in any::<bool>(),
@@ -245,6 +246,8 @@ proptest! {
         let mut sent = Vec::new();
         for (id, (account, len, count, tokens, steps)) in (0..).zip(jobs) {
             let job = of(["", "a", "b"][account], samples(["one", "once", "zzz"][account], len, count, tokens));
+            let (across, within) = priorities[id as usize];
+            let job = Generate { priority: Priority { across, within }, ..job };
             if world.machine.generate(id, job.clone(), world.now).is_ok() {
                 sent.push((id, job));
             }

@@ -68,7 +68,8 @@ proptest! {
     /// the budget are. Counts are bounded, and at the end no block is held.
     #[test]
     fn jobs_in_any_history_give_the_same_text_as_single_jobs_and_free_all_blocks(
-        operations in operations(), capacity in 12..40u32, budget in 1..100u32,
+        operations in operations(), capacity in 12..40u32, budget in 1..100u32, priorities in prop::collection::vec((-1..2i32, -1..2i32), 40),
+        old in any::<bool>(),
     ) {
         let mut world = World::new(capacity, EngineSettings { chunk_budget: budget, batch_max: 6, ..SETTINGS });
         let mut generated: BTreeMap<JobId, Generate> = BTreeMap::new();
@@ -78,9 +79,15 @@ proptest! {
         let mut writing: Vec<(Writing, Vec<TokenId>)> = Vec::new();
         let text = |family: usize, len| prompt(["one", "once upon", "zzz"][family], len);
         for (id, operation) in (0..).zip(operations) {
+            let (across, within) = priorities[id as usize];
+            let priority = Priority { across, within };
+            if old {
+                // Older jobs may become exempt.
+                world.now += EXEMPT_AFTER / 4;
+            }
             match operation {
                 Operation::Generate { family, len, max_tokens, samples, seed } => {
-                    let mut job = generate(text(family, len), max_tokens);
+                    let mut job = Generate { priority, ..generate(text(family, len), max_tokens) };
                     job.samples = samples;
                     job.sampling.seed = seed;
                     if world.machine.generate(id, job.clone(), world.now).is_ok() {
@@ -88,12 +95,12 @@ proptest! {
                     }
                 }
                 Operation::Prefill { family, len } => {
-                    if world.machine.prefill(id, prefill(text(family, len)), world.now).is_ok() {
+                    if world.machine.prefill(id, Prefill { priority, ..prefill(text(family, len)) }, world.now).is_ok() {
                         prefilled.insert(id, len);
                     }
                 }
                 Operation::Remote { family, len, max_tokens } => {
-                    let job = Generate { kv: KvSource::Remote, ..generate(text(family, len), max_tokens) };
+                    let job = Generate { kv: KvSource::Remote, priority, ..generate(text(family, len), max_tokens) };
                     if world.machine.generate(id, job.clone(), world.now).is_ok() {
                         remote.insert(id, (job, 0));
                     }
