@@ -188,6 +188,7 @@ impl RouterService {
             prompt_logits: prompt.prompt_logits,
             account: prompt.account.into(),
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
+            equal_prompt: prompt.equal_prompt,
         };
         Ok((prompt.existing, request))
     }

@@ -190,6 +190,7 @@ impl Incoming {
             max_tokens: options.sampling.max_tokens.unwrap_or(rest_of_context),
             prompt_logprobs,
             max_wait: self.header_options.max_wait,
+            equal: None,
         }
     }
 }

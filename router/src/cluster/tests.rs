@@ -98,6 +98,7 @@ impl Scenario {
             prompt_logits: false,
             account: "".into(),
             max_wait: None,
+            equal_prompt: None,
         }
     }
 

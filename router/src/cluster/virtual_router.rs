@@ -174,6 +174,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         prompt_logits: false,
         account: "".into(),
         max_wait: None,
+        equal_prompt: None,
     }
 }
 
