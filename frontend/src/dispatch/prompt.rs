@@ -36,7 +36,7 @@ pub(crate) struct Prompt {
 
 /// A prompt's place among the equal prompts of its request, which are placed on the same workers, so that these compute the prompt once.
 pub(crate) enum Equal {
-    /// The first one, which tells the others where it was placed.
+    /// The first one, which announces its placement to the others.
     First(watch::Sender<Option<EqualPrompt>>),
     Later(watch::Receiver<Option<EqualPrompt>>),
 }
@@ -59,7 +59,7 @@ impl Prompt {
         placed.clone().wait_for(Option::is_some).await.ok()?.clone()
     }
 
-    /// Tells equal prompts of the request where this one was placed.
+    /// Announces this prompt's placement to the equal prompts of the request.
     pub(super) fn placed_on(&self, placement: &Placement) {
         if let Some(Equal::First(placed)) = &self.equal {
             let decode_instance_id = placement.decode.worker.instance_id.clone();

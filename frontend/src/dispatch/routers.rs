@@ -21,7 +21,10 @@ use std::{
 };
 use tandem_proto::{
     channel::{Channel, Network, endpoint},
-    v1::{EqualPrompt, ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest, router_client::RouterClient},
+    v1::{
+        EqualPrompt, ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest,
+        router_client::RouterClient,
+    },
 };
 use tokio::{
     sync::watch,

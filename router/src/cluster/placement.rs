@@ -133,9 +133,9 @@ impl Placer {
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
-        let beside_equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
-        let beside_equal = beside_equal.and_then(|equal| workers_of(equal, &members, &costs));
-        let choice = beside_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
+        let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
+        let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
+        let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
         let answer_tokens = self.expected_answer_tokens(&model, request);
         let answers_measured = answer_ms.is_some();
         Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens, seed, answers_measured })
