@@ -189,6 +189,7 @@ impl RouterService {
             account: prompt.account.into(),
             priority: prompt.priority.unwrap_or_default().into(),
             max_wait: (prompt.max_wait_ms > 0).then(|| Duration::from_millis(prompt.max_wait_ms.into())),
+            equal_prompt: prompt.equal_prompt,
         };
         Ok((prompt.existing, request))
     }

@@ -6,6 +6,25 @@ use tandem::settings::{PrefillPlace, UpSettings};
 use tandem_tests::{Client, Endpoint, prose, sim_settings_with, start};
 
 #[tokio::test(flavor = "multi_thread")]
+async fn equal_prompts_of_one_request_are_computed_once() -> Result<()> {
+    const PROMPTS: u64 = 4;
+    for place in [PrefillPlace::Local, PrefillPlace::Remote] {
+        let cluster = start(UpSettings { prefill_workers: 4, decode_workers: 4, ..sim_settings_with(place) }).await?;
+        // Computing a prompt of 40 tokens again costs less than the delay that another sequence causes on its worker.
+        for salt in 0..4 {
+            let prompts = vec![format!("{salt}{}", "x".repeat(39)); PROMPTS as usize];
+            let request = json!({ "model": cluster.model_id(), "prompt": prompts, "max_tokens": 4, "temperature": 0 });
+            let answer = Client::new(cluster.frontend()).answer(Endpoint::Completions.path(), &request).await?;
+            assert_eq!((answer.status, answer.usage("/prompt_tokens")), (200, 40 * PROMPTS), "{answer:?}");
+            assert_eq!(answer.cached_tokens(), 32 * (PROMPTS - 1), "{place:?}: {answer:?}");
+        }
+        cluster.assert_idle().await?;
+        cluster.stop().await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn burst_of_equal_prompts_is_computed_and_transferred_at_most_twice() -> Result<()> {
     const PROMPT_TOKENS: u64 = 4_000;
     let mut settings = UpSettings { prefill_workers: 4, ..sim_settings_with(PrefillPlace::Remote) };

@@ -27,12 +27,14 @@ pub(super) struct Booking {
 }
 
 impl Booking {
-    /// Requests a placement for the prompt.
+    /// Requests a placement for the prompt, after an equal prompt of its request was placed.
     ///
     /// # Errors
     /// No router can place it.
     pub(super) async fn open(routers: &Arc<Routers>, prompt: &Prompt) -> Result<(Self, Placement), DispatchError> {
-        let (stream, placement) = routers.place(prompt).await?;
+        let equal_prompt = prompt.equal_placement().await;
+        let (stream, placement) = routers.place(prompt, equal_prompt.as_ref()).await?;
+        prompt.placed_on(&placement);
         let existing = before_first_token(&placement);
         Ok((Self { routers: Arc::clone(routers), stream: Some(stream), rebooking: None, existing }, placement))
     }
@@ -127,7 +129,7 @@ impl Booking {
     }
 
     fn existing_prompt(&self, prompt: &Prompt) -> tandem_proto::v1::RoutePrompt {
-        prompt.route_prompt(Some(self.existing.clone()))
+        prompt.route_prompt(Some(self.existing.clone()), None)
     }
 }
 

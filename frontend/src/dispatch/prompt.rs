@@ -1,9 +1,10 @@
 //! A prompt of a request, with all data about it that routers and workers need.
 
+use super::placement::Placement;
 use std::{sync::Arc, time::Duration};
 use tandem_kv::{Namespace, Priority, RequestId, SequenceHash, TokenId};
 use tandem_node::trace::Span;
-use tandem_proto::v1::{ExistingPlacement, Identity, RoutePrompt, Sampling};
+use tandem_proto::v1::{EqualPrompt, ExistingPlacement, Identity, RoutePrompt, Sampling};
 use tokio::{sync::watch, time::Instant};
 
 pub(crate) struct Prompt {
@@ -33,15 +34,51 @@ pub(crate) struct Prompt {
     /// estimated to begin.
     pub(crate) queued: watch::Sender<Option<Instant>>,
     pub(crate) priority: Priority,
+    /// `None`: the request has no equal prompt.
+    pub(crate) equal: Option<Equal>,
+}
+
+/// A prompt's place among the equal prompts of its request, which are placed on the same workers, so that these compute the prompt once.
+pub(crate) enum Equal {
+    /// The first one, which announces its placement to the others.
+    First(watch::Sender<Option<EqualPrompt>>),
+    Later(watch::Receiver<Option<EqualPrompt>>),
 }
 
 impl Prompt {
+    /// Lets this prompt be placed on the workers of the first one of the `earlier` prompts of the request that is equal and reusable.
+    pub(crate) fn join_equal<'a>(&mut self, mut earlier: impl Iterator<Item = &'a mut Self>) {
+        if self.sequence_hashes.is_empty() || self.prompt_logprobs.is_some() {
+            return;
+        }
+        let Some(first) = earlier.find(|prompt| prompt.tokens == self.tokens) else { return };
+        if let Equal::First(placed) = first.equal.get_or_insert_with(|| Equal::First(watch::Sender::new(None))) {
+            self.equal = Some(Equal::Later(placed.subscribe()));
+        }
+    }
+
+    /// Returns the workers of the first equal prompt of the request once it is placed; `None` if there is none, or if it was not placed.
+    pub(super) async fn equal_placement(&self) -> Option<EqualPrompt> {
+        let Some(Equal::Later(placed)) = &self.equal else { return None };
+        placed.clone().wait_for(Option::is_some).await.ok()?.clone()
+    }
+
+    /// Announces this prompt's placement to the equal prompts of the request.
+    pub(super) fn placed_on(&self, placement: &Placement) {
+        if let Some(Equal::First(placed)) = &self.equal {
+            let decode_instance_id = placement.decode.worker.instance_id.clone();
+            let prefill_instance_id = placement.prefill.as_ref().map(|prefill| prefill.worker.instance_id.clone());
+            placed.send_replace(Some(EqualPrompt { decode_instance_id, prefill_instance_id }));
+        }
+    }
+
     pub(super) fn wire_hashes(&self) -> Vec<u64> {
         self.sequence_hashes.iter().map(|hash| hash.0).collect()
     }
 
-    /// Returns the message that requests a placement. With `existing`, the message requests that this placement be booked.
-    pub(super) fn route_prompt(&self, existing: Option<ExistingPlacement>) -> RoutePrompt {
+    /// Returns the message that requests a placement, on the workers of an equal prompt if there is one. With `existing`, the message requests that
+    /// this placement be booked.
+    pub(super) fn route_prompt(&self, existing: Option<ExistingPlacement>, equal_prompt: Option<EqualPrompt>) -> RoutePrompt {
         RoutePrompt {
             request_id: self.request_id.to_string(),
             traceparent: self.traceparent.clone(),
@@ -56,6 +93,7 @@ impl Prompt {
             max_wait_ms: self.max_wait.map_or(0, |max_wait| u32::try_from(max_wait.as_millis()).unwrap_or(u32::MAX).max(1)),
             account: self.account.clone(),
             priority: Some(self.priority.into()),
+            equal_prompt,
         }
     }
 }

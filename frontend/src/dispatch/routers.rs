@@ -21,7 +21,10 @@ use std::{
 };
 use tandem_proto::{
     channel::{Channel, Network, endpoint},
-    v1::{ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest, router_client::RouterClient},
+    v1::{
+        EqualPrompt, ExplainReply, ExplainRequest, Identity, RoutePrompt, WorkersReply, WorkersRequest,
+        router_client::RouterClient,
+    },
 };
 use tokio::{
     sync::watch,
@@ -150,8 +153,12 @@ impl Routers {
     ///
     /// # Errors
     /// No router can place the prompt, or a router reports that no worker can ever run the prompt, or that it would wait too long.
-    pub(super) async fn place(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
-        self.answered(|| self.place_once(prompt)).await
+    pub(super) async fn place(
+        &self,
+        prompt: &Prompt,
+        equal_prompt: Option<&EqualPrompt>,
+    ) -> Result<(RouterStream, Placement), DispatchError> {
+        self.answered(|| self.place_once(prompt, equal_prompt)).await
     }
 
     /// Calls the routers with `call`. If no router answers, calls them again when one is healthy, within [`Routers::wait_max`].
@@ -178,13 +185,17 @@ impl Routers {
         }
     }
 
-    async fn place_once(&self, prompt: &Prompt) -> Result<(RouterStream, Placement), DispatchError> {
+    async fn place_once(
+        &self,
+        prompt: &Prompt,
+        equal_prompt: Option<&EqualPrompt>,
+    ) -> Result<(RouterStream, Placement), DispatchError> {
         let mut last = DispatchError::NoRouter;
         let routers = self.round_robin();
         let only_one = routers.len() == 1;
         for router in routers {
             let placing = async {
-                let mut stream = RouterStream::open(&router, prompt.route_prompt(None)).await?;
+                let mut stream = RouterStream::open(&router, prompt.route_prompt(None, equal_prompt.cloned())).await?;
                 let placement = stream.placement().await?;
                 Ok((stream, placement))
             };

@@ -9,6 +9,7 @@ use super::{
     style::Style,
 };
 use crate::{
+    dispatch::Prompt,
     error::{ApiError, Problem},
     metrics::Endpoint,
     request::{
@@ -52,7 +53,9 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
             return Err(ApiError::invalid("prompt", Problem::Empty));
         }
         check_context(&model, tokens.len(), max_tokens, "prompt", "max_tokens")?;
-        ready.push((incoming.prompt(&served, index, tokens, &options, prompt_logprobs), text));
+        let mut prompt = incoming.prompt(&served, index, tokens, &options, prompt_logprobs);
+        prompt.join_equal(ready.iter_mut().map(|(earlier, _): &mut (Prompt, _)| earlier));
+        ready.push((prompt, text));
     }
     incoming.body.clear();
     Ok(Job { served, prompts: ready, options, style: Style::Choices(ChoiceFormat::Completions), pieces: None })

@@ -198,6 +198,7 @@ impl Incoming {
             max_wait: self.header_options.max_wait,
             queued: self.queued.clone(),
             priority: self.priority,
+            equal: None,
         }
     }
 }

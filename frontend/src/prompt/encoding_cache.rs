@@ -13,7 +13,7 @@ use tandem_kv::{Namespace, TokenId};
 use tandem_node::Metrics;
 
 /// Shorter parts are not remembered. Encoding them costs little more than finding them.
-const PART_BYTES_MIN: usize = 128;
+const PART_BYTES_MIN: usize = 32;
 /// The memory of an entry besides its text and ids, roughly.
 const ENTRY_BYTES: usize = 192;
 

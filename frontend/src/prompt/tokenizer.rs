@@ -19,6 +19,7 @@ use crate::model::error::ServedModelError;
 use aho_corasick::{AhoCorasick, MatchKind};
 use encoder::Encoder;
 use spelling::Spelling;
+use std::borrow::Cow;
 use tandem_kv::TokenId;
 use tandem_model::sim;
 
@@ -176,13 +177,13 @@ impl Tokenizer {
     }
 
     /// Marks every name of a control token as plain text, by inserting the guard character after the name's first character.
-    pub(crate) fn mark(&self, text: &str, guard: Guard) -> String {
-        let mut text = text.to_owned();
+    pub(crate) fn mark<'a>(&self, text: &'a str, guard: Guard) -> Cow<'a, str> {
+        let mut text = Cow::Borrowed(text);
         // Names of control tokens may overlap in the text, so the search is repeated until all of them are marked.
-        while self.control.is_match(&text) {
+        while self.control.is_match(&*text) {
             let mut marked = String::with_capacity(text.len() + 16);
             let mut last = 0;
-            for found in self.control.find_iter(&text) {
+            for found in self.control.find_iter(&*text) {
                 let name = &text[found.range()];
                 let first = name.chars().next().map_or(0, char::len_utf8);
                 marked.push_str(&text[last..found.start() + first]);
@@ -190,7 +191,7 @@ impl Tokenizer {
                 last = found.start() + first;
             }
             marked.push_str(&text[last..]);
-            text = marked;
+            text = marked.into();
         }
         text
     }

@@ -18,7 +18,7 @@ use crate::{
     },
 };
 use serde_json::{Map, Value};
-use std::{sync::Arc, thread};
+use std::{borrow::Cow, sync::Arc, thread};
 use tandem_kv::TokenId;
 
 /// The variables with which templates switch reasoning on and off.
@@ -209,7 +209,11 @@ impl Chat {
             let rule = "must not hold all of the code points U+FDD0 to U+FDEF, which no text uses";
             return Err(ApiError::invalid("messages", Problem::Rule { rule }));
         };
-        conversation.for_each_text(&mut |text| *text = model.tokenizer.mark(text, guard));
+        conversation.for_each_text(&mut |text| {
+            if let Cow::Owned(marked) = model.tokenizer.mark(text, guard) {
+                *text = marked;
+            }
+        });
         let end = String::from_iter([guard.char(); 2]);
         if conversation.template.continue_final_message {
             conversation.mark_end(&end);

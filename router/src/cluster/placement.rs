@@ -139,11 +139,23 @@ impl Placer {
             }
         }
         let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
-        let choice = route::place(&costs, &query, &candidates, seed);
+        let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
+        let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
+        let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
         let answer_tokens = self.expected_answer_tokens(&model, request);
         let answers_measured = answer_ms.is_some();
         Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens, seed, answers_measured })
     }
+}
+
+/// Returns the workers of an equal prompt; `None` if they are not eligible for this one.
+fn workers_of(equal: &v1::EqualPrompt, members: &[&Member], costs: &[CostsByUse]) -> Option<Choice> {
+    let at = |instance_id: &str| members.iter().position(|member| *member.instance_id == *instance_id);
+    let decode = at(&equal.decode_instance_id)?;
+    let Some(prefill) = &equal.prefill_instance_id else { return costs[decode].local.map(|_| Choice { decode, prefill: None }) };
+    let prefill = at(prefill)?;
+    let is_eligible = costs[decode].decode.is_some() && costs[prefill].prefill.is_some();
+    is_eligible.then_some(Choice { decode, prefill: Some(prefill) })
 }
 
 /// Returns the query for a request, and the hashes of the blocks that a worker may reuse.

@@ -3,6 +3,7 @@
 use crate::route::NoEligibleWorker;
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, Priority, RequestId, SequenceHash};
+use tandem_proto::v1::EqualPrompt;
 
 /// A request to place.
 pub(crate) struct PlacementRequest {
@@ -22,6 +23,8 @@ pub(crate) struct PlacementRequest {
     pub(crate) priority: Priority,
     /// The longest time for which the request may wait in line; `None`: it may wait without a limit.
     pub(crate) max_wait: Option<Duration>,
+    /// The workers of an equal prompt of the same request.
+    pub(crate) equal_prompt: Option<EqualPrompt>,
 }
 
 /// Instances that have failed a request.

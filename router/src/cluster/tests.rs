@@ -99,6 +99,7 @@ impl Scenario {
             account: "".into(),
             priority: Priority::default(),
             max_wait: None,
+            equal_prompt: None,
         }
     }
 

@@ -216,6 +216,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         account: "".into(),
         priority: Priority::default(),
         max_wait: None,
+        equal_prompt: None,
     }
 }
 

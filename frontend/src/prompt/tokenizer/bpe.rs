@@ -7,7 +7,8 @@ use tandem_kv::TokenId;
 pub(super) struct Bpe {
     /// The words that are encoded as one token.
     words: HashMap<Box<[u8]>, TokenId, FixedState>,
-    bytes: [TokenId; 256],
+    /// The token of each byte. Bytes without a token are left out of a word before its parts merge.
+    bytes: [Option<TokenId>; 256],
     merges: HashMap<(TokenId, TokenId), Merge, FixedState>,
 }
 
@@ -41,16 +42,16 @@ const NO_MERGE: Merge = Merge { rank: NO_RANK, id: 0 };
 
 impl Bpe {
     /// `tokens` are the tokens that text may become. `merges` are pairs of tokens and the token that each pair becomes, in the order of their ranks.
-    /// Returns `None` if a byte has no token. If `whole_words`, a word that is a token is encoded as that token, without merges.
+    /// If `whole_words`, a word that is a token is encoded as that token, without merges.
     pub(super) fn new(
         tokens: impl Iterator<Item = (Box<[u8]>, TokenId)>,
         merges: impl Iterator<Item = ((TokenId, TokenId), TokenId)>,
         whole_words: bool,
-    ) -> Option<Self> {
-        let mut words: HashMap<_, _, FixedState> = tokens.collect();
-        let bytes: Vec<TokenId> = (0..=u8::MAX).map_while(|byte| words.get(&[byte][..]).copied()).collect();
+    ) -> Self {
+        let mut words: HashMap<Box<[u8]>, TokenId, FixedState> = tokens.collect();
+        let bytes = std::array::from_fn(|byte| words.get(&[byte as u8][..]).copied());
         let merges = (0..).zip(merges).map(|(rank, (pair, id))| (pair, Merge { rank, id })).collect();
-        let mut bpe = Self { words: HashMap::default(), bytes: bytes.try_into().ok()?, merges };
+        let mut bpe = Self { words: HashMap::default(), bytes, merges };
         if !whole_words {
             let (mut scratch, mut ids) = (Scratch::default(), Vec::new());
             words.retain(|word, id| {
@@ -60,7 +61,12 @@ impl Bpe {
             });
         }
         bpe.words = words;
-        Some(bpe)
+        bpe
+    }
+
+    /// Whether each byte has a token.
+    pub(super) fn has_all_bytes(&self) -> bool {
+        self.bytes.iter().all(Option::is_some)
     }
 
     /// Appends the ids of a word.
@@ -74,8 +80,9 @@ impl Bpe {
     fn merge(&self, word: &[u8], Scratch { parts, pairs }: &mut Scratch, ids: &mut Vec<TokenId>) {
         parts.clear();
         pairs.clear();
-        parts.extend((0..).zip(word).map(|(index, byte): (u32, &u8)| Part {
-            id: self.bytes[usize::from(*byte)],
+        let known = word.iter().filter_map(|byte| self.bytes[usize::from(*byte)]);
+        parts.extend((0..).zip(known).map(|(index, id): (u32, TokenId)| Part {
+            id,
             before: index.wrapping_sub(1),
             after: index + 1,
             merge: NO_MERGE,

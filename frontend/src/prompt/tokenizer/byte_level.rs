@@ -63,7 +63,10 @@ fn bpe(model: &BPE) -> Option<Bpe> {
     let merges = merges.collect::<Option<Vec<_>>>()?;
     let spelling = Spelling::byte_level();
     let words = ids.iter().filter_map(|(text, id)| Some((spelling.visible_bytes(text)?.into(), *id)));
-    Bpe::new(words, merges.into_iter(), model.ignore_merges)
+    let bpe = Bpe::new(words, merges.into_iter(), model.ignore_merges);
+    // Many vocabularies lack bytes that were rare in their training data. The library leaves such a byte out, or has a token for it.
+    let leaves_out = model.unk_token.is_none() && !model.byte_fallback;
+    (leaves_out || bpe.has_all_bytes()).then_some(bpe)
 }
 
 /// Composes the characters of a text (NFC), with the tables that the library has.

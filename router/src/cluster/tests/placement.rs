@@ -53,6 +53,33 @@ fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
 }
 
 #[test]
+fn equal_prompt_of_one_request_is_placed_on_the_same_workers_while_they_are_eligible() {
+    let instance = |candidate: &Option<v1::Candidate>| Some(candidate.as_ref()?.worker.as_ref()?.instance_id.clone());
+    for place in [PrefillPlace::Remote, PrefillPlace::Local] {
+        let mut scenario = Scenario::with(settings(place), 4, 4);
+        let (first, placement) = scenario.place_hashes(40, hashes(1, 0, 2));
+        let decode_instance_id = instance(&placement.decode).expect("there is a decode worker");
+        let equal = v1::EqualPrompt { decode_instance_id, prefill_instance_id: instance(&placement.prefill) };
+        let request = PlacementRequest { equal_prompt: Some(equal.clone()), ..scenario.request(40, hashes(1, 0, 2)) };
+        let mut bookings = vec![first];
+        for _ in 0..8 {
+            let (booking, next) = scenario.place(&request);
+            assert_eq!((name(&next.decode), name(&next.prefill)), (name(&placement.decode), name(&placement.prefill)));
+            bookings.push(booking);
+        }
+        let failed = BTreeSet::from([equal.decode_instance_id.as_str().into()]);
+        let (booking, elsewhere) =
+            scenario.state.place(&request, &Excluded { failed, ..Excluded::default() }, 1).expect("a worker is eligible");
+        assert_ne!(name(&elsewhere.decode), name(&placement.decode), "a worker that has failed the request");
+        bookings.push(booking);
+        let gone = v1::EqualPrompt { decode_instance_id: "gone".to_owned(), ..equal };
+        bookings.push(scenario.place(&PlacementRequest { equal_prompt: Some(gone), ..request }).0);
+        bookings.into_iter().for_each(|booking| scenario.state.release(booking));
+        scenario.assert_idle();
+    }
+}
+
+#[test]
 fn load_is_balanced_although_all_prompts_share_their_first_block() {
     let mut scenario = Scenario::with(settings(PrefillPlace::Remote), 8, 2);
     scenario.stored("p3", &hashes(0, 1, 1));
