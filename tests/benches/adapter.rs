@@ -27,6 +27,10 @@ use tokio::{
     time::Instant,
 };
 
+/// The allocator of Tandem's binary.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 /// The name of the threads whose CPU time is measured.
 const WORKER_THREADS: &str = "worker-threads";
 const STREAMS: u32 = 64;
@@ -188,20 +192,16 @@ fn prompt(seed: u32) -> Vec<u32> {
 }
 
 fn cpu_time() -> Result<Duration> {
-    /// Linux counts the CPU time of threads in hundredths of a second.
-    const TICK: Duration = Duration::from_millis(10);
-    let mut ticks = 0;
+    let mut nanoseconds = 0;
     for task in fs::read_dir("/proc/self/task")? {
-        let text = fs::read_to_string(task?.path().join("stat"))?;
-        let (name, rest) =
-            text.split_once('(').and_then(|(_, rest)| rest.rsplit_once(") ")).context("the line has the name of a thread")?;
-        if name == WORKER_THREADS {
-            // In Linux's format, user and system time are the fields 14 and 15; `rest` begins with field 3.
-            let times = rest.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u32>());
-            ticks += times.sum::<Result<u32, _>>()?;
+        let folder = task?.path();
+        if fs::read_to_string(folder.join("comm"))?.trim_end() == WORKER_THREADS {
+            // The first number is the time on a processor, in nanoseconds.
+            let times = fs::read_to_string(folder.join("schedstat"))?;
+            nanoseconds += times.split(' ').next().context("the file has three numbers")?.parse::<u64>()?;
         }
     }
-    Ok(TICK * ticks)
+    Ok(Duration::from_nanos(nanoseconds))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
