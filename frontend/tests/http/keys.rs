@@ -267,16 +267,14 @@ async fn priority_of_a_key_is_the_default_and_the_best_of_its_requests() {
         assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     }
     for (secret, asked, best) in [(&urgent, -6, -5), (&plain, -1, 0), (&later, 0, 10)] {
-        let authorization = bearer(secret);
-        for (param, header, options) in
-            [("priority", "0", json!({ "priority": asked })), ("x-request-priority", &*asked.to_string(), json!({}))]
-        {
-            let headers = [("authorization", authorization.as_str()), ("x-request-priority", header)];
+        let (body, header) = (("priority", "0", json!({ "priority": asked })), asked.to_string());
+        for (param, header, options) in [body, ("x-request-priority", &*header, json!({}))] {
+            let headers = [("authorization", &*bearer(secret)), ("x-request-priority", header)];
             let reply = cluster.send(Method::POST, CHAT, &headers, chat(options).to_string()).await;
             let (status, body) = reply.json().await;
             assert_eq!((status.as_u16(), &body["error"]["param"]), (400, &json!(param)), "{body}");
-            let message = body["error"]["message"].as_str().expect("the message is a string");
-            assert!(message.contains(&format!("below {best}, the priority of this API key")), "{message}");
+            let message = body["error"]["message"].to_string();
+            assert!(message.contains(&format!("below {best}, the priority of this API key")), "{body}");
         }
     }
     assert!(cluster.no_call(), "a refused request does not reach a worker");
