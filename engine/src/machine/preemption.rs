@@ -51,18 +51,19 @@ impl Machine {
 
     /// Preempts a sequence to free blocks for a sequence of `owner` that needs `blocks` of them. Returns whether it preempted one.
     ///
-    /// A paused sequence is preempted first. Then come forking prompts that `owner` outranks, and the last running sequence in the fair order if
-    /// `owner` outranks it, but only if all sequences that `owner` outranks hold enough blocks together. Otherwise that last sequence is preempted if it
-    /// is of equal rank and its owner has more than a fair share. Such an owner is an account, with its sequences of this rank; if both sequences
-    /// belong to one account, it is a request. An owner has more than a fair share if two conditions hold. After the preemption it still has at least
-    /// as many sequences as the owner of the new sequence. Before the preemption it holds more blocks than that owner will hold. So each owner keeps
-    /// its first sequence, and two owners never preempt each other alternately.
+    /// A paused sequence is preempted first. Then comes the last running sequence in the fair order if `owner` outranks it, or a forking prompt of no
+    /// better rank than that sequence, but only if all sequences that `owner` outranks hold enough blocks together. Otherwise the last sequence is
+    /// preempted if it is of equal rank and its owner has more than a fair share. Such an owner is an account, with its sequences of this rank; if both
+    /// sequences belong to one account, it is a request. An owner has more than a fair share if two conditions hold. After the preemption it still has
+    /// at least as many sequences as the owner of the new sequence. Before the preemption it holds more blocks than that owner will hold. So each owner
+    /// keeps its first sequence, and two owners never preempt each other alternately.
     pub(super) fn preempt_for(&mut self, owner: &Owner, blocks: usize) -> bool {
         if self.preempt_paused() {
             return true;
         }
-        let forking = self.last_that(&self.forking, |of| owner.outranks(of));
         let last = self.last_in_fair_order(Some(owner.job)).filter(|last| self.exempt != Some(self.running[*last].job));
+        let outranks_last = |of: &Sequence| last.is_some_and(|last| of.outranks(&self.running[last]));
+        let forking = self.last_that(&self.forking, |of| owner.outranks(of) && !outranks_last(of));
         if forking.is_some() || last.is_some_and(|last| owner.outranks(&self.running[last])) {
             let counts = self.cache.counts();
             let outranked = self.holdings(|of| owner.outranks(of) && !of.is_remote() && self.exempt != Some(of.job));

@@ -5,7 +5,6 @@ use super::{
     incoming::{Incoming, Job},
     progress::{Progress, Recording},
     prompt_logprobs::PromptLogprobs,
-    sse,
     style::Style,
 };
 use crate::{
@@ -162,7 +161,7 @@ impl Run {
         }
         let begins = *queued.borrow_and_update();
         self.queued = queued;
-        Err(begins.map(|begins| sse::queued(begins.saturating_duration_since(Instant::now()))))
+        Err(begins.map(|begins| queued_comment(begins.saturating_duration_since(Instant::now()))))
     }
 
     async fn next_event(&mut self) -> Option<Result<(usize, AnswerEvent), ApiError>> {
@@ -247,4 +246,13 @@ fn describe(incoming: &Incoming, model: &str, id: &str, options: &Options) {
         span.set("gen_ai.request.max_tokens", max_tokens);
     }
     span.set("tandem.stream", options.stream.is_some());
+}
+
+/// Returns the comment of server-sent events for a stream whose prompts wait in a queue for about this time.
+fn queued_comment(wait: Duration) -> Bytes {
+    match wait.as_secs_f64().ceil() {
+        // The estimate has passed, or there is none.
+        0.0 => Bytes::from_static(b": queued\n\n"),
+        seconds => format!(": queued, about {seconds} s\n\n").into(),
+    }
 }

@@ -11,7 +11,7 @@ use axum::{
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 use serde::Serialize;
-use std::{convert::Infallible, time::Duration};
+use std::convert::Infallible;
 
 /// A comment. The specification of server-sent events recommends comments so that proxies do not close idle connections.
 pub(super) const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
@@ -48,15 +48,6 @@ struct Events {
     admitted: Admitted,
     /// The answer's first event, if it occurred before the response's headers were sent.
     first: Option<(usize, AnswerEvent)>,
-}
-
-/// Returns the comment for a stream whose prompts wait in a queue for about this time.
-pub(super) fn queued(wait: Duration) -> Bytes {
-    match wait.as_secs_f64().ceil() {
-        // The estimate has passed, or there is none.
-        0.0 => Bytes::from_static(b": queued\n\n"),
-        seconds => format!(": queued, about {seconds} s\n\n").into(),
-    }
 }
 
 /// Returns the response that streams the answer as events. `first` is described at [`Reply::Stream`](super::respond::Reply).
