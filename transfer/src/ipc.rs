@@ -8,7 +8,7 @@
 mod tests;
 
 use crate::{
-    Destination, Lifetime, Refused,
+    Destination, Lifetime,
     backoff::{BACKOFF_MAX, PEERS_MAX, PeerBackoff},
     blocking::run_to_end,
     path::{Decision, Grant, Offer, ReceivePath},
@@ -20,6 +20,7 @@ use tandem_kv::{BlockId, DeviceTransferError, KvMemory, PeerMemory, Ticket};
 use tandem_node::retry::error_chain;
 use tandem_proto::v1::{PrefillDone, ReadyBlocks, TransferPath};
 use tokio::{task::spawn_blocking, time::Instant};
+use tonic::Status;
 
 /// How long a peer's memory stays open after its last use.
 const IDLE_MAX: Duration = Duration::from_secs(60);
@@ -118,12 +119,17 @@ impl IpcReceiver {
         self.0.backoff.fail(peer);
     }
 
-    pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Refused> {
+    /// Copies blocks from the memory that the ticket's reservation opened.
+    ///
+    /// # Errors
+    /// `PERMISSION_DENIED` if the ticket does not allow the write, and `ABORTED` if the copy failed or, because the process ends, did not
+    /// run.
+    pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Status> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;
         let source = state.lock().sources.get(&ticket).cloned();
         let Some(source) = source.filter(|_| source_blocks.len() == block_indices.len()) else {
-            return Err(destination.refuse(ticket).await);
+            return Err(destination.refuse(ticket).await.into());
         };
         let write = destination.begin_write(ticket, block_indices).await?;
         let copying = move || {
@@ -135,9 +141,10 @@ impl IpcReceiver {
             // If the reservation has ended meanwhile and the peer's entry as well, the drop closes the memory. That must happen before the
             // engine is notified that the write has ended.
             drop(source);
-            copied.map(|()| write.complete()).map_err(|_| Refused)
+            copied.map(|()| write.complete()).ok()
         };
-        run_to_end(&lifetime.shutdown, copying).await.unwrap_or(Err(Refused))
+        let copied = run_to_end(&lifetime.shutdown, copying).await.flatten();
+        copied.ok_or_else(|| Status::aborted("the blocks could not be copied from the prefill worker's GPU"))
     }
 }
 

@@ -1,19 +1,21 @@
 //! Tests of how long a peer's memory stays open.
 
 use super::*;
-use crate::path::ReceivePath;
+use crate::{Refused, path::ReceivePath};
 use bytes::Bytes;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tandem_kv::{BlockWrite, CommunicatorEnd, KvCommunicator};
 use tandem_node::Shutdown;
 use tandem_proto::v1::{self, TransferCapabilities};
+use tonic::Code;
 
-/// Counts how often a peer's memory was opened and how many memories are open. Memories whose handle is empty cannot be opened.
+/// Counts how often a peer's memory was opened and how many memories are open. Permits writes to these tickets only.
 #[derive(Clone, Default)]
 struct Device {
     opened: Arc<AtomicUsize>,
     open: Arc<AtomicUsize>,
     refused: Arc<Mutex<Vec<(&'static str, &'static str)>>>,
+    writable: Arc<Mutex<Vec<Ticket>>>,
 }
 
 struct Open(Arc<AtomicUsize>);
@@ -24,9 +26,21 @@ impl Drop for Open {
     }
 }
 
+struct Places(Vec<BlockId>);
+
+impl BlockWrite for Places {
+    fn blocks(&self) -> &[BlockId] {
+        &self.0
+    }
+
+    fn complete(self: Box<Self>) {
+        unreachable!("every copy fails");
+    }
+}
+
 impl PeerMemory for Open {
     fn copy(&self, _: &[(BlockId, BlockId)]) -> Result<(), DeviceTransferError> {
-        Ok(())
+        Err(DeviceTransferError::Failed("the link is down".into()))
     }
 }
 
@@ -66,8 +80,9 @@ impl Destination for Device {
         Err(Refused)
     }
 
-    async fn begin_write(&self, _: Ticket, _: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused> {
-        Err(Refused)
+    async fn begin_write(&self, ticket: Ticket, indices: Vec<u32>) -> Result<Box<dyn BlockWrite>, Refused> {
+        let places = indices.into_iter().map(BlockId).collect();
+        if self.writable.lock().contains(&ticket) { Ok(Box::new(Places(places))) } else { Err(Refused) }
     }
 
     async fn confirm(&self, _: Ticket) {}
@@ -143,4 +158,19 @@ async fn memory_that_cannot_be_opened_is_counted_by_its_reason() {
     }
     let expected = [(IPC_LABEL, "other_host"), (IPC_LABEL, "failed")];
     assert_eq!(*device.refused.lock(), expected, "the backoff keeps later prompts from trying again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn copy_that_fails_is_not_reported_as_a_refused_ticket() {
+    let (device, shutdown) = (Device::default(), Shutdown::default());
+    let receiver = receiver(&device, &shutdown);
+    assert!(prompt(&receiver, "p", b"memory", 1).await.is_none(), "the first prompt requests the handle");
+    let copy = async |number| {
+        let _granted = prompt(&receiver, "p", b"memory", number).await.expect("the memory can be opened");
+        let ready = ReadyBlocks { block_indices: vec![0], source_blocks: vec![7] };
+        receiver.copy(Ticket::from_bytes([number; Ticket::BYTES]), ready).await.expect_err("no copy succeeds").code()
+    };
+    device.writable.lock().push(Ticket::from_bytes([2; Ticket::BYTES]));
+    assert_eq!(copy(2).await, Code::Aborted);
+    assert_eq!(copy(3).await, Code::PermissionDenied);
 }

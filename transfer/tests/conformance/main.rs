@@ -126,7 +126,8 @@ async fn receiver_that_disconnects_is_reported(rig: Rig) {
         }
         push.finish().await
     };
-    assert!(matches!(sending.await, Err(TransferError::Closed(_))));
+    let error = sending.await.expect_err("the receiver is gone");
+    assert!(matches!(error, TransferError::Closed(_)), "{error:?}");
     let written = rig.memory.revoke(TICKET);
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)), "each block is complete");
 }
