@@ -1,20 +1,28 @@
-//! An open-addressing hash table that grows and shrinks in segments.
+//! A hash table that grows and shrinks in segments.
 //!
 //! A table is a directory of segments (extendible hashing): the first bits of an entry's fingerprint select the segment, the last bits its
-//! slot. A segment that fills up is split in two, so no insertion moves more than [`SEGMENT_SLOTS`] entries. A slot has 8 bytes: 28 bits of
-//! the key's hash (the fingerprint) and 36 bits of value. The table does not store keys. The caller compares them, and finds them through
-//! the values.
+//! bucket. A segment that fills up is split in two, so no insertion moves more than 4,097 entries. A slot has 8 bytes: 28 bits of the key's
+//! hash (the fingerprint) and 36 bits of value. The table does not store keys. The caller compares them, and finds them through the values.
+//!
+//! A bucket is one line of the processor's cache: seven slots, and a byte of each slot's fingerprint (its tag), which are compared at once. A
+//! search that visited one slot after another would take branches that are predicted wrongly. An entry whose bucket is full is in the first
+//! of the next buckets that is not.
 
 use super::prefetch::prefetch;
 
+/// The number 1 in each byte.
+const BYTES: u64 = 0x0101_0101_0101_0101;
+const BUCKET_SLOTS: usize = 7;
+/// A table has at most so many entries for each bucket. Fuller tables need longer searches.
+const BUCKET_ENTRIES: usize = 4;
 /// A segment has 64 KiB. Splitting or merging takes about 50 microseconds.
-const SEGMENT_SLOTS: usize = 1 << 13;
-const SEGMENT_SLOTS_MIN: usize = 1 << 4;
+const SEGMENT_BUCKETS: usize = 1 << 10;
+const SEGMENT_BUCKETS_MIN: usize = 2;
 const FINGERPRINT_BITS: u32 = 28;
 const VALUE_BITS: u32 = 64 - FINGERPRINT_BITS;
 const VALUE_MASK: u64 = (1 << VALUE_BITS) - 1;
 
-/// Maximum number of entries of a table. With at most this many entries, segments are small enough that the fingerprints in them differ.
+/// Maximum number of entries of a table. With at most this many entries, a fingerprint has enough bits to select a segment and a bucket.
 pub(super) const ENTRIES_MAX: usize = 100_000_000;
 
 /// A hash table with values from 1 to 2^36 - 1.
@@ -29,90 +37,166 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// The entries whose fingerprints have the same first `depth` bits. The value 0 is an empty slot.
+/// The entries whose fingerprints have the same first `depth` bits.
 struct Segment {
-    slots: Vec<u64>,
+    buckets: Vec<Bucket>,
     len: usize,
     depth: u32,
+}
+
+#[derive(Clone, Copy, Default)]
+#[repr(align(64))]
+struct Bucket {
+    /// The tag of each slot; 0 for an empty slot. The last byte is always 0.
+    tags: u64,
+    /// The entries; 0 in an empty slot.
+    slots: [u64; BUCKET_SLOTS],
+}
+
+/// The position of a slot in a segment.
+#[derive(Clone, Copy)]
+struct Position {
+    bucket: usize,
+    slot: usize,
 }
 
 fn fingerprint(hash: u64) -> u64 {
     hash >> VALUE_BITS
 }
 
+/// Returns the tag of the entries with this fingerprint, which is never 0.
+fn tag(fingerprint: u64) -> u64 {
+    (fingerprint >> SEGMENT_BUCKETS.trailing_zeros() & 0xff).max(1)
+}
+
+/// Marks the bytes that are 0 by their highest bits. Bytes after the first one may be marked although they are not 0.
+fn zero_bytes(bytes: u64) -> u64 {
+    bytes.wrapping_sub(BYTES) & !bytes & BYTES << 7
+}
+
+impl Bucket {
+    /// Returns the first slot for which `is_it` is true, among those that have the tag and some others.
+    #[inline]
+    fn slot(&self, tag: u64, mut is_it: impl FnMut(u64) -> bool) -> Option<usize> {
+        let mut marked = zero_bytes(self.tags ^ tag * BYTES);
+        while marked != 0 {
+            let slot = marked.trailing_zeros() as usize / 8;
+            if self.slots.get(slot).is_some_and(|entry| is_it(*entry)) {
+                return Some(slot);
+            }
+            marked &= marked - 1;
+        }
+        None
+    }
+
+    #[inline]
+    fn first_empty(&self) -> Option<usize> {
+        let slot = zero_bytes(self.tags).trailing_zeros() as usize / 8;
+        (slot < BUCKET_SLOTS).then_some(slot)
+    }
+}
+
 impl Segment {
-    fn new(slots: usize, depth: u32) -> Self {
-        Self { slots: vec![0; slots], len: 0, depth }
+    fn new(buckets: usize, depth: u32) -> Self {
+        Self { buckets: vec![Bucket::default(); buckets], len: 0, depth }
     }
 
     #[inline]
     fn mask(&self) -> usize {
-        self.slots.len() - 1
+        self.buckets.len() - 1
     }
 
     #[inline]
-    fn home(&self, slot: u64) -> usize {
-        (slot >> VALUE_BITS) as usize & self.mask()
+    fn home(&self, fingerprint: u64) -> usize {
+        fingerprint as usize & self.mask()
     }
 
     /// Returns the position of the entry with this fingerprint for whose value `is_it` is true, or the position of the empty slot at which
     /// the search for it ends.
     #[inline]
-    fn search(&self, fingerprint: u64, mut is_it: impl FnMut(u64) -> bool) -> Result<usize, usize> {
-        let mut at = fingerprint as usize & self.mask();
+    fn search(&self, fingerprint: u64, mut is_it: impl FnMut(u64) -> bool) -> Result<Position, Position> {
+        let (tag, mut bucket) = (tag(fingerprint), self.home(fingerprint));
         loop {
-            let slot = self.slots[at];
-            if slot == 0 {
-                return Err(at);
+            let slots = &self.buckets[bucket];
+            if let Some(slot) = slots.slot(tag, |entry| entry >> VALUE_BITS == fingerprint && is_it(entry & VALUE_MASK)) {
+                return Ok(Position { bucket, slot });
             }
-            if slot >> VALUE_BITS == fingerprint && is_it(slot & VALUE_MASK) {
-                return Ok(at);
+            if let Some(slot) = slots.first_empty() {
+                return Err(Position { bucket, slot });
             }
-            at = (at + 1) & self.mask();
+            bucket = (bucket + 1) & self.mask();
         }
     }
 
-    fn push(&mut self, entry: u64) {
-        let mut at = self.home(entry);
-        while self.slots[at] != 0 {
-            at = (at + 1) & self.mask();
+    /// Returns the position of the first empty slot for an entry with this fingerprint.
+    fn empty(&self, fingerprint: u64) -> Position {
+        let mut bucket = self.home(fingerprint);
+        loop {
+            if let Some(slot) = self.buckets[bucket].first_empty() {
+                return Position { bucket, slot };
+            }
+            bucket = (bucket + 1) & self.mask();
         }
-        self.slots[at] = entry;
+    }
+
+    /// Fills or empties a slot.
+    #[inline]
+    fn set(&mut self, Position { bucket, slot }: Position, entry: u64) {
+        let bucket = &mut self.buckets[bucket];
+        let (tag, shift) = (if entry == 0 { 0 } else { tag(entry >> VALUE_BITS) }, slot * 8);
+        bucket.tags = bucket.tags & !(0xff << shift) | tag << shift;
+        bucket.slots[slot] = entry;
+    }
+
+    fn push(&mut self, entry: u64) {
+        self.set(self.empty(entry >> VALUE_BITS), entry);
         self.len += 1;
     }
 
     fn entries(&self) -> Vec<u64> {
         // Each slot is written and then overwritten if it is empty. A branch would be predicted wrongly for a quarter of the slots.
         let (mut entries, mut len) = (vec![0; self.len + 1], 0);
-        for slot in &self.slots {
-            entries[len] = *slot;
-            len += usize::from(*slot != 0);
+        for slot in self.buckets.iter().flat_map(|bucket| bucket.slots) {
+            entries[len] = slot;
+            len += usize::from(slot != 0);
         }
         entries.truncate(len);
         entries
     }
 
-    /// Empties the slot, and moves later entries so that each can be reached from its home slot without crossing an empty slot.
-    fn vacate(&mut self, mut hole: usize) {
-        let mask = self.mask();
-        let mut at = hole;
-        loop {
-            at = (at + 1) & mask;
-            let entry = self.slots[at];
-            if entry == 0 {
-                break;
-            }
-            if at.wrapping_sub(self.home(entry)) & mask >= at.wrapping_sub(hole) & mask {
-                self.slots[hole] = entry;
-                hole = at;
-            }
-        }
-        self.slots[hole] = 0;
+    #[inline]
+    fn vacate(&mut self, at: Position) {
+        let was_full = self.buckets[at.bucket].first_empty().is_none();
+        self.set(at, 0);
         self.len -= 1;
+        if was_full {
+            self.refill(at);
+        }
     }
 
-    fn resized(&self, slots: usize) -> Self {
-        let mut resized = Self::new(slots, self.depth);
+    /// Moves later entries so that no entry is after a bucket with an empty slot that a search for it visits first. `hole` was emptied.
+    #[cold]
+    fn refill(&mut self, mut hole: Position) {
+        let mask = self.mask();
+        let (mut bucket, mut more) = (hole.bucket, true);
+        while more {
+            bucket = (bucket + 1) & mask;
+            let slots = &self.buckets[bucket];
+            more = slots.first_empty().is_none();
+            let is_late = |entry: &u64| {
+                let home = self.home(entry >> VALUE_BITS);
+                *entry != 0 && bucket.wrapping_sub(home) & mask >= bucket.wrapping_sub(hole.bucket) & mask
+            };
+            if let Some(slot) = slots.slots.iter().position(is_late) {
+                self.set(hole, slots.slots[slot]);
+                hole = Position { bucket, slot };
+                self.set(hole, 0);
+            }
+        }
+    }
+
+    fn resized(&self, buckets: usize) -> Self {
+        let mut resized = Self::new(buckets, self.depth);
         self.entries().into_iter().for_each(|entry| resized.push(entry));
         resized
     }
@@ -120,7 +204,7 @@ impl Segment {
 
 impl Default for Table {
     fn default() -> Self {
-        let small = Segment::new(SEGMENT_SLOTS_MIN, 0);
+        let small = Segment::new(SEGMENT_BUCKETS_MIN, 0);
         Self { small, segments: Vec::new(), directory: Vec::new(), depth: 0, free_segments: Vec::new(), len: 0 }
     }
 }
@@ -156,15 +240,15 @@ impl Table {
     #[inline]
     pub(super) fn prefetch(&self, hash: u64) {
         let segment = self.segment(fingerprint(hash));
-        prefetch(&segment.slots, fingerprint(hash) as usize & segment.mask());
+        prefetch(&segment.buckets, segment.home(fingerprint(hash)));
     }
 
     /// Returns the value of the hash for which `is_it` is true. `is_it` is called with the values whose fingerprints are equal.
     #[inline]
     pub(super) fn find(&self, hash: u64, is_it: impl FnMut(u64) -> bool) -> Option<u64> {
         let segment = self.segment(fingerprint(hash));
-        let at = segment.search(fingerprint(hash), is_it).ok()?;
-        Some(segment.slots[at] & VALUE_MASK)
+        let Position { bucket, slot } = segment.search(fingerprint(hash), is_it).ok()?;
+        Some(segment.buckets[bucket].slots[slot] & VALUE_MASK)
     }
 
     /// Inserts the value unless the hash has one for which `is_it` is true. Returns whether it was inserted.
@@ -174,9 +258,9 @@ impl Table {
         let fingerprint = fingerprint(hash);
         let segment = self.segment_mut(fingerprint);
         let Err(at) = segment.search(fingerprint, is_it) else { return false };
-        segment.slots[at] = fingerprint << VALUE_BITS | value;
+        segment.set(at, fingerprint << VALUE_BITS | value);
         segment.len += 1;
-        let is_full = segment.len * 2 > segment.slots.len();
+        let is_full = segment.len > segment.buckets.len() * BUCKET_ENTRIES;
         self.len += 1;
         if is_full {
             self.grow(fingerprint);
@@ -189,7 +273,7 @@ impl Table {
         let fingerprint = fingerprint(hash);
         let segment = self.segment_mut(fingerprint);
         if let Ok(at) = segment.search(fingerprint, |value| value == old) {
-            segment.slots[at] = fingerprint << VALUE_BITS | new;
+            segment.set(at, fingerprint << VALUE_BITS | new);
         }
     }
 
@@ -200,7 +284,7 @@ impl Table {
         let segment = self.segment_mut(fingerprint);
         let Ok(at) = segment.search(fingerprint, |other| other == value) else { return false };
         segment.vacate(at);
-        let is_sparse = segment.len * 16 < segment.slots.len() && segment.slots.len() > SEGMENT_SLOTS_MIN;
+        let is_sparse = segment.len * 2 < segment.buckets.len() && segment.buckets.len() > SEGMENT_BUCKETS_MIN;
         self.len -= 1;
         if is_sparse {
             self.shrink(fingerprint);
@@ -212,7 +296,7 @@ impl Table {
     pub(super) fn take_some(&mut self) -> Vec<u64> {
         let mut segments = std::iter::once(&mut self.small).chain(&mut self.segments);
         let Some(segment) = segments.find(|segment| segment.len > 0) else { return Vec::new() };
-        let empty = Segment::new(SEGMENT_SLOTS_MIN, segment.depth);
+        let empty = Segment::new(SEGMENT_BUCKETS_MIN, segment.depth);
         let taken = std::mem::replace(segment, empty);
         self.len -= taken.len;
         if self.len == 0 {
@@ -224,13 +308,13 @@ impl Table {
     #[cold]
     fn grow(&mut self, fingerprint: u64) {
         let segment = self.segment_mut(fingerprint);
-        if segment.slots.len() < SEGMENT_SLOTS {
-            *segment = segment.resized((segment.slots.len() * 4).min(SEGMENT_SLOTS));
+        if segment.buckets.len() < SEGMENT_BUCKETS {
+            *segment = segment.resized((segment.buckets.len() * 4).min(SEGMENT_BUCKETS));
             return;
         }
         let depth = segment.depth + 1;
-        assert!(depth + SEGMENT_SLOTS.trailing_zeros() <= FINGERPRINT_BITS, "ENTRIES_MAX bounds the number of entries");
-        let mut halves = [Segment::new(SEGMENT_SLOTS, depth), Segment::new(SEGMENT_SLOTS, depth)];
+        assert!(depth + SEGMENT_BUCKETS.trailing_zeros() <= FINGERPRINT_BITS, "ENTRIES_MAX bounds the number of entries");
+        let mut halves = [Segment::new(SEGMENT_BUCKETS, depth), Segment::new(SEGMENT_BUCKETS, depth)];
         for entry in segment.entries() {
             halves[(entry >> (64 - depth)) as usize & 1].push(entry);
         }
@@ -279,8 +363,8 @@ impl Table {
             return;
         }
         let segment = self.segment_mut(fingerprint);
-        let (depth, half) = (segment.depth, segment.slots.len() / 2);
-        if depth == 0 || half < SEGMENT_SLOTS / 2 {
+        let (depth, half) = (segment.depth, segment.buckets.len() / 2);
+        if depth == 0 || half < SEGMENT_BUCKETS / 2 {
             *segment = segment.resized(half);
             return;
         }
@@ -288,10 +372,10 @@ impl Table {
         let (number, other) =
             (self.directory[own.start], self.directory[if own.start == pair.start { own.end } else { pair.start }]);
         let (segment, buddy) = (&self.segments[number as usize], &self.segments[other as usize]);
-        if buddy.depth != depth || (buddy.len + segment.len) * 4 > SEGMENT_SLOTS {
+        if buddy.depth != depth || buddy.len + segment.len > SEGMENT_BUCKETS * BUCKET_ENTRIES / 2 {
             return;
         }
-        let mut merged = Segment::new(SEGMENT_SLOTS, depth - 1);
+        let mut merged = Segment::new(SEGMENT_BUCKETS, depth - 1);
         segment.entries().into_iter().chain(buddy.entries()).for_each(|entry| merged.push(entry));
         self.segments[number as usize] = merged;
         self.segments[other as usize] = Segment::new(0, 0);
@@ -300,7 +384,8 @@ impl Table {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let slots: usize = self.segments.iter().chain([&self.small]).map(|segment| segment.slots.capacity() * 8).sum();
+        let slots: usize =
+            self.segments.iter().chain([&self.small]).map(|segment| segment.buckets.capacity() * size_of::<Bucket>()).sum();
         slots + self.directory.capacity() * 4 + self.segments.capacity() * size_of::<Segment>()
     }
 }
@@ -338,7 +423,7 @@ mod tests {
         let mut left = HashSet::new();
         while table.len() > 0 {
             let taken = table.take_some();
-            assert!(taken.len() <= SEGMENT_SLOTS);
+            assert!(taken.len() <= SEGMENT_BUCKETS * BUCKET_SLOTS);
             left.extend(taken.into_iter().map(|value| value - 1));
         }
         assert_eq!(left, set);
