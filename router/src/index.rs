@@ -13,6 +13,7 @@
 
 mod changes;
 mod followed;
+mod lookup;
 mod prefetch;
 mod run;
 mod shard;
@@ -20,9 +21,9 @@ mod sweep;
 mod table;
 
 use changes::Writer;
+use lookup::View;
 use parking_lot::{Mutex, RwLock};
-use run::{Holders, place, rows};
-use shard::{SHARDS, Shard, shard_of};
+use shard::{SHARDS, Shard};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
 /// A worker's number in the index. Numbers are small: those of removed workers are used again.
@@ -62,17 +63,6 @@ pub struct PrefixIndex {
 /// The seed of the index's tables. Sequence hashes are hashes already, but clients may be able to choose them.
 #[derive(Clone, Copy)]
 struct Key(u64);
-
-/// The rows that lookups see.
-#[derive(Default)]
-struct View {
-    /// The set of visible rows.
-    visible: Vec<u64>,
-    /// The worker of each visible row.
-    worker_of: Vec<WorkerSlot>,
-    /// One more than the largest worker slot.
-    workers: usize,
-}
 
 impl Key {
     fn mix(self, value: u64) -> u64 {
@@ -150,100 +140,6 @@ impl PrefixIndex {
         writer.row(worker).map_or(0, |row| writer.blocks(row))
     }
 
-    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
-    ///
-    /// While a worker's cache changes, its number is one that was right at some time during the call.
-    pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
-        let view = self.view.read();
-        let mut leading = vec![0; view.workers];
-        // The rows that have cached all blocks before `from`. Up to 1,024 rows need no allocation.
-        let (mut few, mut many, words) = ([0; 16], Vec::new(), view.visible.len());
-        let active = if words <= few.len() {
-            &mut few[..words]
-        } else {
-            many.resize(words, 0);
-            &mut many[..]
-        };
-        active.copy_from_slice(&view.visible);
-        // The only such row, once there is at most one.
-        let mut only = None;
-        let mut report = |word: usize, bits: u64, blocks: usize| {
-            if blocks > 0 {
-                rows(word, bits).for_each(|row| leading[view.worker_of[row as usize].0 as usize] = blocks as u32);
-            }
-        };
-        let end = self.walk(hashes, |holders, from, common| match (only, holders) {
-            (Some(row), holders) => {
-                let held = (holders.get(row) as usize).min(common);
-                let (word, bit) = place(row);
-                if held < common {
-                    report(word, bit, from + held);
-                    active[word] = 0;
-                }
-                held == common
-            }
-            (None, Holders::One { row, blocks }) => {
-                let ((holder, bit), held) = (place(*row), (*blocks as usize).min(common));
-                for (word, active) in active.iter_mut().enumerate() {
-                    let keep = if word == holder { *active & bit } else { 0 };
-                    report(word, *active & !keep, from);
-                    report(word, keep, from + held);
-                    *active = if held == common { keep } else { 0 };
-                }
-                only = Some(*row);
-                active.get(holder).is_some_and(|word| *word != 0)
-            }
-            (None, Holders::Many(groups)) => {
-                for (word, active) in active.iter_mut().enumerate() {
-                    let keep = *active & groups.all().get(word).copied().unwrap_or(0);
-                    report(word, *active & !keep, from);
-                    *active = keep;
-                }
-                for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
-                    for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
-                        report(word, *active & set, from + blocks as usize);
-                        *active &= !set;
-                    }
-                }
-                active.iter().any(|word| *word != 0)
-            }
-        });
-        active.iter().enumerate().for_each(|(word, bits)| report(word, *bits, end));
-        leading
-    }
-
-    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and how many blocks
-    /// after these are leading blocks of the run. Stops when `visit` returns false. Returns the number of blocks of the visited runs.
-    fn walk(&self, hashes: &[SequenceHash], mut visit: impl FnMut(&Holders, usize, usize) -> bool) -> usize {
-        let mut from = 0;
-        let shard_from = |from: usize| {
-            let mixed = self.mix(*hashes.get(from)?);
-            // The shard may be the one that is locked already, for reading.
-            let shard = self.shards[shard_of(mixed)].read_recursive();
-            shard.prefetch(mixed);
-            Some((mixed, shard))
-        };
-        let mut next = shard_from(0);
-        while let Some((mixed, shard)) = next.take() {
-            // Where the next run probably begins is known before this run is read, so that both are read at the same time.
-            let mut guess = 0;
-            let found = shard.find(mixed, &hashes[from..], |fork| {
-                guess = fork;
-                next = if fork > 0 { shard_from(from + fork) } else { None };
-            });
-            let Some((run, common)) = found else { break };
-            if common != guess {
-                next = shard_from(from + common);
-            }
-            let more = visit(&run.holders, from, common);
-            from += common;
-            if !more {
-                break;
-            }
-        }
-        from
-    }
-
     /// Returns the bytes that the index has allocated. Visits every run.
     pub fn bytes(&self) -> usize {
         let writer = self.writer.lock().bytes();
@@ -305,30 +201,6 @@ impl Drop for Replacement<'_> {
         if let Some(row) = self.row {
             self.index.writer.lock().retire(row);
         }
-    }
-}
-
-impl View {
-    fn show(&mut self, worker: WorkerSlot, row: u32) {
-        let (word, bit) = place(row);
-        if row as usize >= self.worker_of.len() {
-            self.worker_of.resize(row as usize + 1, worker);
-        }
-        self.visible.resize(self.visible.len().max(word + 1), 0);
-        self.visible[word] |= bit;
-        self.worker_of[row as usize] = worker;
-        self.workers = self.workers.max(worker.0 as usize + 1);
-    }
-
-    /// `workers` is one more than the largest slot of the remaining workers.
-    fn hide(&mut self, row: u32, workers: usize) {
-        self.workers = workers;
-        let (word, bit) = place(row);
-        self.visible[word] &= !bit;
-        while self.visible.last() == Some(&0) {
-            self.visible.pop();
-        }
-        self.worker_of.truncate(self.visible.len() * 64);
     }
 }
 

@@ -8,10 +8,14 @@ pub(super) const RUN_BLOCKS: usize = 1 << 10;
 
 /// The number of positions of two lists that one round of a search compares.
 const PROBES: usize = 15;
+/// The hashes in a line of the processor's cache.
+const LINE: usize = 8;
+/// The number of lines at the end of two lists that are compared first.
+const LINES: usize = 8;
 
 /// Consecutive blocks of prompts. Each holder of a run has cached at least its first block, and at least one holder has cached its last block.
 ///
-/// A run fills one line of the processor's cache, so that a lookup reads only one line for a run that has one holder.
+/// A run fills one line of the processor's cache, so that a lookup reads only one line for a run that has few holders.
 #[repr(align(64))]
 pub(super) struct Run {
     pub(super) hashes: Vec<SequenceHash>,
@@ -22,12 +26,20 @@ pub(super) struct Run {
     pub(super) holders: Holders,
 }
 
-/// The rows that have cached leading blocks of a run, each with the number of these blocks. Most runs have one holder and need no bit sets.
+/// The rows that have cached leading blocks of a run, each with the number of these blocks. Most runs have few holders and need no bit sets.
 #[derive(Clone)]
 pub(super) enum Holders {
-    One { row: u32, blocks: u32 },
+    Few(Few),
     Many(Groups),
 }
+
+/// Up to [`FEW`] holders: for each the row, and the number of blocks in the last [`BLOCKS_BITS`] bits; then zeros.
+#[derive(Clone, Default)]
+pub(super) struct Few([u32; FEW]);
+
+/// So many holders fit into the run's line of the processor's cache.
+pub(super) const FEW: usize = 5;
+const BLOCKS_BITS: u32 = RUN_BLOCKS.ilog2() + 1;
 
 /// Several holders, grouped by their numbers of blocks.
 #[derive(Clone)]
@@ -56,12 +68,18 @@ pub(super) fn rows(word: usize, mut bits: u64) -> impl Iterator<Item = u32> {
 /// Returns how many leading hashes are equal. A sequence hash identifies a block and all blocks before it, so equal hashes at one position
 /// imply equal hashes at all positions before it.
 pub(super) fn common(one: &[SequenceHash], other: &[SequenceHash]) -> usize {
-    let (mut equal, mut differ) = (0, one.len().min(other.len()) + 1);
+    let len = one.len().min(other.len());
+    let is_equal = |blocks: usize| one[blocks - 1] == other[blocks - 1];
+    // Most prompts that leave a run leave it near its end, where the turn of a conversation begins: the lines there are read first.
+    let near = |line: usize| len.checked_sub(line * LINE).filter(|blocks| *blocks > 0);
+    let different = (0..=LINES).filter(|line| near(*line).is_some_and(|blocks| !is_equal(blocks))).count();
+    let mut equal = if different > LINES { 0 } else { near(different).unwrap_or(0) };
+    let mut differ = different.checked_sub(1).and_then(near).unwrap_or(len + 1);
     while differ - equal > 1 {
         // The probes of one round do not depend on each other, so the processor reads them from memory at the same time.
         let step = (differ - equal).div_ceil(PROBES + 1);
         let probes = (1..=PROBES).map(|probe| equal + probe * step).filter(|len| *len < differ);
-        let equal_probes = probes.filter(|len| one[len - 1] == other[len - 1]).count();
+        let equal_probes = probes.filter(|blocks| is_equal(*blocks)).count();
         equal += equal_probes * step;
         differ = differ.min(equal + step);
     }
@@ -70,7 +88,7 @@ pub(super) fn common(one: &[SequenceHash], other: &[SequenceHash]) -> usize {
 
 impl Run {
     pub(super) fn new() -> Self {
-        Self { hashes: Vec::new(), last: SequenceHash(0), fork: 0, holders: Holders::One { row: 0, blocks: 0 } }
+        Self { hashes: Vec::new(), last: SequenceHash(0), fork: 0, holders: Holders::new([]) }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -136,10 +154,37 @@ impl Run {
     }
 }
 
+impl Few {
+    /// Returns the rows, each with its number of blocks.
+    #[inline]
+    pub(super) fn entries(&self) -> impl Iterator<Item = (u32, u32)> {
+        let of_entry = |entry: &u32| (entry >> BLOCKS_BITS, entry & ((1 << BLOCKS_BITS) - 1));
+        self.0.iter().take_while(|entry| **entry > 0).map(of_entry)
+    }
+
+    /// Changes the number of blocks that the row has cached. Returns false, and changes nothing, if there is no space for the row.
+    fn set(&mut self, row: u32, blocks: u32) -> bool {
+        let len = self.entries().count();
+        let at = self.entries().position(|(other, _)| other == row).unwrap_or(len);
+        if blocks == 0 {
+            if at < len {
+                self.0.swap(at, len - 1);
+                self.0[len - 1] = 0;
+            }
+            return true;
+        }
+        if at == FEW || row >> (u32::BITS - BLOCKS_BITS) > 0 {
+            return false;
+        }
+        self.0[at] = row << BLOCKS_BITS | blocks;
+        true
+    }
+}
+
 impl Holders {
-    fn new(pairs: impl Iterator<Item = (u32, u32)>) -> Self {
-        let mut holders = Self::One { row: 0, blocks: 0 };
-        pairs.for_each(|(row, blocks)| holders.set(row, 0, blocks));
+    fn new(pairs: impl IntoIterator<Item = (u32, u32)>) -> Self {
+        let mut holders = Self::Few(Few::default());
+        pairs.into_iter().for_each(|(row, blocks)| holders.set(row, 0, blocks));
         holders
     }
 
@@ -151,15 +196,10 @@ impl Holders {
     }
 
     /// Returns how many leading blocks the row has cached.
+    #[inline]
     pub(super) fn get(&self, row: u32) -> u32 {
         match self {
-            Self::One { row: one, blocks } => {
-                if *one == row {
-                    *blocks
-                } else {
-                    0
-                }
-            }
+            Self::Few(few) => few.entries().find(|(other, _)| *other == row).map_or(0, |(_, blocks)| blocks),
             Self::Many(groups) => groups.get(row),
         }
     }
@@ -167,13 +207,12 @@ impl Holders {
     /// Changes the number of blocks that the row has cached, from `old` to `new`.
     pub(super) fn set(&mut self, row: u32, old: u32, new: u32) {
         match self {
-            Self::One { row: one, blocks } if *one == row || *blocks == 0 => (*one, *blocks) = (row, new),
-            Self::One { row: one, blocks } => {
-                let words = (*one).max(row) / 64 + 1;
-                let mut groups = Groups { words, sets: vec![0; words as usize].into() };
-                groups.add(*one, *blocks);
-                groups.add(row, new);
-                *self = Self::Many(groups);
+            Self::Few(few) => {
+                if !few.set(row, new) {
+                    let mut groups = Groups { words: 1, sets: [0].into() };
+                    few.entries().chain([(row, new)]).for_each(|(row, blocks)| groups.add(row, blocks));
+                    *self = Self::Many(groups);
+                }
             }
             Self::Many(groups) => {
                 if old > 0 {
@@ -181,9 +220,8 @@ impl Holders {
                 }
                 if new > 0 {
                     groups.add(row, new);
-                }
-                if let Some((row, blocks)) = groups.only() {
-                    *self = Self::One { row, blocks };
+                } else if groups.len() * 2 <= FEW {
+                    *self = Self::new(self.to_vec());
                 }
             }
         }
@@ -192,19 +230,18 @@ impl Holders {
     /// Returns the largest number of blocks that a row has cached.
     pub(super) fn blocks_max(&self) -> usize {
         match self {
-            Self::One { blocks, .. } => *blocks as usize,
+            Self::Few(few) => few.entries().map(|(_, blocks)| blocks as usize).max().unwrap_or(0),
             Self::Many(groups) => groups.by_blocks().next_back().map_or(0, |(blocks, _)| blocks as usize),
         }
     }
 
     pub(super) fn is_only(&self, row: u32) -> bool {
-        matches!(self, Self::One { row: one, .. } if *one == row)
+        matches!(self, Self::Few(few) if few.entries().map(|(row, _)| row).eq([row]))
     }
 
     pub(super) fn to_vec(&self) -> Vec<(u32, u32)> {
         match self {
-            Self::One { blocks: 0, .. } => Vec::new(),
-            Self::One { row, blocks } => vec![(*row, *blocks)],
+            Self::Few(few) => few.entries().collect(),
             Self::Many(groups) => {
                 let of_group = |(blocks, set): (u32, &[u64])| -> Vec<(u32, u32)> {
                     let rows = set.iter().enumerate().flat_map(|(word, bits)| rows(word, *bits));
@@ -266,15 +303,9 @@ impl Groups {
         }
     }
 
-    /// Returns the only holder; `None` if there are several. Without a holder, returns row 0 with no blocks.
-    fn only(&self) -> Option<(u32, u32)> {
-        let mut groups = self.by_blocks();
-        let Some((blocks, set)) = groups.next() else { return Some((0, 0)) };
-        if groups.next().is_some() || set.iter().map(|word| word.count_ones()).sum::<u32>() > 1 {
-            return None;
-        }
-        let word = set.iter().position(|word| *word != 0)?;
-        Some((word as u32 * 64 + set[word].trailing_zeros(), blocks))
+    /// Returns the number of holders.
+    fn len(&self) -> usize {
+        self.all().iter().map(|word| word.count_ones() as usize).sum()
     }
 
     fn widen(&mut self, words: usize) {

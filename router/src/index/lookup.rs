@@ -1,0 +1,226 @@
+//! Lookups.
+
+use super::{
+    PrefixIndex, WorkerSlot,
+    prefetch::prefetch,
+    run::{FEW, Holders, place, rows},
+    shard::shard_of,
+};
+use tandem_kv::SequenceHash;
+
+/// The rows that lookups see.
+#[derive(Default)]
+pub(super) struct View {
+    /// The set of visible rows.
+    pub(super) visible: Vec<Visible>,
+    /// The worker of each visible row.
+    worker_of: Vec<WorkerSlot>,
+    /// One more than the largest worker slot.
+    workers: usize,
+}
+
+/// One word of the set of visible rows.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Visible {
+    rows: u64,
+    /// Whether each of these rows has the number of its worker's slot, so that a lookup need not read `worker_of`.
+    in_order: bool,
+}
+
+impl View {
+    pub(super) fn show(&mut self, worker: WorkerSlot, row: u32) {
+        let (word, bit) = place(row);
+        if row as usize >= self.worker_of.len() {
+            self.worker_of.resize(row as usize + 1, worker);
+        }
+        self.visible.resize(self.visible.len().max(word + 1), Visible::default());
+        self.worker_of[row as usize] = worker;
+        self.workers = self.workers.max(worker.0 as usize + 1);
+        self.set(word, self.visible[word].rows | bit);
+    }
+
+    /// `workers` is one more than the largest slot of the remaining workers.
+    pub(super) fn hide(&mut self, row: u32, workers: usize) {
+        self.workers = workers;
+        let (word, bit) = place(row);
+        self.set(word, self.visible[word].rows & !bit);
+        while self.visible.last().is_some_and(|word| word.rows == 0) {
+            self.visible.pop();
+        }
+        self.worker_of.truncate(self.visible.len() * 64);
+    }
+
+    fn set(&mut self, word: usize, set: u64) {
+        let in_order = rows(word, set).all(|row| self.worker_of[row as usize].0 == row);
+        self.visible[word] = Visible { rows: set, in_order };
+    }
+
+    /// Returns the slot of the worker that has this row.
+    #[inline]
+    fn slot(&self, row: u32) -> usize {
+        if self.visible[row as usize / 64].in_order { row as usize } else { self.worker_of[row as usize].0 as usize }
+    }
+
+    /// Sets the numbers of the workers that have these rows of one word of a set. The numbers were 0.
+    #[inline]
+    fn fill(&self, leading: &mut [u32], word: usize, set: u64, blocks: usize) {
+        /// One bit for each row of half a word. Constants, so that several numbers are set at once.
+        const BITS: [u32; 32] = {
+            let (mut bits, mut row) = ([0; 32], 0);
+            while row < 32 {
+                bits[row] = 1 << row;
+                row += 1;
+            }
+            bits
+        };
+        if set == 0 || blocks == 0 {
+            return;
+        }
+        if set.is_power_of_two() || !self.visible[word].in_order {
+            rows(word, set).for_each(|row| leading[self.slot(row)] = blocks as u32);
+            return;
+        }
+        let (low, high) = leading[word * 64..word * 64 + 64].split_at_mut(32);
+        for (half, set) in [(low, set as u32), (high, (set >> 32) as u32)] {
+            for (leading, bit) in half.iter_mut().zip(BITS) {
+                *leading |= if set & bit == 0 { 0 } else { blocks as u32 };
+            }
+        }
+    }
+}
+
+/// What a lookup knows after some runs along the prompt.
+struct Answer<'a> {
+    view: &'a View,
+    /// By worker slot, with space for all rows.
+    leading: Vec<u32>,
+    /// The rows that have cached all blocks so far, as a set. Up to 1,024 rows need no allocation.
+    few_words: [u64; 16],
+    many_words: Vec<u64>,
+    /// These rows as a list, once a run with few holders was visited. The set is empty then.
+    list: Option<([u32; FEW], usize)>,
+}
+
+impl<'a> Answer<'a> {
+    fn new(view: &'a View) -> Self {
+        let words = view.visible.len();
+        let leading = vec![0; view.workers.max(words * 64)];
+        let mut answer = Self { view, leading, few_words: [0; 16], many_words: Vec::new(), list: None };
+        if words > answer.few_words.len() {
+            answer.many_words.resize(words, 0);
+        }
+        let (active, ..) = answer.parts();
+        active.iter_mut().zip(&view.visible).for_each(|(active, visible)| *active = visible.rows);
+        answer
+    }
+
+    fn parts(&mut self) -> (&mut [u64], &mut [u32]) {
+        let words = self.view.visible.len();
+        let active = if self.many_words.is_empty() { &mut self.few_words[..words] } else { &mut self.many_words[..] };
+        (active, &mut self.leading)
+    }
+
+    /// Adds a run, of which the first `common` blocks follow the prompt's first `from` blocks. Returns whether some row has cached all blocks so far.
+    #[inline]
+    fn visit(&mut self, holders: &Holders, from: usize, common: usize) -> bool {
+        let view = self.view;
+        if self.list.is_none() {
+            let (active, leading) = self.parts();
+            match holders {
+                Holders::Many(groups) => {
+                    for (word, active) in active.iter_mut().enumerate() {
+                        let keep = *active & groups.all().get(word).copied().unwrap_or(0);
+                        view.fill(leading, word, *active & !keep, from);
+                        *active = keep;
+                    }
+                    for (blocks, set) in groups.by_blocks().take_while(|(blocks, _)| (*blocks as usize) < common) {
+                        for (word, (active, set)) in active.iter_mut().zip(set).enumerate() {
+                            view.fill(leading, word, *active & set, from + blocks as usize);
+                            *active &= !set;
+                        }
+                    }
+                    return active.iter().any(|word| *word != 0);
+                }
+                Holders::Few(few) => {
+                    let (mut list, mut len) = ([0; FEW], 0);
+                    for (row, _) in few.entries() {
+                        let (word, bit) = place(row);
+                        list[len] = row;
+                        len += usize::from(active.get(word).is_some_and(|active| active & bit != 0));
+                    }
+                    for (word, active) in active.iter_mut().enumerate() {
+                        view.fill(leading, word, std::mem::take(active), from);
+                    }
+                    self.list = Some((list, len));
+                }
+            }
+        }
+        let Some((list, len)) = &mut self.list else { return false };
+        let mut kept = 0;
+        for at in 0..*len {
+            let row = list[at];
+            let held = (holders.get(row) as usize).min(common);
+            self.leading[view.slot(row)] = (from + held) as u32;
+            list[kept] = row;
+            kept += usize::from(held == common);
+        }
+        *len = kept;
+        kept > 0
+    }
+
+    /// Returns the numbers of all workers. `end` is the number of blocks of the visited runs.
+    fn finish(mut self, end: usize) -> Vec<u32> {
+        let view = self.view;
+        let (active, leading) = self.parts();
+        active.iter().enumerate().for_each(|(word, rows)| view.fill(leading, word, *rows, end));
+        self.leading.truncate(view.workers);
+        self.leading
+    }
+}
+
+impl PrefixIndex {
+    /// Returns for each worker, by its slot, how many leading blocks of the prompt it has cached.
+    ///
+    /// While a worker's cache changes, its number is one that was right at some time during the call.
+    pub fn overlap(&self, hashes: &[SequenceHash]) -> Vec<u32> {
+        if let Some(first) = hashes.first() {
+            prefetch(&self.shards, shard_of(self.mix(*first)));
+        }
+        let view = self.view.read();
+        let mut answer = Answer::new(&view);
+        let end = self.walk(hashes, |holders, from, common| answer.visit(holders, from, common));
+        answer.finish(end)
+    }
+
+    /// Calls `visit` for each run along the prompt, with the run's holders, the number of the prompt's blocks before the run, and how many blocks
+    /// after these are leading blocks of the run. Stops when `visit` returns false. Returns the number of blocks of the visited runs.
+    fn walk(&self, hashes: &[SequenceHash], mut visit: impl FnMut(&Holders, usize, usize) -> bool) -> usize {
+        let mut from = 0;
+        let shard_from = |from: usize| {
+            let mixed = self.mix(*hashes.get(from)?);
+            // The shard may be the one that is locked already, for reading.
+            let shard = self.shards[shard_of(mixed)].read_recursive();
+            shard.prefetch(mixed);
+            Some((mixed, shard))
+        };
+        let mut next = shard_from(0);
+        while let Some((mixed, shard)) = next.take() {
+            // Where the next run probably begins is known before this run is read, so that both are read at the same time.
+            let mut guess = 0;
+            let found = shard.find(mixed, &hashes[from..], |fork| {
+                guess = fork;
+                next = if fork > 0 { shard_from(from + fork) } else { None };
+            });
+            let Some((run, common)) = found else { break };
+            if common != guess {
+                next = shard_from(from + common);
+            }
+            let more = visit(&run.holders, from, common);
+            from += common;
+            if !more {
+                break;
+            }
+        }
+        from
+    }
+}
