@@ -1,8 +1,11 @@
-//! Compares the router's index with SMG's `kv-index`, in one process and in turns (docs/scale.md).
+//! Compares the router's index with SMG's `kv-index`, in one process and in turns (docs/scale.md). With the feature `dynamo`, also with the
+//! `RadixTree` of `dynamo-kv-router`, which brings some hundred dependencies.
 //!
 //! `cargo run --release --manifest-path bench/index/Cargo.toml -- FOLDER` replays the recorded streams in the folder. Without a folder, only
 //! the synthetic measurements are made.
 
+#[cfg(feature = "dynamo")]
+mod dynamo;
 #[path = "../../router/tests/index_streams/stream.rs"]
 mod stream;
 
@@ -20,15 +23,23 @@ const STREAMS: [&str; 5] = ["conv_w8_b16", "conv_w64_b16", "conv_w512_b16", "con
 /// The replays of one stream. The fastest time of each operation counts, because other processes disturb single replays.
 const ROUNDS: usize = 4;
 
-trait Index: Sync {
+trait Index {
     const NAME: &'static str;
     /// What only the thread that applies events has.
     type Writer: Send;
+    /// An event, a prompt and an answer in the form that the index takes and returns. Conversions are not timed.
+    type Event;
+    type Prompt;
+    type Answer;
     fn new(workers: u32) -> (Self, Self::Writer)
     where
         Self: Sized;
-    fn apply(&self, writer: &mut Self::Writer, worker: u32, change: &Change);
-    fn overlap(&self, prompt: &[SequenceHash], workers: u32) -> Vec<u32>;
+    fn event(worker: u32, change: &Change) -> Self::Event;
+    fn apply(&self, writer: &mut Self::Writer, event: &Self::Event);
+    fn prompt(prompt: &[SequenceHash]) -> Self::Prompt;
+    fn overlap(&self, prompt: &Self::Prompt, workers: u32) -> Self::Answer;
+    /// Returns the number of leading blocks of each worker.
+    fn leading(answer: Self::Answer, workers: u32) -> Vec<u32>;
     /// Removes the worker. Returns the duration of the longest step.
     fn remove(&self, writer: &mut Self::Writer, worker: u32) -> Duration;
 }
@@ -36,6 +47,9 @@ trait Index: Sync {
 impl Index for PrefixIndex {
     const NAME: &'static str = "tandem";
     type Writer = ();
+    type Event = (WorkerSlot, Change);
+    type Prompt = Vec<SequenceHash>;
+    type Answer = Vec<u32>;
 
     fn new(workers: u32) -> (Self, ()) {
         let index = PrefixIndex::new(3);
@@ -43,12 +57,24 @@ impl Index for PrefixIndex {
         (index, ())
     }
 
-    fn apply(&self, (): &mut (), worker: u32, change: &Change) {
-        PrefixIndex::apply(self, WorkerSlot(worker), change);
+    fn event(worker: u32, change: &Change) -> Self::Event {
+        (WorkerSlot(worker), change.clone())
     }
 
-    fn overlap(&self, prompt: &[SequenceHash], _: u32) -> Vec<u32> {
+    fn apply(&self, (): &mut (), (worker, change): &Self::Event) {
+        PrefixIndex::apply(self, *worker, change);
+    }
+
+    fn prompt(prompt: &[SequenceHash]) -> Self::Prompt {
+        prompt.to_vec()
+    }
+
+    fn overlap(&self, prompt: &Self::Prompt, _: u32) -> Vec<u32> {
         PrefixIndex::overlap(self, prompt)
+    }
+
+    fn leading(answer: Vec<u32>, _: u32) -> Vec<u32> {
+        answer
     }
 
     fn remove(&self, (): &mut (), worker: u32) -> Duration {
@@ -61,9 +87,18 @@ impl Index for PrefixIndex {
     }
 }
 
+enum PeerEvent {
+    Stored { blocks: Vec<StoredBlock>, parent: Option<PeerHash> },
+    Removed(Vec<PeerHash>),
+    Cleared,
+}
+
 impl Index for ChainIndex {
     const NAME: &'static str = "kv-index";
     type Writer = Vec<ChainBlockMap>;
+    type Event = (u32, PeerEvent);
+    type Prompt = Vec<SequenceHash>;
+    type Answer = Vec<u32>;
 
     fn new(workers: u32) -> (Self, Self::Writer) {
         let index = ChainIndex::with_max_workers(workers as usize);
@@ -73,25 +108,46 @@ impl Index for ChainIndex {
         (index, (0..workers).map(|_| ChainBlockMap::new()).collect())
     }
 
-    fn apply(&self, maps: &mut Self::Writer, worker: u32, change: &Change) {
-        let map = &mut maps[worker as usize];
-        match change {
+    fn event(worker: u32, change: &Change) -> Self::Event {
+        let event = match change {
             Change::Stored(StoredChain { parent, sequence_hashes }) => {
                 let block = |hash: &SequenceHash| StoredBlock { seq_hash: PeerHash(hash.0), content_hash: ContentHash(hash.0) };
-                let blocks: Vec<StoredBlock> = sequence_hashes.iter().map(block).collect();
-                self.apply_stored(worker, &blocks, parent.map(|hash| PeerHash(hash.0)), map).expect("the parent is known");
+                PeerEvent::Stored {
+                    blocks: sequence_hashes.iter().map(block).collect(),
+                    parent: parent.map(|hash| PeerHash(hash.0)),
+                }
             }
-            Change::Removed(hashes) => {
-                self.apply_removed(worker, &hashes.iter().map(|hash| PeerHash(hash.0)).collect::<Vec<_>>(), map);
+            Change::Removed(hashes) => PeerEvent::Removed(hashes.iter().map(|hash| PeerHash(hash.0)).collect()),
+            Change::Cleared => PeerEvent::Cleared,
+        };
+        (worker, event)
+    }
+
+    fn apply(&self, maps: &mut Self::Writer, (worker, event): &Self::Event) {
+        let (worker, map) = (*worker, &mut maps[*worker as usize]);
+        match event {
+            PeerEvent::Stored { blocks, parent } => {
+                self.apply_stored(worker, blocks, *parent, map).expect("the parent is known");
             }
-            Change::Cleared => self.apply_cleared(worker, map),
+            PeerEvent::Removed(hashes) => {
+                self.apply_removed(worker, hashes, map);
+            }
+            PeerEvent::Cleared => self.apply_cleared(worker, map),
         }
     }
 
-    fn overlap(&self, prompt: &[SequenceHash], workers: u32) -> Vec<u32> {
+    fn prompt(prompt: &[SequenceHash]) -> Self::Prompt {
+        prompt.to_vec()
+    }
+
+    fn overlap(&self, prompt: &Self::Prompt, workers: u32) -> Vec<u32> {
         let mut leading = vec![0; workers as usize];
         self.score_into(prompt, |hash| hash.0, false, |worker, blocks| leading[worker as usize] = blocks);
         leading
+    }
+
+    fn leading(answer: Vec<u32>, _: u32) -> Vec<u32> {
+        answer
     }
 
     fn remove(&self, maps: &mut Self::Writer, worker: u32) -> Duration {
@@ -122,19 +178,21 @@ fn keep_fastest(times: &mut Vec<Duration>, at: usize, time: Duration) {
 
 fn replay<I: Index>(stream: &Stream, times: &mut Times) {
     let (index, mut writer) = I::new(stream.workers);
-    let (mut queries, mut changes, mut request) = (0, 0, Vec::new());
+    let (mut queries, mut changes) = (0, 0);
     for op in &stream.ops {
         match op {
             Op::Query { prompt, expected } => {
                 // The hashes are in the processor's cache, as those of a request that was just received.
-                request.clone_from(prompt);
-                let mut leading = Vec::new();
-                keep_fastest(&mut times.queries, queries, timed(|| leading = index.overlap(&request, stream.workers)));
-                assert_eq!(Expected::of(&leading), *expected, "{}", I::NAME);
+                let prompt = I::prompt(prompt);
+                let started = Instant::now();
+                let answer = index.overlap(&prompt, stream.workers);
+                keep_fastest(&mut times.queries, queries, started.elapsed());
+                assert_eq!(Expected::of(&I::leading(answer, stream.workers)), *expected, "{}", I::NAME);
                 queries += 1;
             }
             Op::Change { worker, change } => {
-                keep_fastest(&mut times.changes, changes, timed(|| index.apply(&mut writer, *worker, change)));
+                let event = I::event(*worker, change);
+                keep_fastest(&mut times.changes, changes, timed(|| index.apply(&mut writer, &event)));
                 changes += 1;
             }
         }
@@ -173,14 +231,25 @@ fn streams(folder: &Path) {
             continue;
         };
         println!("{name}");
-        let (mut own, mut peer) = (Times::default(), Times::default());
+        let mut times = [Times::default(), Times::default(), Times::default()];
         for _ in 0..ROUNDS {
-            replay::<PrefixIndex>(&stream, &mut own);
-            replay::<ChainIndex>(&stream, &mut peer);
+            replay::<PrefixIndex>(&stream, &mut times[0]);
+            replay::<ChainIndex>(&stream, &mut times[1]);
+            #[cfg(feature = "dynamo")]
+            replay::<dynamo::Tree>(&stream, &mut times[2]);
         }
-        let (own, peer) = (show(PrefixIndex::NAME, &stream, own), show(ChainIndex::NAME, &stream, peer));
-        println!("  lookups take {:.2} of the peer's time, changes {:.2}", own[0] / peer[0], own[1] / peer[1]);
+        let [own, peer, other] = times;
+        let own = show(PrefixIndex::NAME, &stream, own);
+        compare(own, show(ChainIndex::NAME, &stream, peer), ChainIndex::NAME);
+        #[cfg(feature = "dynamo")]
+        compare(own, show(dynamo::Tree::NAME, &stream, other), dynamo::Tree::NAME);
+        #[cfg(not(feature = "dynamo"))]
+        drop(other);
     }
+}
+
+fn compare(own: [f64; 2], peer: [f64; 2], name: &str) {
+    println!("  lookups take {:.2} of the time of {name}, changes {:.2}", own[0] / peer[0], own[1] / peer[1]);
 }
 
 fn chain(name: u64, len: u64) -> Change {
@@ -200,8 +269,8 @@ fn growth<I: Index>() {
         let before = resident();
         let (index, mut writer) = I::new(10);
         for name in 0..20_000 {
-            let change = chain(name, 500);
-            keep_fastest(&mut calls, name as usize, timed(|| index.apply(&mut writer, (name % 10) as u32, &change)));
+            let event = I::event((name % 10) as u32, &chain(name, 500));
+            keep_fastest(&mut calls, name as usize, timed(|| index.apply(&mut writer, &event)));
         }
         if let (0, Some((after, before))) = (round, resident().zip(before)) {
             bytes = (after - before) / 1e7;
@@ -218,18 +287,18 @@ fn growth<I: Index>() {
 }
 
 /// One thread stores and evicts, another one looks up, both as fast as they can for a second. Prints both rates.
-fn threads<I: Index>() -> [f64; 2] {
+fn threads<I: Index<Prompt = Vec<SequenceHash>> + Sync>() -> [f64; 2] {
     let ((index, mut writer), stop) = (I::new(64), AtomicBool::new(false));
     for name in 0..2_000 {
-        index.apply(&mut writer, (name % 64) as u32, &chain(name, 500));
+        index.apply(&mut writer, &I::event((name % 64) as u32, &chain(name, 500)));
     }
     let prompts: Vec<Vec<SequenceHash>> = (0..2_000).map(|name| hashes_of(&chain(name, 500))).collect();
     std::thread::scope(|scope| {
         let lookups = scope.spawn(|| {
             let mut count = 0_u64;
             while !stop.load(Ordering::Relaxed) {
-                let leading = index.overlap(&prompts[(count * 7) as usize % prompts.len()], 64);
-                assert!(leading.iter().any(|blocks| *blocks == 500));
+                let answer = index.overlap(&prompts[(count * 7) as usize % prompts.len()], 64);
+                assert!(I::leading(answer, 64).iter().any(|blocks| *blocks == 500));
                 count += 1;
             }
             count
@@ -237,8 +306,8 @@ fn threads<I: Index>() -> [f64; 2] {
         let (started, mut applied) = (Instant::now(), 0);
         for name in 10_000.. {
             let (change, worker) = (chain(name, 500), (name % 64) as u32);
-            index.apply(&mut writer, worker, &change);
-            index.apply(&mut writer, worker, &Change::Removed(hashes_of(&change).into_iter().rev().collect()));
+            index.apply(&mut writer, &I::event(worker, &change));
+            index.apply(&mut writer, &I::event(worker, &Change::Removed(hashes_of(&change).into_iter().rev().collect())));
             applied += 1_000;
             if started.elapsed() > Duration::from_secs(1) {
                 break;
@@ -260,6 +329,8 @@ fn main() {
     println!("10 workers of a million blocks each, in prompts of 500 blocks");
     growth::<PrefixIndex>();
     growth::<ChainIndex>();
+    #[cfg(feature = "dynamo")]
+    growth::<dynamo::Tree>();
     println!("one thread applies events, one looks up: M lookups/s and M blocks/s, best of {ROUNDS}");
     let best =
         |rates: Vec<[f64; 2]>| rates.into_iter().fold([0.0_f64; 2], |best, [one, other]| [best[0].max(one), best[1].max(other)]);

@@ -23,7 +23,7 @@ mod table;
 use changes::Writer;
 use lookup::View;
 use parking_lot::{Mutex, RwLock};
-use shard::{SHARDS, Shard};
+use shard::{Locked, SHARDS};
 use tandem_kv::{Change, SequenceHash, Snapshot, StoredChain};
 
 /// A worker's number in the index. Numbers are small: those of removed workers are used again.
@@ -55,7 +55,7 @@ const SLICE_BLOCKS: usize = 1 << 10;
 /// Maps sequence hashes to the workers that have cached the blocks.
 pub struct PrefixIndex {
     key: Key,
-    shards: Box<[RwLock<Shard>]>,
+    shards: Box<[Locked]>,
     view: RwLock<View>,
     writer: Mutex<Writer>,
 }
@@ -76,7 +76,7 @@ impl PrefixIndex {
     pub fn new(key: u64) -> Self {
         Self {
             key: Key(tandem_kv::mix(key)),
-            shards: (0..SHARDS).map(|number| RwLock::new(Shard::new(number))).collect(),
+            shards: (0..SHARDS).map(Locked::new).collect(),
             view: RwLock::default(),
             writer: Mutex::new(Writer::new(key)),
         }
@@ -143,7 +143,7 @@ impl PrefixIndex {
     /// Returns the bytes that the index has allocated. Visits every run.
     pub fn bytes(&self) -> usize {
         let writer = self.writer.lock().bytes();
-        let shards: usize = self.shards.iter().map(|shard| shard.read().bytes() + size_of::<RwLock<Shard>>()).sum();
+        let shards: usize = self.shards.iter().map(|shard| shard.read().bytes() + size_of::<Locked>()).sum();
         writer + shards
     }
 

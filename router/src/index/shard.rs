@@ -1,6 +1,7 @@
 //! A shard of the index: the runs whose first blocks select it.
 
 use super::{prefetch::prefetch, run::Run, table::Table};
+use parking_lot::RwLock;
 use tandem_kv::SequenceHash;
 
 /// The number of shards. It is so large that a lookup and a change rarely need the same shard, and that a shard's list of runs stays short.
@@ -76,22 +77,38 @@ pub(super) struct Link {
     pub(super) followed: usize,
 }
 
+/// A shard and its lock. What a lookup reads of them is in one line of the processor's cache.
+#[repr(align(64))]
+pub(super) struct Locked(RwLock<Shard>);
+
+impl std::ops::Deref for Locked {
+    type Target = RwLock<Shard>;
+
+    fn deref(&self) -> &RwLock<Shard> {
+        &self.0
+    }
+}
+
 /// A part of the runs of the index. Lookups see only the runs that are in `heads`.
+#[repr(C)]
 pub(super) struct Shard {
+    runs: Vec<Run>,
     /// By the first block of each run: the run's position in `runs`, plus 1, in the last bits, and its [`Run::fork`].
     heads: Table,
-    runs: Vec<Run>,
     /// The link of each run.
     links: Vec<Link>,
     free: Vec<u32>,
     number: usize,
 }
 
-impl Shard {
+impl Locked {
     pub(super) fn new(number: usize) -> Self {
-        Self { heads: Table::default(), runs: Vec::new(), links: Vec::new(), free: Vec::new(), number }
+        let (runs, links, free) = (Vec::new(), Vec::new(), Vec::new());
+        Self(RwLock::new(Shard { runs, heads: Table::default(), links, free, number }))
     }
+}
 
+impl Shard {
     /// Prefetches the memory that [`Self::find`] reads first.
     #[inline]
     pub(super) fn prefetch(&self, mixed: u64) {

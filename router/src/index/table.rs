@@ -25,21 +25,23 @@ const VALUE_MASK: u64 = (1 << VALUE_BITS) - 1;
 /// Maximum number of entries of a table. With at most this many entries, a fingerprint has enough bits to select a segment and a bucket.
 pub(super) const ENTRIES_MAX: usize = 100_000_000;
 
-/// A hash table with values from 1 to 2^36 - 1.
+/// A hash table with values from 1 to 2^36 - 1. What a search in a small table reads first is at the beginning.
+#[repr(C)]
 pub(super) struct Table {
+    depth: u32,
     /// The only segment of a small table. It is stored here, so that a search in such a table reads only the slots. Unused if `depth` is not 0.
     small: Segment,
     segments: Vec<Segment>,
     /// The number of the segment for each prefix of `depth` bits of a fingerprint.
     directory: Vec<u32>,
-    depth: u32,
     free_segments: Vec<u32>,
     len: usize,
 }
 
 /// The entries whose fingerprints have the same first `depth` bits.
+#[repr(C)]
 struct Segment {
-    buckets: Vec<Bucket>,
+    buckets: Box<[Bucket]>,
     len: usize,
     depth: u32,
 }
@@ -98,7 +100,7 @@ impl Bucket {
 
 impl Segment {
     fn new(buckets: usize, depth: u32) -> Self {
-        Self { buckets: vec![Bucket::default(); buckets], len: 0, depth }
+        Self { buckets: vec![Bucket::default(); buckets].into(), len: 0, depth }
     }
 
     #[inline]
@@ -385,7 +387,7 @@ impl Table {
 
     pub(super) fn bytes(&self) -> usize {
         let slots: usize =
-            self.segments.iter().chain([&self.small]).map(|segment| segment.buckets.capacity() * size_of::<Bucket>()).sum();
+            self.segments.iter().chain([&self.small]).map(|segment| segment.buckets.len() * size_of::<Bucket>()).sum();
         slots + self.directory.capacity() * 4 + self.segments.capacity() * size_of::<Segment>()
     }
 }
