@@ -27,6 +27,7 @@ struct State {
     prefill_tokens_per_second: f64,
     prefill_measurements: u64,
     decode_step_ms: f64,
+    progress_at: Option<Instant>,
 }
 
 impl Books {
@@ -48,6 +49,11 @@ impl Books {
     /// Returns the ids of the requests that were queued since the last call.
     pub fn take_included(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().included)
+    }
+
+    /// Returns when the engine last computed something for a request; `None` if it has computed nothing yet.
+    pub fn progress_at(&self) -> Option<Instant> {
+        self.state.lock().progress_at
     }
 
     fn update(&self, change: impl FnOnce(&mut State)) {
@@ -108,6 +114,7 @@ impl Work {
         let pending = std::mem::take(&mut self.state.lock().pending);
         self.books.update(|state| {
             state.pending_prefill_tokens -= pending;
+            state.progress_at = Some(Instant::now());
             if computed >= MEASURED_TOKENS_MIN && took > Duration::ZERO {
                 average(&mut state.prefill_tokens_per_second, computed as f64 / took.as_secs_f64());
                 state.prefill_measurements += 1;
@@ -119,10 +126,10 @@ impl Work {
         if tokens == 0 {
             return;
         }
+        let now = Instant::now();
         let step = {
             let mut state = self.state.lock();
             state.generated += tokens as u64;
-            let now = Instant::now();
             let before = state.last_chunk_at.replace(now);
             // The chunks of all samples are interleaved, so the time between two tokens of one sample is `samples` times the time since the last
             // chunk.
@@ -130,6 +137,7 @@ impl Work {
         };
         self.books.update(|state| {
             state.tokens += tokens as u64;
+            state.progress_at = Some(now);
             step.into_iter().for_each(|step| average(&mut state.decode_step_ms, step));
         });
     }

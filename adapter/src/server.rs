@@ -3,6 +3,7 @@
 use crate::{
     Adapter,
     api::{Api, EngineFailure},
+    books::Books,
     http::{ClientError, HttpError},
     mirror::WrongBlockSize,
     shared::Shared,
@@ -10,13 +11,19 @@ use crate::{
 use futures::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Backoff, retry::error_chain};
-use tokio::{sync::watch, time::sleep};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, timeout},
+};
 
 /// The shortest and the longest pause between attempts to reach a server that is starting.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
 
 /// The time between two health checks of the engine.
 const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Time limit of a health check. A check without an answer is followed by another one.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The number of consecutive failed checks after which the engine counts as ended.
 const FAILED_CHECKS_MAX: u32 = 3;
@@ -95,6 +102,8 @@ pub(crate) struct Engine {
     pub shared: Arc<Shared>,
     pub family: Option<Arc<str>>,
     pub instance: Instance,
+    /// The time without an answer to a health check and without progress after which the engine counts as hung.
+    pub silence_max: Duration,
     /// Applies the engine's KV events until it has ended.
     pub events: BoxFuture<'static, EngineEnded>,
 }
@@ -110,14 +119,14 @@ pub struct Connected {
 
 impl Connected {
     pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: String, loras: Vec<String>) -> Self {
-        let Engine { shared, family, instance, events } = engine;
+        let Engine { shared, family, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();
         let adapter = Adapter { shared: Arc::clone(&shared), api, family, loras: loras.into(), hung: is_hung };
         let follower = async move {
             let ended = tokio::select! {
                 ended = events => ended,
-                ended = check_health(&*server, &instance, &hung) => ended,
+                ended = check_health(&*server, &instance, silence_max, &shared.books, &hung) => ended,
                 () = publish_load(&shared) => EngineEnded::Gone,
             };
             shared.end();
@@ -165,19 +174,33 @@ async fn publish_load(shared: &Shared) {
     }
 }
 
-async fn check_health(server: &impl Server, instance: &Instance, hung: &watch::Sender<bool>) -> EngineEnded {
-    let mut failed = 0;
+/// Checks the engine's health until the engine has ended. A slow answer does not show that the engine hangs: its machine may be busy. So the engine counts
+/// as hung if for `silence_max` no check is answered and no request makes progress.
+async fn check_health(
+    server: &impl Server,
+    instance: &Instance,
+    silence_max: Duration,
+    books: &Books,
+    hung: &watch::Sender<bool>,
+) -> EngineEnded {
+    let (mut failed, mut answered_at) = (0, Instant::now());
+    let limit = CHECK_TIMEOUT.min(silence_max);
     loop {
         sleep(HEALTH_INTERVAL).await;
-        match server.check_health().await {
+        let checked = timeout(limit, server.check_health()).await;
+        match checked.unwrap_or(Err(EngineFailure::Connection(HttpError::Timeout(limit)))) {
             Ok(now) if now.is_some() && now != *instance => return EngineEnded::Restarted,
             Ok(_) => {
-                failed = 0;
+                (failed, answered_at) = (0, Instant::now());
                 hung.send_replace(false);
             }
             Err(EngineFailure::Connection(HttpError::Timeout(_))) => {
-                if !hung.send_replace(true) {
-                    tracing::warn!("the engine does not answer its health check in time; its requests are aborted");
+                let alive_at = books.progress_at().map_or(answered_at, |progress_at| progress_at.max(answered_at));
+                if alive_at.elapsed() >= silence_max && !hung.send_replace(true) {
+                    tracing::warn!(
+                        silence_s = silence_max.as_secs(),
+                        "the engine answers no health check and makes no progress; its requests are aborted"
+                    );
                 }
             }
             Err(error) => {
@@ -187,6 +210,49 @@ async fn check_health(server: &impl Server, instance: &Instance, hung: &watch::S
                     return EngineEnded::Gone;
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::books::Work;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// A server that accepts connections, and answers only while the value is true.
+    struct Silent(AtomicBool);
+
+    #[tonic::async_trait]
+    impl Server for Silent {
+        async fn check_health(&self) -> Result<Instance, EngineFailure> {
+            if self.0.load(Ordering::Relaxed) { Ok(None) } else { std::future::pending().await }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn engine_hangs_if_it_is_silent_for_long_and_makes_no_progress() {
+        let (server, books) = (Silent(AtomicBool::new(true)), Arc::new(Books::default()));
+        let (hung, is_hung) = watch::channel(false);
+        let work = Work::new(&books, "a".to_owned(), 0, (1, 1));
+        work.submitted();
+        let story = async {
+            let after = async |seconds| {
+                sleep(Duration::from_secs(seconds)).await;
+                *is_hung.borrow()
+            };
+            assert!(!after(60).await, "the engine answers");
+            server.0.store(false, Ordering::Relaxed);
+            assert!(!after(20).await, "the engine is silent for less than the limit");
+            work.generated(1);
+            assert!(!after(25).await, "the engine has generated a token within the limit");
+            assert!(after(20).await, "the engine is silent and makes no progress");
+            server.0.store(true, Ordering::Relaxed);
+            assert!(!after(15).await, "the engine answers again");
+        };
+        tokio::select! {
+            () = story => {}
+            _ended = check_health(&server, &None, Duration::from_secs(30), &books, &hung) => panic!("the engine has not ended"),
         }
     }
 }

@@ -66,6 +66,7 @@ async fn worker(url: String) -> Result<SocketAddr> {
         waiting_max: 1_024,
         nixl: false,
         kv_lease: Duration::from_secs(30),
+        silence_max: Duration::from_secs(60),
     };
     let connected = connect(settings).await?;
     let worker = WorkerSettings { worker_id: "decode".to_owned(), model: connected.model.clone(), ..WorkerSettings::default() };

@@ -12,7 +12,7 @@ use crate::{
     slots::{SlotLimits, Slots},
 };
 use futures::FutureExt;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::{HashKey, TokenId};
 
@@ -34,6 +34,8 @@ pub struct LlamaCppSettings {
     /// Whether prompts reuse the KV of earlier prompts. The server does not separate the caches of clients, so with this option its worker serves
     /// only requests without a cache salt and without an account.
     pub prefix_caching: bool,
+    /// The time after which the engine counts as hung if it answers no health check and makes no progress.
+    pub silence_max: Duration,
 }
 
 struct Described {
@@ -60,7 +62,7 @@ pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, C
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectError> {
     let http = http(&settings)?;
-    let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, .. } = settings;
+    let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, silence_max, .. } = settings;
     let Described { model, props, slots, context_length, end_token } = describe(&http, &url).await?;
     let capacity_blocks = (context_length / block_size.max(1)).saturating_mul(slots);
     let mirror = Mirror::new(MirrorSettings {
@@ -86,7 +88,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     );
     let client = Client::new(http, BodySettings { context_length, prefix_caching, end_token });
     let events = std::future::pending().boxed();
-    let engine = Engine { shared, family: None, instance: props.instance(), events };
+    let engine = Engine { shared, family: None, instance: props.instance(), silence_max, events };
     Ok(Connected::new(Arc::new(client), engine, model.id, Vec::new()))
 }
 

@@ -51,6 +51,8 @@ pub struct VllmSettings {
     pub nixl: bool,
     /// vLLM's `kv_lease_duration`: the time for which a prompt's KV is held for another engine.
     pub kv_lease: Duration,
+    /// The time after which the engine counts as hung if it answers no health check and makes no progress.
+    pub silence_max: Duration,
 }
 
 impl VllmSettings {
@@ -190,9 +192,9 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
              '{{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}}'"
         );
     }
-    let events = follow_events(Arc::clone(&shared), subscription).boxed();
+    let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
-    Ok(Connected::new(client, Engine { shared, family, instance, events }, model, loras))
+    Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
 }
 
 async fn describe(client: &Client, url: &str) -> Result<(ServedModels, String, String), ConnectError> {
@@ -258,6 +260,7 @@ mod tests {
             waiting_max: 1,
             nixl: false,
             kv_lease: Duration::from_secs(30),
+            silence_max: Duration::from_secs(60),
         };
         let of_rank = settings.clone().with_rank(3);
         assert_eq!((of_rank.rank, of_rank.events), (Some(3), at("tcp://engine:5560", "tcp://[::1]:5660")));

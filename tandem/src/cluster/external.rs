@@ -98,6 +98,7 @@ impl EngineConfig {
             running_max: self.worker.batch_max,
             waiting_max: self.model.max_concurrent_requests,
             prefix_caching: !self.worker.no_prefix_caching,
+            silence_max: Duration::from_secs(self.worker.step_timeout.into()),
         };
         Ok(match self.model.engine {
             EngineKind::LlamaCpp => ServerSettings::LlamaCpp(external.llama_cpp(url, ca, key.hash_key(), &limits)),

@@ -95,6 +95,7 @@ impl ExternalArgs {
             waiting_max: limits.waiting_max as usize,
             nixl: self.engine_kv_connector == KvConnector::Nixl,
             kv_lease: Duration::from_secs(self.engine_kv_lease),
+            silence_max: limits.silence_max,
         }
     }
 
@@ -108,6 +109,7 @@ impl ExternalArgs {
             hash_key,
             waiting_max: limits.waiting_max as usize,
             prefix_caching: limits.prefix_caching,
+            silence_max: limits.silence_max,
         }
     }
 }
@@ -123,6 +125,8 @@ pub(crate) struct EngineLimits {
     pub(crate) waiting_max: u32,
     /// Whether prompts reuse the KV of earlier ones. A vLLM server decides that itself.
     pub(crate) prefix_caching: bool,
+    /// The time after which a server that answers no health check and makes no progress counts as hung.
+    pub(crate) silence_max: Duration,
 }
 
 fn events(text: &str) -> Result<String, &'static str> {

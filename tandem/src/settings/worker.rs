@@ -45,7 +45,8 @@ pub struct WorkerArgs {
 
     /// Time after which a step that has not ended counts as hung, in seconds: the worker's requests fail over to other workers, and it gets
     /// no new ones until the step ends. The default is how long clients and proxies usually wait for a first token; set it lower for a
-    /// device with fast steps
+    /// device with fast steps. A server of --engine vllm or llama-cpp counts as hung if for this time it answers no health check and no
+    /// request on it makes progress
     #[arg(long, env = "TANDEM_STEP_TIMEOUT", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub step_timeout: u32,
 

@@ -91,6 +91,7 @@ impl BackEnd {
             hash_key: HashKey::new([7; 16]),
             waiting_max: waiting_max as usize,
             prefix_caching: true,
+            silence_max: Duration::from_secs(60),
         };
         let (adapter, follower) = llama_cpp::connect(settings).await?.into_parts();
         let mut following = JoinSet::new();

@@ -24,6 +24,7 @@ fn settings(fake: &FakeLlamaCpp) -> LlamaCppSettings {
         hash_key: HashKey::new([7; 16]),
         waiting_max: 8,
         prefix_caching: true,
+        silence_max: Duration::from_secs(60),
     }
 }
 
