@@ -7,6 +7,7 @@
 //! generated ones.
 
 mod admission;
+mod budget;
 mod fair;
 mod forking;
 mod preemption;
@@ -20,7 +21,8 @@ mod waiting;
 
 use crate::sampling::{NO_TOKEN, SampledToken, Sampler, constraint_refusal, logprobs};
 use crate::{Chunk, EngineInfo, EngineSettings, Event, FinishReason, Refusal, StepOutput, ticket};
-use fair::{Demand, RoundRobin, fair_order};
+use budget::ShortSteps;
+use fair::{RoundRobin, fair_order};
 use rates::Rates;
 use receiving::{EndedReservations, release};
 use sending::report_ready_blocks;
@@ -74,6 +76,8 @@ pub(crate) struct Machine {
     running: Vec<Sequence>,
     /// Divides the prompt tokens of each step between accounts.
     round_robin: RoundRobin,
+    /// The steps from which outranked prompts were left out.
+    short_steps: ShortSteps,
     /// The oldest job, if it has been on this engine for [`EXEMPT_AFTER`] and another job outranks it. Its first sequence precedes all others.
     exempt: Option<JobId>,
     /// The number of prompt tokens whose KV was computed by this engine or received from another worker.
@@ -94,14 +98,8 @@ pub(crate) struct Machine {
 const PREFILL_TOKENS_MIN: usize = 16;
 /// The time after which a job that others outrank may become exempt: the default of the router's limit on the wait in line.
 const EXEMPT_AFTER: Duration = Duration::from_secs(10);
-/// The exempt job gets this part of a step's prompt tokens, so that a long prompt delays those that outrank it little.
-const EXEMPT_SHARE: usize = 8;
 /// One audit checks the contents of this many blocks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take 93 ms.
 const AUDITED_BLOCKS: usize = 4_096;
-/// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
-/// vocabulary.
-const LOGIT_ROWS_MAX: usize = 64;
-
 impl Machine {
     pub fn new(info: EngineInfo, settings: EngineSettings, draw_ticket: ticket::Draw) -> Self {
         let cache = PrefixCache::new(CacheSettings {
@@ -120,6 +118,7 @@ impl Machine {
             forking: Vec::new(),
             running: Vec::new(),
             round_robin: RoundRobin::default(),
+            short_steps: ShortSteps::default(),
             exempt: None,
             prefilled: 0,
             held: Vec::new(),
@@ -199,37 +198,6 @@ impl Machine {
 
     fn is_first_of_job(&self, index: usize) -> bool {
         index == 0 || self.running[index - 1].job != self.running[index].job
-    }
-
-    /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
-    /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
-    /// again after a preemption) of its priority. The exempt prompt gets its part first.
-    fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
-        let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
-        if prefills.is_empty() && self.round_robin.is_empty() {
-            return BTreeMap::new();
-        }
-        prefills.sort_by_key(|index| {
-            let (within, due, order) = self.running[*index].due();
-            (within, !self.is_first_of_job(*index), due, order)
-        });
-        let demand = |index: &usize| {
-            let sequence = &self.running[*index];
-            let most = if sequence.wants_prompt_logprobs() { LOGIT_ROWS_MAX } else { usize::MAX };
-            let tokens = sequence.remaining().min(most);
-            Demand { account: sequence.account.clone(), across: sequence.priority.across, tokens }
-        };
-        let mut demands: Vec<Demand> = prefills.iter().map(demand).collect();
-        let exempt = prefills.iter().position(|index| Some(self.running[*index].job) == self.exempt);
-        let first = exempt.map_or(0, |at| demands[at].tokens.min(budget / EXEMPT_SHARE));
-        if let Some(at) = exempt {
-            demands[at].tokens -= first;
-        }
-        let mut allotted = self.round_robin.allot(&demands, budget - first);
-        if let Some(at) = exempt {
-            allotted[at] += first;
-        }
-        prefills.into_iter().zip(allotted).collect()
     }
 
     pub fn chunks<'a>(&'a self, plan: &'a Plan) -> Vec<Chunk<'a>> {

@@ -190,6 +190,14 @@ impl Sequence {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
     }
 
+    /// Returns whether the sequence has not generated a token yet, or is a prompt.
+    pub fn awaits_first_token(&self) -> bool {
+        match &self.role {
+            Role::Prefill(_) | Role::Prompt(_) => true,
+            Role::Sample(sample) => sample.sampler.generated_len() == 0,
+        }
+    }
+
     /// Returns whether steps of this engine still have to compute tokens of this sequence that are known.
     pub fn computes_prompt(&self) -> bool {
         !self.is_remote() && !self.is_decoding()

@@ -27,6 +27,10 @@ struct World {
     ended: Vec<JobId>,
     now: Duration,
     steps: usize,
+    /// The job of each chunk of the last step, and the number of its tokens.
+    chunks: Vec<(JobId, usize)>,
+    /// By how many the short steps exceed the others (`ShortSteps`).
+    short_steps: u32,
 }
 
 const SETTINGS: EngineSettings = EngineSettings {
@@ -43,7 +47,16 @@ impl World {
     fn new(capacity_blocks: u32, settings: EngineSettings) -> Self {
         let engine = SimEngine::new(SimSettings { capacity_blocks, ..SimSettings::default() });
         let machine = Machine::new(engine.describe(), settings, ticket::from_seed(1));
-        Self { machine, engine, events: BTreeMap::new(), ended: Vec::new(), now: Duration::ZERO, steps: 0 }
+        Self {
+            machine,
+            engine,
+            events: BTreeMap::new(),
+            ended: Vec::new(),
+            now: Duration::ZERO,
+            steps: 0,
+            chunks: Vec::new(),
+            short_steps: 0,
+        }
     }
 
     fn act(&mut self) {
@@ -75,6 +88,8 @@ impl World {
         let plan = self.machine.plan(self.now);
         self.act();
         let Some(plan) = plan else { return false };
+        self.check_left_out(&plan);
+        self.chunks = plan.chunks.iter().map(|chunk| (self.machine.running[chunk.sequence].job, chunk.len)).collect();
         let chunks = self.machine.chunks(&plan);
         assert!(chunks.len() <= self.machine.settings.batch_max as usize, "{} sequences in a step", chunks.len());
         let prefill: usize = chunks.iter().map(|chunk| chunk.tokens.len()).filter(|len| *len > 1).sum();

@@ -2,6 +2,34 @@
 
 use super::*;
 
+impl World {
+    /// Checks that a step with room for more tokens of prompts leaves out only prompts that one of its requests without a first token outranks, and that
+    /// there are not too many such steps.
+    pub(super) fn check_left_out(&mut self, plan: &Plan) {
+        let Machine { running, settings, .. } = &self.machine;
+        let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();
+        let lens: BTreeMap<usize, usize> = plan.chunks.iter().map(|chunk| (chunk.sequence, chunk.len)).collect();
+        let room = (settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
+        let has_room = lens.values().sum::<usize>() - decodes < room;
+        let is_left_out = |(index, sequence): &(usize, &Sequence)| {
+            let len = lens.get(index).copied().unwrap_or_default();
+            !sequence.paused && len < sequence.remaining() && !sequence.wants_prompt_logprobs()
+        };
+        let left_out: Vec<&Sequence> = running.iter().enumerate().filter(is_left_out).map(|(_, sequence)| sequence).collect();
+        let all_in_batch = running.iter().filter(|sequence| !sequence.paused).count() <= settings.batch_max as usize;
+        if !has_room || !all_in_batch || left_out.is_empty() {
+            self.short_steps = self.short_steps.saturating_sub(1);
+            return;
+        }
+        for sequence in left_out {
+            let urgent = lens.keys().map(|index| &running[*index]).find(|of| of.awaits_first_token() && of.outranks(sequence));
+            assert!(urgent.is_some(), "job {} waits without a reason", sequence.job);
+        }
+        self.short_steps += 1;
+        assert!(self.short_steps <= 8, "too many steps are short");
+    }
+}
+
 /// The rank of a request across accounts and within its account.
 fn ranked(across: i32, within: i32, job: Generate) -> Generate {
     Generate { priority: Priority { across, within }, ..job }
@@ -186,4 +214,63 @@ fn exempt_request_delays_better_ones_by_its_share_only() {
     assert_eq!(world.steps - before, 999_usize.div_ceil(256 - 32) + 1);
     world.run();
     world.assert_idle();
+}
+
+#[test]
+fn outranked_prompts_are_left_out_of_steps_up_to_the_first_token() {
+    let of = |account: &str, job: Generate| Generate { account: account.to_owned(), ..job };
+    let book = |account| of(account, answer("a book of a thousand tokens", 1_000, 1));
+    let urgent = || of("a", answer("urgent", 101, 2));
+    // A step has at most 64 tokens, one of which is of an answer. The urgent prompt has 100 tokens before its last one.
+    for (name, book, urgent, expected) in [
+        ("prompts of equal priority share steps", ranked(0, 0, book("a")), ranked(0, 0, urgent()), [64, 64, 64]),
+        ("a prompt of the same account is left out", ranked(0, 0, book("a")), ranked(0, -1, urgent()), [64, 38, 2]),
+        ("a client does not choose for other accounts", ranked(0, 0, book("b")), ranked(0, -1, urgent()), [64, 64, 64]),
+        ("the operator does", ranked(1, 1, book("b")), ranked(0, 0, urgent()), [64, 38, 2]),
+    ] {
+        let mut world = World::new(256, SETTINGS);
+        submit(&mut world, 0, ranked(-2, -2, answer("generates all the time", 20, 200)));
+        first_tokens(&mut world, &[0]);
+        submit(&mut world, 1, book);
+        assert!(world.step());
+        submit(&mut world, 2, urgent);
+        let mut lens = Vec::new();
+        while !has_token(&world, 2) {
+            assert!(world.step() && world.steps < 100, "{name}");
+            lens.push(world.chunks.iter().map(|(_, len)| len).sum::<usize>());
+        }
+        assert_eq!(lens[lens.len() - 3..], expected, "{name}");
+        assert!(world.step());
+        assert!(world.chunks.contains(&(1, 62)), "{name}: the book gets what the two answers leave, not {:?}", world.chunks);
+        world.run();
+        world.assert_idle();
+    }
+}
+
+/// Prompts of a better rank arrive in every step and need a small part of it. The prompts of three accounts that they outrank have half of the steps, in
+/// turn.
+#[test]
+fn outranked_prompts_share_every_second_step_while_urgent_ones_arrive_all_the_time() {
+    let mut world = World::new(1_024, EngineSettings { chunk_budget: 256, ..SETTINGS });
+    let mut computed = [0; 3];
+    for (id, account) in (0..).zip(["a", "b", "c"]) {
+        let prefill = Prefill { account: account.to_owned(), ..prefill(prompt(account, 5_000)) };
+        world.machine.prefill(id, prefill, world.now).expect("the job fits in the cache");
+    }
+    let mut steps_with_others = 0;
+    for id in 3..103 {
+        let urgent = prefill(prompt(&format!("{id}th urgent prompt"), 17));
+        let urgent = Prefill { account: "d".to_owned(), priority: Priority { across: -1, within: -1 }, ..urgent };
+        world.machine.prefill(id, urgent, world.now).expect("the job fits in the cache");
+        assert!(world.step());
+        assert!(world.chunks.contains(&(id, 16)), "{:?}", world.chunks);
+        world.machine.cancel(id);
+        for (job, len) in world.chunks.iter().filter(|(job, _)| *job < 3) {
+            computed[*job as usize] += len;
+        }
+        steps_with_others += usize::from(world.chunks.len() > 1);
+    }
+    assert_eq!(steps_with_others, (100 - 8) / 2);
+    assert_eq!(computed.iter().sum::<usize>(), steps_with_others * (256 - 16));
+    assert!(computed.iter().max().zip(computed.iter().min()).is_some_and(|(most, least)| most - least <= 256), "{computed:?}");
 }

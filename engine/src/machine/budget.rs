@@ -1,0 +1,109 @@
+//! Splits the prompt tokens of a step between the prompts of the batch.
+//!
+//! [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more tokens takes longer, so prompts are left out of steps that
+//! compute the rest of a prompt that outranks them, or its first token, although these steps have room for more tokens.
+
+use super::{Machine, fair::Demand};
+use std::{collections::BTreeMap, sync::Arc};
+use tandem_kv::Priority;
+
+/// The exempt job gets this part of a step's prompt tokens, so that a long prompt delays those that outrank it little.
+const EXEMPT_SHARE: usize = 8;
+/// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
+/// vocabulary.
+const LOGIT_ROWS_MAX: usize = 64;
+/// The number of short steps in succession. A prompt causes two of them at most: the one that computes its rest, and the one that samples its first token.
+const SHORT_STEPS_MAX: u32 = 8;
+
+/// Limits the number of *short steps*: those from which outranked prompts were left out although there was room for them. Once there were
+/// [`SHORT_STEPS_MAX`] more short steps than other ones, only every second step may be short. So urgent prompts that arrive all the time cost the
+/// others at most half of the steps in which there is room for them, and less than half of the time.
+#[derive(Debug, Default)]
+pub(super) struct ShortSteps(u32);
+
+impl ShortSteps {
+    /// Returns whether the next step is short, given that it may be.
+    fn next(&mut self) -> bool {
+        let is_short = self.0 < SHORT_STEPS_MAX;
+        if is_short {
+            self.0 += 1;
+        } else {
+            self.0 -= 1;
+        }
+        is_short
+    }
+
+    /// Records a step in which no prompt was outranked.
+    fn other(&mut self) {
+        self.0 = self.0.saturating_sub(1);
+    }
+}
+
+impl Machine {
+    /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
+    /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
+    /// again after a preemption) of its priority. The exempt prompt gets its part first, and prompts that requests without a first token outrank get none
+    /// if the step is short.
+    pub(super) fn allot(&mut self, batch: &[usize], budget: usize) -> BTreeMap<usize, usize> {
+        let mut prefills: Vec<usize> = batch.iter().copied().filter(|index| !self.running[*index].is_decoding()).collect();
+        if prefills.is_empty() && self.round_robin.is_empty() {
+            return BTreeMap::new();
+        }
+        prefills.sort_by_key(|index| {
+            let (within, due, order) = self.running[*index].due();
+            (within, !self.is_first_of_job(*index), due, order)
+        });
+        let demand = |index: &usize| {
+            let sequence = &self.running[*index];
+            let most = if sequence.wants_prompt_logprobs() { LOGIT_ROWS_MAX } else { usize::MAX };
+            let tokens = sequence.remaining().min(most);
+            Demand { account: Arc::clone(&sequence.account), across: sequence.priority.across, tokens }
+        };
+        let mut demands: Vec<Demand> = prefills.iter().map(demand).collect();
+        let exempt = prefills.iter().position(|index| Some(self.running[*index].job) == self.exempt);
+        let first = exempt.map_or(0, |at| demands[at].tokens.min(budget / EXEMPT_SHARE));
+        if let Some(at) = exempt {
+            demands[at].tokens -= first;
+        }
+        let others = self.not_outranked(batch, &prefills, &demands);
+        let mut allotted = if self.is_short(&demands, &others, budget - first) {
+            others
+        } else {
+            self.round_robin.allot(&demands, budget - first)
+        };
+        if let Some(at) = exempt {
+            allotted[at] += first;
+        }
+        prefills.into_iter().zip(allotted).collect()
+    }
+
+    /// Returns the tokens of each demand, but 0 if a request of the batch whose first token is to come outranks its prompt.
+    fn not_outranked(&self, batch: &[usize], prefills: &[usize], demands: &[Demand]) -> Vec<usize> {
+        let mut best: BTreeMap<&str, Priority> = BTreeMap::new();
+        for sequence in batch.iter().map(|index| &self.running[*index]).filter(|sequence| sequence.awaits_first_token()) {
+            let of_account = best.entry(&sequence.account).or_insert(sequence.priority);
+            *of_account = sequence.priority.min(*of_account);
+        }
+        let best_of_all = best.values().min().copied();
+        let tokens = prefills.iter().zip(demands).map(|(index, demand)| {
+            let priority = self.running[*index].priority;
+            let of_account = best.get(&*demand.account);
+            let is_outranked = best_of_all.is_some_and(|of_all| of_all.outranks(priority, false))
+                || of_account.is_some_and(|of_account| of_account.outranks(priority, true));
+            if is_outranked { 0 } else { demand.tokens }
+        });
+        tokens.collect()
+    }
+
+    /// Returns whether the step has only the tokens `others` of prompts that are not outranked. If they fill the step, it is not short: leaving out the
+    /// rest would change its share, but save no time.
+    fn is_short(&mut self, demands: &[Demand], others: &[usize], budget: usize) -> bool {
+        let all: usize = demands.iter().map(|demand| demand.tokens).sum();
+        let others: usize = others.iter().sum();
+        if others == all {
+            self.short_steps.other();
+            return false;
+        }
+        others < budget && self.short_steps.next()
+    }
+}
