@@ -178,7 +178,7 @@ impl Task {
         }
         let handle = exported.handle?;
         running.work.begun(call.tokens.len().saturating_sub(known), took);
-        self.shared.routed(&call);
+        self.shared.computed(&call);
         self.send(Event::Exported(handle)).await
     }
 
@@ -218,9 +218,10 @@ impl Task {
         let mut handle = handle;
         let samples = samples.into_iter().enumerate().map(|(at, sample)| answer.sample(sample, at == 0, handle.take()));
         try_join_all(samples).await?;
-        // A request that is cancelled before its first token may leave no blocks in the engine's cache, so its prompt is not recorded as computed.
-        if answer.begun.is_cancelled() || !self.cancelled.is_cancelled() {
-            self.shared.routed(&base);
+        // Each sample that has begun has recorded what the engine has computed for it. If only the prompt's logprobs were requested, there is none. A
+        // request that is cancelled before its first token may leave no blocks in the engine's cache.
+        if !answer.begun.is_cancelled() && !self.cancelled.is_cancelled() {
+            self.shared.computed(&base);
         }
         Ok(())
     }
@@ -270,7 +271,7 @@ impl Answer<'_> {
             namespace: self.base.namespace.clone(),
             tokens: [&self.generate.prompt, &*tokens].concat(),
         };
-        match self.run(&call, &sampling, (sample, first, silent), handle).await? {
+        match self.run(call, &sampling, (sample, first, silent), handle).await? {
             Some(reason) => self.task.send(Event::Finished { sample, reason }).await,
             // The cancelled sample returns no error, because an error would also end the other samples before the first sample has reported the
             // number of cached tokens.
@@ -278,9 +279,10 @@ impl Answer<'_> {
         }
     }
 
+    /// Generates a sample. The tokens of `call` become those that the engine has computed.
     async fn run(
         &self,
-        call: &Call,
+        mut call: Call,
         sampling: &Sampling,
         (sample, first, silent): (u32, bool, bool),
         handle: Option<KvHandle>,
@@ -297,7 +299,7 @@ impl Answer<'_> {
             }
             failure.into()
         };
-        let mut chunks = task.api.generate(call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
+        let mut chunks = task.api.generate(&call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
         let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
         let mut counted = None;
         loop {
@@ -323,11 +325,12 @@ impl Answer<'_> {
                     return Err(Ended::Event(Event::PullFailed));
                 }
                 has_begun = true;
-                self.begin(first, pulls, call, counted).await?;
+                self.begin(first, pulls, &call, counted).await?;
             }
             work.generated(tokens.len());
             for (token, logprobs) in tokens {
                 last_token = Some(token);
+                call.tokens.push(token);
                 if !silent {
                     task.send(Event::Token { sample, token, logprobs }).await?;
                 }
@@ -347,6 +350,11 @@ impl Answer<'_> {
             };
             if counted.is_none() {
                 self.count(first, usage.cached_tokens).await?;
+            }
+            if has_begun {
+                // The engine does not compute the KV of an answer's last token.
+                call.tokens.pop();
+                task.shared.computed(&call);
             }
             return Ok(reason);
         }

@@ -150,8 +150,8 @@ impl Mirror {
         }
     }
 
-    /// Assumes that the engine has cached a prompt that it computed, for an engine without usable events. At most `device_blocks` blocks are assumed.
-    /// The least recently used ones are dropped first, children before their parents.
+    /// Assumes that the engine has cached a sequence of tokens that it computed, for an engine without usable events. At most `device_blocks` blocks
+    /// are assumed. The least recently used ones are dropped first, children before their parents.
     pub fn assume_stored(&mut self, namespace: &Namespace, tokens: &[TokenId]) {
         let whole = tokens.len() - tokens.len() % self.settings.engine_block_size as usize;
         let hashes = self.sequence_hashes(namespace, &tokens[..whole]);

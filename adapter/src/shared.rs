@@ -95,8 +95,9 @@ impl Shared {
         known.min(tokens.len().saturating_sub(1))
     }
 
-    /// Records that the engine has computed the request's prompt. An approximate mirror then assumes that the prompt's blocks are cached.
-    pub fn routed(&self, call: &Call) {
+    /// Records that the engine has computed the call's tokens: a prompt, or a prompt and its answer. An approximate mirror then assumes that their
+    /// blocks are cached.
+    pub fn computed(&self, call: &Call) {
         if self.approximate {
             self.mirror.lock().assume_stored(&call.namespace, &call.tokens);
             self.books.changed.notify_one();

@@ -314,3 +314,34 @@ async fn each_data_parallel_rank_of_a_server_is_a_worker() -> Result<()> {
     cluster.stop().await;
     Ok(())
 }
+
+/// The questions are shorter than a block. So what a conversation's next prompt has in common with the caches is the previous answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn conversation_stays_on_the_server_that_has_computed_its_answer_if_servers_publish_no_events() -> Result<()> {
+    let fleet = Fleet::with(2, |settings| settings.events = false).await?;
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let served = || fleet.engines.iter().map(|engine| engine.seen().len()).collect::<Vec<_>>();
+    for conversation in 0..8_u32 {
+        let mut tokens = vec![100 + conversation; 20];
+        let mut turns = Vec::new();
+        for indexed in 1..=3 {
+            let before = served();
+            let body = json!({
+                "model": "fake", "prompt": tokens, "max_tokens": 45, "temperature": 0, "ignore_eos": true, "return_token_ids": true,
+            });
+            let answer = post(&cluster, "/v1/completions", &body).await?;
+            turns.push(usize::from(served()[0] == before[0]));
+            tokens.extend(serde_json::from_value::<Vec<u32>>(answer["choices"][0]["token_ids"].clone())?);
+            // 64 of a turn's 65 tokens have been computed. 32 tokens are two blocks of the cluster.
+            let blocks = u64::from(conversation) * 12 + indexed * 4;
+            until("the router knows the answer's blocks", async || {
+                Ok(view(&cluster).await?.workers.iter().map(|worker| worker.indexed_blocks).sum::<u64>() == blocks)
+            })
+            .await?;
+            tokens.extend([7; 20]);
+        }
+        assert!(turns.iter().all(|engine| *engine == turns[0]), "conversation {conversation} was served by engines {turns:?}");
+    }
+    cluster.stop().await;
+    Ok(())
+}

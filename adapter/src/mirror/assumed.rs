@@ -23,7 +23,7 @@ impl Assumed {
         Self { capacity_blocks, uses: HashMap::new(), order: BTreeSet::new(), last_prompt: 0 }
     }
 
-    /// Assumes that the engine has cached and just used these leading blocks of a prompt, as many of them as fit.
+    /// Assumes that the engine has cached and just used these leading blocks of a sequence, as many of them as fit.
     pub fn store(&mut self, hashes: &[SequenceHash], blocks: &mut Blocks) {
         self.last_prompt += 1;
         let mut parent = None;

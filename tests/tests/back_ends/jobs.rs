@@ -2,6 +2,7 @@
 
 use super::*;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use tandem_engine::{Generated, Refusal};
 use tandem_kv::sequence_hashes;
 
@@ -154,16 +155,29 @@ fn hashes(tokens: &[TokenId]) -> Vec<tandem_kv::SequenceHash> {
     sequence_hashes(&HashKey::new([7; 16]), &namespace(), 16, tokens)
 }
 
+/// A block of the engine has 32 tokens, which are two blocks of the cluster. The engine does not compute the KV of an answer's last token.
 #[tokio::test]
-async fn cached_blocks_are_assumed_from_prompts_if_the_engine_publishes_no_events() -> Result<()> {
+async fn cached_blocks_are_assumed_from_prompts_and_answers_if_the_engine_publishes_no_events() -> Result<()> {
     let fake = FakeSettings { events: false, ..FakeSettings::default() };
-    let External { adapter, fake: _fake, follower: _follower } = external(fake, |_| {}).await?;
     let prompt = prompt(1, 100);
-    run(&adapter, generate(&prompt, 1)).await?;
-    let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
-    let stored: Vec<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
-    assert_eq!(stored, hashes(&prompt)[..6]);
-    assert!(adapter.assumes_cache());
+    for (prompt_logprobs, max_tokens, samples, blocks) in
+        [(Some(1), 0, 1, 6), (None, 0, 1, 6), (None, 28, 1, 6), (None, 29, 1, 8), (Some(1), 29, 1, 8), (None, 29, 3, 12)]
+    {
+        let External { adapter, fake: _fake, follower: _follower } = external(fake.clone(), |_| {}).await?;
+        let mut request = Generate { prompt_logprobs, samples, ..generate(&prompt, max_tokens) };
+        request.sampling.temperature = 1.0;
+        let report = run(&adapter, request).await?;
+        let snapshot = adapter.watch().await.context("the engine has ended")?.snapshot;
+        let stored: BTreeSet<_> = snapshot.stored.iter().flat_map(|chain| chain.sequence_hashes.clone()).collect();
+        let mut expected = BTreeSet::new();
+        for sample in 0..samples {
+            let all = [&*prompt, &report.tokens_of(sample)].concat();
+            let computed = (all.len() - 1).max(prompt.len());
+            expected.extend(hashes(&all[..computed / 32 * 32]));
+        }
+        assert_eq!((&stored, stored.len()), (&expected, blocks), "{max_tokens} tokens, {samples} samples, {prompt_logprobs:?}");
+        assert!(adapter.assumes_cache());
+    }
     let with_events = external(FakeSettings::default(), |_| {}).await?;
     assert!(!with_events.adapter.assumes_cache());
     Ok(())
