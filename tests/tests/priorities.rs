@@ -68,7 +68,7 @@ fn requests_of_the_better_priority_are_not_refused_and_wait_little_on_an_overloa
     assert_eq!(refused(&urgent), 0, "{prefill:?}: only requests of the default priority are refused");
     assert!(refused(&others) * 4 > others.len(), "{prefill:?}: the cluster is overloaded");
     let (idle, late) = (percentile(overloaded.idle_first_tokens.clone(), 99), percentile(first_tokens(&urgent), 99));
-    // The step that runs when a prompt arrives, and the rest of its own steps, are filled with tokens of prompts that it outranks.
+    // Several prompts that arrive together wait for each other, and for the step that runs when they arrive.
     assert!(late <= 2.5 * idle, "{prefill:?}: a first token takes {late} s, and {idle} s on an idle cluster");
     let goodput = goodput(&overloaded);
     assert!(goodput >= 0.9, "{prefill:?}: {goodput} of the capacity is used");
