@@ -149,6 +149,9 @@ pub(crate) fn wrong_kind(address: &ServerAddress, wanted: &str) -> Option<Error>
 /// What answers at the gRPC port of a process.
 pub(crate) const GRPC: &str = "the gRPC port of a router or a worker";
 
+/// What answers at a port that requires TLS.
+pub(crate) const TLS: &str = "a port with TLS: https:// of a frontend, or the gRPC port of a process with a certificate";
+
 /// Time limit for the answer of a server whose protocol is not known.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -180,7 +183,7 @@ fn protocol(at: &str) -> Option<&'static str> {
         // A server's first frame is its SETTINGS, whose type is 4.
         Ok(()) if head[3] == 4 => GRPC,
         Ok(()) if head[0] != TLS_ALERT => "a server of another protocol",
-        _ => "a port with TLS: https:// of a frontend, or the gRPC port of a process with a certificate",
+        _ => TLS,
     })
 }
 

@@ -16,7 +16,7 @@ use tonic::Code;
 pub(super) enum NotReady {
     #[error("draining")]
     Draining,
-    #[error("no router is reachable; start one, or correct --router or --etcd")]
+    #[error("no router is reachable; start one, or correct --router, --etcd or the certificates (--cluster-cert)")]
     Router,
     #[error("this frontend belongs to another cluster than the router: {0}")]
     ClusterMismatch(Difference),

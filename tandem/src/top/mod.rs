@@ -4,7 +4,7 @@ mod screen;
 mod table;
 
 use crate::{
-    server::{GRPC, ServerAddress, kind, wrong_kind},
+    server::{GRPC, ServerAddress, TLS, kind},
     settings::{ClusterTlsArgs, KeyArgs},
 };
 use anyhow::{Context, Error, Result, anyhow};
@@ -66,7 +66,11 @@ struct Router {
     address: ServerAddress,
 }
 
-const WANTED: &str = "`tandem top` reads a router: write the port of its --listen, which is 7000 unless set";
+const WANTED: &str =
+    "`tandem top` reads a router: write the port of its --listen, which is 7000 unless set; `tandem up` prints it";
+
+const CERTIFICATE: &str = "for a router with a certificate, set --cluster-cert, --cluster-cert-key and --cluster-ca to the files tool.pem, \
+                           tool.key and ca.pem that its `tandem cert` has made; otherwise write the port of a router's --listen";
 
 struct View {
     at: Instant,
@@ -90,16 +94,26 @@ impl Router {
         let unreachable = || format!("no router answers at {}; {WANTED}", self.address);
         let reply = match reply {
             Ok(reply) => reply,
-            Err(late) => return Err(wrong_kind(&self.address, WANTED).unwrap_or_else(|| Error::new(late).context(unreachable()))),
+            Err(late) => return Err(self.wrong_kind().unwrap_or_else(|| Error::new(late).context(unreachable()))),
         };
         let reply = reply.map_err(|status| match status.code() {
-            Code::Unauthenticated => anyhow!("the process at {} refuses the call: {}", self.address, status.message()),
+            Code::Unauthenticated => anyhow!(
+                "the process at {} refuses the call: {}; `tandem up` without it makes a key that no other process has",
+                self.address,
+                status.message()
+            ),
             Code::Unimplemented if kind(&self.address) == Some(GRPC) => {
                 anyhow!("{} is the gRPC port of a worker; {WANTED}", self.address)
             }
-            _ => wrong_kind(&self.address, WANTED).unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
+            _ => self.wrong_kind().unwrap_or_else(|| anyhow!("{}", status.message()).context(unreachable())),
         })?;
         Ok(View { at: Instant::now(), reply: reply.into_inner() })
+    }
+
+    /// Returns the error for an address at which no router answers this call; `None` if nothing answers at it.
+    fn wrong_kind(&self) -> Option<Error> {
+        let kind = kind(&self.address)?;
+        Some(anyhow!("{} is {kind}; {}", self.address, if kind == TLS { CERTIFICATE } else { WANTED }))
     }
 }
 

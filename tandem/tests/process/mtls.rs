@@ -139,7 +139,13 @@ fn top_needs_a_certificate() {
     };
     let shown = top(&certificate_flags(folder.path(), "tool"));
     assert!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr));
-    assert!(!top(&[]).status.success());
+    let other = tempfile::tempdir().expect("the system can create a temporary folder");
+    make_certificates(other.path());
+    for flags in [Vec::new(), certificate_flags(other.path(), "tool")] {
+        let refused = top(&flags);
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(1) && error.contains("--cluster-cert"), "{error}");
+    }
     let wrong = top(&certificate_flags(folder.path(), "frontend"));
     let error = String::from_utf8_lossy(&wrong.stderr).into_owned();
     assert!(error.contains("tandem/frontend") && error.contains("tandem/tool"), "{error}");
