@@ -52,7 +52,7 @@ pub(crate) enum ApiError {
     Type { param: String, source: serde_json::Error },
     #[error("'{param}' {problem}.")]
     Invalid { param: String, problem: Problem },
-    #[error("The model '{model}' does not exist.")]
+    #[error("The model '{model}' does not exist; GET /v1/models lists those that do.")]
     ModelNotFound { model: String },
     #[error("The request has no API key; send yours in the header 'Authorization: Bearer KEY', or in 'x-api-key: KEY'.")]
     MissingKey,

@@ -34,7 +34,8 @@ pub struct ExplainArgs {
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct PromptArgs {
-    /// Text of the prompt, as /v1/completions takes it
+    /// Text of the prompt, as /v1/completions takes it. For a chat, whose prompt the model's template writes, send the chat's request with the
+    /// header `x-tandem-explain: true` in place of this command
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     /// File with the text of the prompt
@@ -60,13 +61,14 @@ pub fn run(args: ExplainArgs) -> Result<String> {
     let server = args.server.open(Some(&args.key_env))?;
     let model = match args.model {
         Some(model) => model.into(),
-        None => reply(&server, server.get("/v1/models"))?["data"][0]["id"].clone(),
+        None => reply(&server, &args.key_env, server.get("/v1/models"))?["data"][0]["id"].clone(),
     };
     let mut body = json!({ "model": model, "prompt": prompt, "max_tokens": 1 });
     if let Some(salt) = args.cache_salt {
         body["cache_salt"] = salt.into();
     }
-    let answer = reply(&server, server.post("/v1/completions", ("x-tandem-explain", "true"), &body.to_string()))?;
+    let answer = server.post("/v1/completions", ("x-tandem-explain", "true"), &body.to_string());
+    let answer = reply(&server, &args.key_env, answer)?;
     if args.json { Ok(format!("{answer:#}\n")) } else { Ok(table(&answer["prompts"][0])) }
 }
 
@@ -75,13 +77,17 @@ const WANTED: &str = "`tandem route explain` asks a frontend; `tandem up` starts
 /// Parses the frontend's reply.
 ///
 /// Fails if the reply is an error, or if the server is not a frontend.
-fn reply(server: &Server, reply: Result<Reply, ureq::Error>) -> Result<Value> {
+fn reply(server: &Server, key_env: &str, reply: Result<Reply, ureq::Error>) -> Result<Value> {
     let reply = reply.map_err(|error| server.no_reply(error, WANTED))?;
     let Ok(body) = serde_json::from_str::<Value>(&reply.body) else {
         let other = || anyhow!("{} is not a frontend; {WANTED}", server.address);
         return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(other));
     };
     if let Some(message) = body["error"]["message"].as_str() {
+        ensure!(
+            reply.status != 401,
+            "the frontend refuses the API key ({message}); set the environment variable {key_env} to a valid key"
+        );
         bail!("the frontend refused the request: {message}");
     }
     ensure!(reply.status == 200, "the frontend answered with HTTP status {}", reply.status);
@@ -117,7 +123,8 @@ fn table(prompt: &Value) -> String {
     }
     notes.push(prompt["explanation"].as_str().unwrap_or_default().to_owned());
     format!(
-        "{} tokens, {} blocks of {} tokens that may be reused\n\n{}\n{}\n",
+        "{} tokens, {} blocks of {} tokens that may be reused\n\
+         overlap and predicted in blocks, queued in tokens, costs in estimated milliseconds (after #: the policy's rank)\n\n{}\n{}\n",
         prompt["prompt_tokens"],
         prompt["reusable_blocks"],
         prompt["block_size"],

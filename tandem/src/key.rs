@@ -103,6 +103,12 @@ pub fn run(command: KeyCommand) -> Result<String> {
 }
 
 fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
+    let is_new = file.keys.iter().all(|key| key.name != args.name);
+    ensure!(
+        is_new,
+        "there is a key with the name {0} already; choose another name, or first run: tandem key revoke {0}",
+        args.name
+    );
     let AddArgs { name, account, requests_per_minute, tokens_per_minute, max_sequences, priority, models, own_cache, file: _ } =
         args;
     let secret = file.add(|sha256| ApiKey {
@@ -219,7 +225,7 @@ mod tests {
             (&["alice", "alice"][..], &["-", "-", "-", "0", "account", "all"][..]),
             "{listed}"
         );
-        assert!(key(&path, &["add", "bob"]).is_err_and(|error| error.to_string().contains("two keys have the name bob")));
+        assert!(key(&path, &["add", "bob"]).is_err_and(|error| error.to_string().contains("tandem key revoke bob")));
         key(&path, &["revoke", "alice"]).expect("alice is a key");
         assert!(key(&path, &["revoke", "alice"]).is_err_and(|error| error.to_string().contains("no key with the name alice")));
         assert!(!key(&path, &["list"]).expect("the file is valid").contains("alice"));

@@ -38,7 +38,13 @@ fn both(request: impl Fn(Value) -> Value) -> Vec<Row> {
         (request(options), 400, Some(param), code, words)
     };
     vec![
-        (request(json!({ "model": "gpt-4" })), 404, Some("model"), "model_not_found", &["'gpt-4'", "does not exist"]),
+        (
+            request(json!({ "model": "gpt-4" })),
+            404,
+            Some("model"),
+            "model_not_found",
+            &["'gpt-4'", "does not exist", "/v1/models"],
+        ),
         row(json!({ "model": null }), "model", "missing_required_parameter", &["'model'", "required"]),
         row(json!({ "model": 7 }), "model", "invalid_type", &["'model'", "integer `7`", "expected a string"]),
         row(

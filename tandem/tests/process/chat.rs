@@ -74,6 +74,11 @@ fn chat_sends_the_key_of_a_variable_and_explains_a_refusal() {
     let up = Up::start(&["--engine", "sim", "--sim-speedup", "50", "--api-keys-file", path], Stdio::null());
     assert!(up.introduction.contains("authorization: Bearer $TANDEM_API_KEY"), "{}", up.introduction);
     let args = [up.address(), "--key-env", "THE_KEY", "--max-tokens", "5"];
+    let explain = tandem(&["route", "explain", up.address(), "--key-env", "THE_KEY", "--prompt", "Hello"])
+        .output()
+        .expect("the binary runs");
+    let errors = text(&explain.stderr);
+    assert!(explain.status.code() == Some(1) && errors.contains("the environment variable THE_KEY"), "{errors}");
     let output = chat(&args, Some(key.trim_end()), "Hello\n");
     assert!(output.status.success() && text(&output.stdout).contains(" tokens"), "{}", text(&output.stderr));
     for key in [None, Some("wrong")] {
