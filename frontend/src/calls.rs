@@ -41,7 +41,8 @@ struct Line {
     request_id: String,
     /// The key's name; `None`: the call has no valid key, or the frontend has no keys.
     key: Option<String>,
-    account: String,
+    /// `None`: the call has no account.
+    account: Option<String>,
     method: String,
     path: String,
     /// The id of the served model that the request names.
@@ -80,7 +81,7 @@ impl Call {
                 at: timestamp(),
                 request_id: head.request_id.to_owned(),
                 key: key.as_ref().map(|key| key.entry.name.clone()),
-                account: key.as_ref().map_or("", |key| key.entry.account()).to_owned(),
+                account: key.as_ref().map(|key| key.entry.account().to_owned()),
                 method: head.method.to_owned(),
                 path: path[..path.floor_char_boundary(PATH_MAX.min(path.len()))].to_owned(),
                 model: None,
@@ -97,7 +98,7 @@ impl Call {
 
     /// Records the account that a proxy has set.
     pub(crate) fn set_account(&self, account: &str) {
-        self.set(|line| line.account = account.to_owned());
+        self.set(|line| line.account = (!account.is_empty()).then(|| account.to_owned()));
     }
 
     /// Records the served model that the request names.

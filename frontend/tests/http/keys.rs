@@ -469,6 +469,7 @@ async fn audit_log_has_a_line_for_each_call_with_the_clients_usage_and_no_text()
     let of = |index: usize| (&found[index]["key"], &found[index]["status"], &found[index]["completion_tokens"]);
     assert_eq!(of(1), (&json!("alice"), &json!(200), &json!(5)), "a streamed answer");
     assert_eq!(of(2), (&Value::Null, &json!(401), &Value::Null), "a request without a key");
+    assert_eq!(found[2].get("account"), Some(&Value::Null), "a request without a key");
     assert_eq!((&found[3]["method"], &found[3]["path"]), (&json!("GET"), &json!("/v1/models")));
     assert_eq!(of(4), (&json!("alice"), &json!(400), &Value::Null), "a request with a mistake");
     assert_eq!((&found[5]["key"], &found[5]["status"]), (&json!("alice"), &json!(499)), "a client that disconnected");
