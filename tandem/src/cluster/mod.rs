@@ -219,13 +219,15 @@ impl Served for Cluster {
         let mut places = vec![("frontend", url.clone()), ("router", self.router.to_string())];
         let place = |worker: &Worker| format!("{}, KV of {} tokens", worker.address, worker.kv_tokens);
         places.extend(self.workers.iter().map(|worker| (&*worker.id, place(worker))));
+        // With keys, no key gives access to the page on this port.
+        places.extend((!self.needs_key).then(|| ("dashboard", format!("{url}/dashboard"))));
         let lines = places.iter().map(|(name, place)| format!("  {name:<12} {place}\n")).collect::<String>();
         let body = format!(
             r#"{{"model": "{model}", "stream": true, "stream_options": {{"include_usage": true}}, "max_tokens": 100, "messages": [{{"role": "user", "content": "What is a tandem bicycle?"}}]}}"#
         );
         let key = if self.needs_key { " -H \"authorization: Bearer $TANDEM_API_KEY\"" } else { "" };
         format!(
-            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'\n"
+            "{models} {verb} ready ({engine}):\n\n{lines}\nTry:\n  tandem chat {url}\n  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'\n"
         )
     }
 
