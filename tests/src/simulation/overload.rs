@@ -75,6 +75,8 @@ pub struct Overloaded {
     pub capacity: f64,
     /// Times to the first tokens of requests that were sent one after the other to the idle cluster; empty if no request is urgent.
     pub idle_first_tokens: Vec<Duration>,
+    /// Times to the first tokens of the urgent requests if a cluster receives them at the same times, but no others.
+    pub alone_first_tokens: Vec<Duration>,
     /// All requests, in the order of their times.
     pub requests: Vec<Sent>,
     /// The time from the last request until nothing ran and nothing was held any more.
@@ -108,29 +110,29 @@ impl Overload {
         let cluster = SimulatedCluster::limited(&self.plan(), &ledger, &mut random, log, limits)?;
         settled(&cluster).await?;
         let count = (capacity * self.load * self.lasts.as_secs_f64()) as usize;
-        let (started, mut clients) = (Instant::now(), JoinSet::new());
-        for number in 0..count {
+        let specs = (0..count).map(|number| {
             let at = self.lasts.mul_f64(number as f64 / count as f64);
             let leaves = random.chance(self.leaving_percent).then(|| random.millis(100..9_000));
             let urgent = self.urgent_percent > 0 && random.chance(self.urgent_percent);
             let priority = if urgent { URGENT } else { 0 };
-            let exchange = exchange(&cluster, RequestSpec { disconnect_after: leaves, priority, ..request(number, at) });
-            clients.spawn(async move {
-                sleep_until(started + at).await;
-                exchange.await
-            });
-        }
-        let mut outcomes: Vec<(RequestSpec, Outcome, Duration)> = Vec::new();
-        // The last request is sent by then.
-        sleep_until(started + self.lasts).await;
-        while let Some(client) = clients.join_next().await {
-            outcomes.push(client?);
-        }
+            RequestSpec { disconnect_after: leaves, priority, ..request(number, at) }
+        });
+        let specs: Vec<_> = specs.collect();
+        let started = Instant::now();
+        let mut outcomes = self.send(&cluster, specs.iter().cloned()).await?;
         settled(&cluster).await?;
         let quiet_after = started.elapsed().saturating_sub(self.lasts);
         let findings = audit_findings(outcomes.iter().map(|(_, outcome, _)| outcome), &ledger, &cluster.metrics)?;
         let failed_attempts = crate::sum(&cluster.metrics.render(), "tandem_frontend_attempts_failed_total", "");
         outcomes.sort_by_key(|(spec, ..)| spec.at);
+        drop(cluster);
+        let mut alone_first_tokens = Vec::new();
+        if self.urgent_percent > 0 {
+            let cluster = SimulatedCluster::new(&self.plan(), &folder.path().join("alone"), &mut random, Log::new())?;
+            settled(&cluster).await?;
+            let urgent = specs.into_iter().filter(|spec| spec.priority == URGENT);
+            alone_first_tokens.extend(self.send(&cluster, urgent).await?.into_iter().filter_map(|(_, sent, _)| sent.first_event));
+        }
         let requests = outcomes.into_iter().map(|(spec, outcome, ended)| Sent {
             at: spec.at,
             priority: spec.priority,
@@ -140,7 +142,38 @@ impl Overload {
             retry_after: outcome.retry_after,
             complete: outcome.end == End::Complete,
         });
-        Ok(Overloaded { capacity, idle_first_tokens, requests: requests.collect(), quiet_after, failed_attempts, findings })
+        Ok(Overloaded {
+            capacity,
+            idle_first_tokens,
+            alone_first_tokens,
+            requests: requests.collect(),
+            quiet_after,
+            failed_attempts,
+            findings,
+        })
+    }
+
+    /// Sends the requests at their times. Returns them in the order in which they ended.
+    async fn send(
+        &self,
+        cluster: &SimulatedCluster,
+        requests: impl Iterator<Item = RequestSpec>,
+    ) -> Result<Vec<(RequestSpec, Outcome, Duration)>> {
+        let (started, mut clients) = (Instant::now(), JoinSet::new());
+        for spec in requests {
+            let (at, exchange) = (spec.at, exchange(cluster, spec));
+            clients.spawn(async move {
+                sleep_until(started + at).await;
+                exchange.await
+            });
+        }
+        // The last request is sent by then.
+        sleep_until(started + self.lasts).await;
+        let mut outcomes = Vec::new();
+        while let Some(client) = clients.join_next().await {
+            outcomes.push(client?);
+        }
+        Ok(outcomes)
     }
 
     fn plan(&self) -> Plan {
