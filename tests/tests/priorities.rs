@@ -54,7 +54,15 @@ fn print(prefill: PrefillPlace, overloaded: &Overloaded) {
 
 #[test]
 fn requests_of_the_better_priority_are_not_refused_and_wait_little_on_an_overloaded_cluster() {
-    let prefill = PrefillPlace::Remote;
+    wait_little(PrefillPlace::Remote);
+}
+
+#[test]
+fn requests_of_the_better_priority_wait_little_if_decode_workers_prefill() {
+    wait_little(PrefillPlace::Local);
+}
+
+fn wait_little(prefill: PrefillPlace) {
     let overloaded = run(Overload {
         max_wait: Some(Duration::from_secs(10)),
         load: 2.0,

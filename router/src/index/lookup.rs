@@ -102,9 +102,9 @@ struct Answer<'a> {
 }
 
 impl<'a> Answer<'a> {
+    #[expect(clippy::slow_vector_initialization, reason = "the C library's calloc has no cache of freed memory for each thread")]
     fn new(view: &'a View) -> Self {
         let words = view.visible.len();
-        // Not `vec![0; …]`: the C library's `calloc` has no cache of freed memory for each thread.
         let mut leading = Vec::with_capacity(view.workers.max(words * 64));
         leading.resize(leading.capacity(), 0);
         let mut answer = Self { view, leading, few_words: [0; 16], many_words: Vec::new(), list: None };

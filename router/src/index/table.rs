@@ -80,7 +80,7 @@ impl Bucket {
     /// Returns the first slot for which `is_it` is true, among those that have the tag and some others.
     #[inline]
     fn slot(&self, tag: u64, mut is_it: impl FnMut(u64) -> bool) -> Option<usize> {
-        let mut marked = zero_bytes(self.tags ^ tag * BYTES);
+        let mut marked = zero_bytes(self.tags ^ (tag * BYTES));
         while marked != 0 {
             let slot = marked.trailing_zeros() as usize / 8;
             if self.slots.get(slot).is_some_and(|entry| is_it(*entry)) {
