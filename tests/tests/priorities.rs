@@ -54,15 +54,16 @@ fn print(prefill: PrefillPlace, overloaded: &Overloaded) {
 
 #[test]
 fn requests_of_the_better_priority_are_not_refused_and_wait_little_on_an_overloaded_cluster() {
-    wait_little(PrefillPlace::Remote);
+    wait_little(PrefillPlace::Remote, 2.25);
 }
 
 #[test]
 fn requests_of_the_better_priority_wait_little_if_decode_workers_prefill() {
-    wait_little(PrefillPlace::Local);
+    wait_little(PrefillPlace::Local, 2.75);
 }
 
-fn wait_little(prefill: PrefillPlace) {
+/// `single_max`: the longest time to a first token, as a multiple of that of a single request to an idle cluster.
+fn wait_little(prefill: PrefillPlace, single_max: f64) {
     let overloaded = run(Overload {
         max_wait: Some(Duration::from_secs(10)),
         load: 2.0,
@@ -81,7 +82,7 @@ fn wait_little(prefill: PrefillPlace) {
     let alone = percentile(overloaded.alone_first_tokens.clone(), 99);
     assert!(late <= 2.0 * alone, "{prefill:?}: a first token takes {late} s, and {alone} s without other requests");
     let idle = percentile(overloaded.idle_first_tokens.clone(), 99);
-    assert!(late <= 2.25 * idle, "{prefill:?}: a first token takes {late} s, and {idle} s on an idle cluster");
+    assert!(late <= single_max * idle, "{prefill:?}: a first token takes {late} s, and {idle} s on an idle cluster");
     let goodput = goodput(&overloaded);
     assert!(goodput >= 0.9, "{prefill:?}: {goodput} of the capacity is used");
     assert!(overloaded.quiet_after <= Duration::from_secs(30), "{prefill:?}: {:?}", overloaded.quiet_after);

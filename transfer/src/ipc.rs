@@ -8,7 +8,7 @@
 mod tests;
 
 use crate::{
-    Destination, Lifetime,
+    Destination, Lifetime, Refused,
     backoff::{BACKOFF_MAX, PEERS_MAX, PeerBackoff},
     blocking::run_to_end,
     path::{Decision, Grant, Offer, ReceivePath},
@@ -122,8 +122,8 @@ impl IpcReceiver {
     /// Copies blocks from the memory that the ticket's reservation opened.
     ///
     /// # Errors
-    /// `PERMISSION_DENIED` if the ticket does not allow the write, and `ABORTED` if the copy failed or, because the process ends, did not
-    /// run.
+    /// `PERMISSION_DENIED` if the ticket does not allow the write or the blocks cannot be copied, and `ABORTED` if the copy did not run to its
+    /// end, because the process ends or because of a bug.
     pub(crate) async fn copy(&self, ticket: Ticket, ready: ReadyBlocks) -> Result<(), Status> {
         let Inner { destination, lifetime, state, .. } = &*self.0;
         let ReadyBlocks { block_indices, source_blocks } = ready;
@@ -141,10 +141,11 @@ impl IpcReceiver {
             // If the reservation has ended meanwhile and the peer's entry as well, the drop closes the memory. That must happen before the
             // engine is notified that the write has ended.
             drop(source);
-            copied.map(|()| write.complete()).ok()
+            copied.map(|()| write.complete()).map_err(|_| Refused)
         };
-        let copied = run_to_end(&lifetime.shutdown, copying).await.flatten();
-        copied.ok_or_else(|| Status::aborted("the blocks could not be copied from the prefill worker's GPU"))
+        let copied = run_to_end(&lifetime.shutdown, copying).await;
+        let unfinished = || Status::aborted("the copy of the blocks from the prefill worker's GPU did not run to its end");
+        copied.ok_or_else(unfinished)?.map_err(Status::from)
     }
 }
 

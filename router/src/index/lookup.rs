@@ -1,4 +1,4 @@
-//! Lookups.
+//! Finds how many leading blocks of a prompt each worker has cached.
 
 use super::{
     PrefixIndex, WorkerSlot,
