@@ -17,6 +17,8 @@ LIFETIME_SECONDS = 1200
 ADDRESS_SPACE_BYTES = 4 << 30
 READY_SECONDS = 60
 CONCURRENT = ("--batch-max", "16")
+# No request is refused because the machine is slow.
+PATIENT = ("--max-wait", "off")
 NIXL = ("--engine-kv-connector", "nixl", "--engine-kv-lease", str(LEASE_SECONDS))
 
 
@@ -104,7 +106,7 @@ class Tandem:
         urls = ["--engine-url", ",".join(engine.url for engine in engines)]
         if prefill:
             urls += ["--prefill-engine-url", ",".join(engine.url for engine in prefill), "--engine-kv-lease", LEASE_SECONDS]
-        self.start(name, "up", "--engine", "vllm", "--listen", listen, *urls, *CONCURRENT, *self.ledger(name), *flags)
+        self.start(name, "up", "--engine", "vllm", "--listen", listen, *urls, *CONCURRENT, *PATIENT, *self.ledger(name), *flags)
         client = Client(listen)
         self.ready(client, name)
         workers = len(engines) + len(prefill)
@@ -124,7 +126,7 @@ class Tandem:
     def frontend(self, router):
         listen = f"127.0.0.1:{free_port()}"
         model, served = next(iter(self.stage.engines)).folder / "model", ("--served-model-name", MODEL)
-        self.start("frontend", "frontend", "--engine", "vllm", "--listen", listen, "--router", router, "--model", model, *served)
+        self.start("frontend", "frontend", "--engine", "vllm", "--listen", listen, "--router", router, "--model", model, *served, *PATIENT)
         return Client(listen)
 
     def worker(self, name, role, engine, *flags):

@@ -31,6 +31,7 @@ LEASE_SECONDS = 60
 ADDRESS_SPACE_BYTES = 8 << 30
 MEMORY_PER_ENGINE_BYTES = 4 << 30
 LIFETIME_SECONDS = 1500
+ENGINE_NICE = 10
 START_SECONDS = 600
 
 
@@ -111,6 +112,8 @@ class Engine:
         def limits():
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            # After the first transfer, a thread of NIXL polls without a pause in each engine. On two processors, the routers and the client would hardly run.
+            os.nice(ENGINE_NICE)
 
         with open(self.log, "ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
