@@ -1,20 +1,31 @@
 //! Measures the cost of the adapter: the CPU time that a decode worker in front of a vLLM server needs for a request and for a token, and the time
 //! that it adds to the first token. The server is the fake one of the tests; CPU time is that of the worker's own threads.
 //!
+//! Machines differ by more than a factor of two, so a second service runs in turns with the worker: a relay that only does what no adapter can
+//! avoid. For each event of the server's answer it decodes the token ids and sends a gRPC message.
+//!
 //!     cargo bench -p tandem-tests --bench adapter
 #![expect(clippy::print_stdout, reason = "the figures are the benchmark's output")]
 
 use anyhow::{Context, Result};
-use futures::{StreamExt, future::try_join_all};
+use futures::{
+    FutureExt, StreamExt,
+    future::try_join_all,
+    stream::{self, BoxStream},
+};
+use serde::Deserialize;
 use serde_json::json;
 use std::{fs, net::SocketAddr, time::Duration};
 use tandem_adapter::vllm::{KvEvents, VllmSettings, connect};
 use tandem_kv::{HashKey, Namespace};
 use tandem_node::{Metrics, Shutdown};
 use tandem_proto::{
-    channel::{Channel, Network, endpoint},
+    channel::{self, Channel, Network, endpoint},
     v1::{
-        DescribeRequest, GenerateReply, GenerateRequest, Sampling, control_client::ControlClient, decode_client::DecodeClient,
+        DescribeRequest, FinishReply, FinishRequest, GenerateReply, GenerateRequest, Sampling, Token, Tokens,
+        control_client::ControlClient,
+        decode_client::DecodeClient,
+        decode_server::{Decode, DecodeServer},
         generate_reply::Message,
     },
 };
@@ -26,25 +37,30 @@ use tokio::{
     runtime::{Builder, Runtime},
     time::Instant,
 };
+use tonic::Status;
 
 /// The allocator of Tandem's binary.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// The name of the threads whose CPU time is measured.
+/// The names of the threads whose CPU time is measured.
 const WORKER_THREADS: &str = "worker-threads";
+const RELAY_THREADS: &str = "relay-threads";
 const STREAMS: u32 = 64;
 const PROMPT_TOKENS: u32 = 512;
 const LONG_ANSWER: u32 = 129;
 const ROUNDS: u32 = 9;
 
 fn main() -> Result<()> {
-    let (engines, workers, clients) = (runtime("engine-threads")?, runtime(WORKER_THREADS)?, runtime("client-threads")?);
+    let (engines, clients) = (runtime("engine-threads")?, runtime("client-threads")?);
+    let (workers, relays) = (runtime(WORKER_THREADS)?, runtime(RELAY_THREADS)?);
     let fake = FakeSettings { step: Duration::from_millis(10), blocks: 8_192, ..FakeSettings::default() };
     let fake = engines.block_on(engines.spawn(FakeVllm::start(fake)))??;
     let url = fake.url();
     let address = workers.block_on(workers.spawn(worker(url.clone())))??;
-    let measured = clients.block_on(clients.spawn(measure(url, address)))?;
+    let (relay, relaying) = relays.block_on(relays.spawn(relay(url.clone())))??;
+    relays.spawn(relaying);
+    let measured = clients.block_on(clients.spawn(measure(url, address, relay)))?;
     drop(fake);
     measured
 }
@@ -89,19 +105,97 @@ async fn worker(url: String) -> Result<SocketAddr> {
     Ok(address)
 }
 
-async fn measure(url: String, address: SocketAddr) -> Result<()> {
-    let channel = Network::default().connect(&endpoint(&address.to_string())?).await?;
-    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await?.into_inner().instance_id;
-    let client = Client { channel, instance_id, http: reqwest::Client::new(), url };
-    client.many(0, 1).await?;
+/// A service that passes the tokens of the server's answers on, and does nothing else.
+struct Relay {
+    http: reqwest::Client,
+    url: String,
+}
 
-    let (mut requests, mut tokens) = (Vec::new(), Vec::new());
+/// One event of an answer.
+#[derive(Deserialize)]
+struct Answer {
+    choices: Vec<Choice>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    token_ids: Vec<u32>,
+}
+
+#[tonic::async_trait]
+impl Decode for Relay {
+    type GenerateStream = BoxStream<'static, Result<GenerateReply, Status>>;
+
+    async fn generate(&self, request: tonic::Request<GenerateRequest>) -> Result<tonic::Response<Self::GenerateStream>, Status> {
+        let GenerateRequest { prompt, sampling, .. } = request.into_inner();
+        let max_tokens = sampling.and_then(|sampling| sampling.max_tokens).unwrap_or(1);
+        let failed = |error: reqwest::Error| Status::unavailable(error.to_string());
+        let answer = ask(&self.http, &self.url, &body(&prompt, max_tokens)).await.map_err(failed)?;
+        let replies = stream::unfold((answer, Vec::new()), async |(mut answer, mut unread)| {
+            loop {
+                if let Some(end) = unread.windows(2).position(|bytes| bytes == b"\n\n") {
+                    let event: Vec<u8> = unread.drain(..end + 2).collect();
+                    // Another line is the mark of the end.
+                    let decoded = event.strip_prefix(b"data: ").and_then(|json| serde_json::from_slice::<Answer>(json).ok());
+                    let ids = decoded.into_iter().flat_map(|answer| answer.choices).flat_map(|choice| choice.token_ids);
+                    let tokens = ids.map(|token| Token { token, ..Token::default() }).collect();
+                    let message = Message::Tokens(Tokens { sample: 0, tokens });
+                    return Some((Ok(GenerateReply { message: Some(message) }), (answer, unread)));
+                }
+                unread.extend_from_slice(&answer.chunk().await.ok()??);
+            }
+        });
+        Ok(tonic::Response::new(replies.boxed()))
+    }
+
+    async fn finish(&self, _: tonic::Request<FinishRequest>) -> Result<tonic::Response<FinishReply>, Status> {
+        Ok(tonic::Response::new(FinishReply {}))
+    }
+}
+
+async fn relay(url: String) -> Result<(SocketAddr, impl Future<Output = ()>)> {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+    let address = listener.local_addr()?;
+    let service = DecodeServer::new(Relay { http: reqwest::Client::new(), url });
+    let serving = channel::server().add_service(service).serve_with_incoming(channel::incoming(listener));
+    Ok((address, serving.map(drop)))
+}
+
+/// Returns the body of a request with a streamed answer.
+fn body(prompt: &[u32], max_tokens: u32) -> serde_json::Value {
+    json!({
+        "token_ids": prompt, "sampling_params": { "max_tokens": max_tokens, "temperature": 0.0 }, "stream": true,
+        "stream_options": { "include_usage": true }, "cache_salt": "bench",
+    })
+}
+
+/// Sends a request to the server. Returns when the head of the answer has arrived.
+async fn ask(http: &reqwest::Client, url: &str, body: &serde_json::Value) -> reqwest::Result<reqwest::Response> {
+    http.post(format!("{url}/inference/v1/generate")).json(body).send().await?.error_for_status()
+}
+
+/// The CPU time of a request with one token in milliseconds, and of each further token in microseconds.
+#[derive(Clone, Copy)]
+struct Cost {
+    request_ms: f64,
+    token_us: f64,
+}
+
+async fn measure(url: String, worker: SocketAddr, relay: SocketAddr) -> Result<()> {
+    let connect = async |address: SocketAddr| anyhow::Ok(Network::default().connect(&endpoint(&address.to_string())?).await?);
+    let channel = connect(worker).await?;
+    let instance_id = ControlClient::new(channel.clone()).describe(DescribeRequest {}).await?.into_inner().instance_id;
+    let client =
+        |channel, threads, instance_id| Client { channel, threads, instance_id, http: reqwest::Client::new(), url: url.clone() };
+    let relay = client(connect(relay).await?, RELAY_THREADS, String::new());
+    let client = client(channel, WORKER_THREADS, instance_id);
+    client.many(0, 1).await?;
+    relay.many(0, 1).await?;
+
+    let (mut costs, mut floors) = (Vec::new(), Vec::new());
     for round in 1..=ROUNDS {
-        let short = client.many(2 * round, 1).await?;
-        let long = client.many(2 * round + 1, LONG_ANSWER).await?;
-        requests.push(short.as_secs_f64() * 1e3 / f64::from(STREAMS));
-        let added = long.saturating_sub(short);
-        tokens.push(added.as_secs_f64() * 1e6 / f64::from(STREAMS * (LONG_ANSWER - 1)));
+        costs.push(client.cost(4 * round).await?);
+        floors.push(relay.cost(4 * round + 2).await?);
     }
     let mut added = Vec::new();
     for seed in 0..10 * ROUNDS {
@@ -110,8 +204,15 @@ async fn measure(url: String, address: SocketAddr) -> Result<()> {
         added.push((through.as_secs_f64() - direct.as_secs_f64()) * 1e3);
     }
     println!("{STREAMS} streams, prompts of {PROMPT_TOKENS} tokens, medians of {ROUNDS} rounds:");
-    println!("CPU of a request with one token   {:.3} ms", median(requests));
-    println!("CPU of each further token         {:.1} µs", median(tokens));
+    for (what, unit, figure) in [
+        ("a request with one token  ", "ms", (|cost| cost.request_ms) as fn(Cost) -> f64),
+        ("each further token        ", "µs", |cost| cost.token_us),
+    ] {
+        let of = |costs: &[Cost]| costs.iter().copied().map(figure).collect::<Vec<_>>();
+        let ratios = of(&costs).into_iter().zip(of(&floors)).map(|(cost, floor)| cost / floor).collect();
+        let (cost, floor, ratio) = (median(of(&costs)), median(of(&floors)), median(ratios));
+        println!("CPU of {what} {cost:.2} {unit}, of the relay {floor:.2} {unit}: {ratio:.2} times as much");
+    }
     println!(
         "added to the first token          {:.2} ms (one stream, interleaved with requests to the server itself)",
         median(added)
@@ -121,15 +222,25 @@ async fn measure(url: String, address: SocketAddr) -> Result<()> {
 
 struct Client {
     channel: Channel,
+    /// The threads of the service that is called.
+    threads: &'static str,
     instance_id: String,
     http: reqwest::Client,
     url: String,
 }
 
 impl Client {
-    /// Runs [`STREAMS`] requests at once. Returns the CPU time that the worker needed for them.
+    /// Measures the service with answers of one token and with long ones. The prompts of a round differ from those of others.
+    async fn cost(&self, round: u32) -> Result<Cost> {
+        let short = self.many(round, 1).await?;
+        let added = self.many(round + 1, LONG_ANSWER).await?.saturating_sub(short);
+        let tokens = f64::from(STREAMS * (LONG_ANSWER - 1));
+        Ok(Cost { request_ms: short.as_secs_f64() * 1e3 / f64::from(STREAMS), token_us: added.as_secs_f64() * 1e6 / tokens })
+    }
+
+    /// Runs [`STREAMS`] requests at once. Returns the CPU time that the service needed for them.
     async fn many(&self, round: u32, max_tokens: u32) -> Result<Duration> {
-        let before = cpu_time()?;
+        let before = cpu_time(self.threads)?;
         let runs = (0..STREAMS).map(|stream| async move {
             let mut replies = self.generate(round * STREAMS + stream, max_tokens).await?;
             while let Some(reply) = replies.next().await.transpose()? {
@@ -140,7 +251,7 @@ impl Client {
         try_join_all(runs).await?;
         // Work that follows the last reply, such as KV events, is part of the measured cost.
         tokio::time::sleep(Duration::from_millis(100)).await;
-        Ok(cpu_time()?.saturating_sub(before))
+        Ok(cpu_time(self.threads)?.saturating_sub(before))
     }
 
     async fn generate(&self, seed: u32, max_tokens: u32) -> Result<tonic::Streaming<GenerateReply>> {
@@ -174,13 +285,9 @@ impl Client {
     }
 
     async fn direct_first_token(&self, seed: u32) -> Result<Duration> {
-        let body = json!({
-            "token_ids": prompt(seed), "sampling_params": { "max_tokens": 1, "temperature": 0.0 }, "stream": true,
-            "stream_options": { "include_usage": true }, "cache_salt": "bench",
-        });
+        let body = body(&prompt(seed), 1);
         let started = Instant::now();
-        let answer = self.http.post(format!("{}/inference/v1/generate", self.url)).json(&body).send().await?;
-        let mut answer = answer.error_for_status()?;
+        let mut answer = ask(&self.http, &self.url, &body).await?;
         answer.chunk().await?.context("the server generated no token")?;
         let took = started.elapsed();
         while answer.chunk().await?.is_some() {}
@@ -192,11 +299,11 @@ fn prompt(seed: u32) -> Vec<u32> {
     (0..PROMPT_TOKENS).map(|at| (at * 31 + seed * 7 + at / 16 * seed) % 250).collect()
 }
 
-fn cpu_time() -> Result<Duration> {
+fn cpu_time(threads: &str) -> Result<Duration> {
     let mut nanoseconds = 0;
     for task in fs::read_dir("/proc/self/task")? {
         let folder = task?.path();
-        if fs::read_to_string(folder.join("comm"))?.trim_end() == WORKER_THREADS {
+        if fs::read_to_string(folder.join("comm"))?.trim_end() == threads {
             // The first number is the time on a processor, in nanoseconds.
             let times = fs::read_to_string(folder.join("schedstat"))?;
             nanoseconds += times.split(' ').next().context("the file has three numbers")?.parse::<u64>()?;
