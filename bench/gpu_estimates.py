@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints what each GPU kernel should take on one H200 for Qwen3-8B's shape, from bytes, operations and the card's rates: estimates that no GPU
-has confirmed. docs/bench/gpu.md has the output and says how to read it.
+"""Prints what each GPU kernel should take on one H200 for Qwen3-8B's shape, from bytes, operations and the card's rates. docs/bench/gpu.md
+has the output beside what was measured, and says how to read it.
 
     python3 bench/gpu_estimates.py
 """
