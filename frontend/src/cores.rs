@@ -4,7 +4,11 @@
 use crate::{admission::Client, error::ApiError, shares::Shares};
 use futures::future::OptionFuture;
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
-use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
+use tokio::{
+    sync::Semaphore,
+    task::{JoinHandle, spawn_blocking},
+    time::timeout,
+};
 
 /// A request is refused after this time in the queue. The largest request needs less time on a core.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -14,6 +18,8 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct Cores {
     free: Arc<Semaphore>,
     queued: Shares<Client>,
+    /// Whether a client's next task also waits until its last one has ended.
+    one_each: bool,
 }
 
 impl Default for Cores {
@@ -25,7 +31,13 @@ impl Default for Cores {
 
 impl Cores {
     fn new(cores: usize) -> Self {
-        Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1) }
+        Self { free: Arc::new(Semaphore::new(cores)), queued: Shares::new(1), one_each: false }
+    }
+
+    /// Half of the cores, at least one, for tasks of which a client may run only one at a time.
+    pub(crate) fn one_for_each_client() -> Self {
+        let cores = available_parallelism().map_or(1, usize::from);
+        Self { one_each: true, ..Self::new((cores / 2).max(1)) }
     }
 
     /// Runs `work` on a blocking thread when a core is free. Tasks of one client start in the order of the calls, and clients are served
@@ -38,18 +50,30 @@ impl Cores {
         client: Option<&Client>,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
+        self.start(client, work).await?.await.unwrap_or(Err(ApiError::Internal))
+    }
+
+    /// Starts `work` as [`Cores::run`] does, and returns the running task.
+    ///
+    /// # Errors
+    /// [`ApiError::Overloaded`] after [`QUEUE_TIMEOUT`].
+    pub(crate) async fn start<T: Send + 'static>(
+        &self,
+        client: Option<&Client>,
+        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<JoinHandle<Result<T, ApiError>>, ApiError> {
         let place = client.map(|client| self.queued.of(client));
         let core = async {
-            let _queued = OptionFuture::from(place.map(Semaphore::acquire_owned)).await;
-            Arc::clone(&self.free).acquire_owned().await
+            let place = OptionFuture::from(place.map(Semaphore::acquire_owned)).await;
+            let core = Arc::clone(&self.free).acquire_owned().await;
+            (core, place.filter(|_| self.one_each))
         };
         let core = timeout(QUEUE_TIMEOUT, core).await.map_err(|_| ApiError::Overloaded)?;
-        let work = move || {
+        Ok(spawn_blocking(move || {
             let result = work();
             drop(core);
             result
-        };
-        spawn_blocking(work).await.unwrap_or(Err(ApiError::Internal))
+        }))
     }
 }
 
@@ -111,6 +135,21 @@ mod tests {
             Some(1),
             "only one task of the flood runs before the other client's task"
         );
+    }
+
+    #[tokio::test]
+    async fn client_whose_task_runs_waits_while_another_client_is_served() {
+        let cores = Cores { one_each: true, ..Cores::new(2) };
+        let [slow, other] = ["slow", "other"].map(|name| Client::Account(name.to_owned()));
+        let (release, blocked) = mpsc::channel::<()>();
+        let first =
+            cores.start(Some(&slow), move || blocked.recv().map_err(|_| ApiError::Internal)).await.expect("a core is free");
+        let mut second = pin!(cores.start(Some(&slow), || Ok(())));
+        assert!(poll!(&mut second).is_pending(), "the client's first task runs");
+        cores.run(Some(&other), || Ok(())).await.expect("the other core serves the other client");
+        release.send(()).expect("the first task keeps the receiver");
+        first.await.expect("the first task does not panic").expect("it succeeds");
+        second.await.expect("the place is free").await.expect("the second task does not panic").expect("it succeeds");
     }
 
     #[tokio::test]

@@ -2,7 +2,7 @@
 //!
 //! Each character becomes a lexeme of its own, because a lexeme of several characters may hide another way to parse the same text.
 
-use crate::GrammarError;
+use crate::{GrammarError, rules::RULES_MAX};
 use std::fmt::Write;
 
 /// Returns whether a grammar is in EBNF rather than in Lark.
@@ -51,6 +51,9 @@ impl Parser<'_> {
         self.skip();
         if self.defined.contains(&name) {
             return Err(GrammarError::invalid(format!("the rule '{name}' is defined twice")));
+        }
+        if self.names.len() > RULES_MAX {
+            return Err(GrammarError::TooLarge { found: self.names.len(), max: RULES_MAX, unit: "rules" });
         }
         let number = self.number(&name);
         self.defined.push(name);

@@ -2,13 +2,19 @@
 //!
 //! A frontend [`check`]s a constraint. A worker [compiles](Vocabulary::compile) it for its model's vocabulary into a [`Matcher`], which reports
 //! before each token which tokens are allowed. The parser is llguidance (docs/adr/027-structured-outputs.md).
+//!
+//! Constraints come from clients. llguidance follows rules, references and nested schemas by recursion and without limits, so they are counted
+//! before it sees them, and it runs on a thread with a large stack.
 
 mod ebnf;
 mod error;
 mod lark;
 mod marker;
 mod matcher;
+mod rules;
+mod schema;
 mod source;
+mod stack;
 mod structural_tag;
 mod vocabulary;
 
@@ -61,7 +67,7 @@ pub const CONSTRAINT_BYTES_MAX: usize = 256 * 1024;
 /// Maximum number of texts of a choice.
 pub const CHOICES_MAX: usize = 4_096;
 
-/// Checks whether the constraint can be enforced. Takes milliseconds, and up to a second for a very large constraint.
+/// Checks whether the constraint can be enforced. Blocks its thread for milliseconds, and up to a few seconds for a very large constraint.
 ///
 /// # Errors
 /// Returns a [`GrammarError`] with the problem and the part of the constraint that has it.

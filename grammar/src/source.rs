@@ -3,7 +3,7 @@
 use crate::{
     CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, ebnf,
     lark::{literal, with_options},
-    structural_tag,
+    rules, schema, structural_tag,
 };
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
@@ -14,15 +14,21 @@ pub(crate) fn of(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarErro
         Kind::JsonSchema { schema, lenient } => {
             let schema =
                 serde_json::from_str(schema).map_err(|error| GrammarError::invalid(format!("not valid JSON: {error}")))?;
+            let schema = schema::bounded(schema, *lenient)?;
             Ok(TopLevelGrammar::from_json_schema(with_options(schema, *lenient)?))
         }
         Kind::JsonObject => Ok(TopLevelGrammar::from_json_schema(with_options(serde_json::json!({ "type": "object" }), false)?)),
         Kind::Regex(regex) => Ok(TopLevelGrammar::from_regex(whole_text(regex))),
         Kind::Choice(texts) => choice(texts),
-        Kind::Grammar(grammar) if ebnf::is_ebnf(grammar) => Ok(TopLevelGrammar::from_lark(ebnf::to_lark(grammar)?)),
-        Kind::Grammar(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
-        Kind::StructuralTag(tags) => Ok(TopLevelGrammar::from_lark(structural_tag::to_lark(tags)?)),
+        Kind::Grammar(grammar) if ebnf::is_ebnf(grammar) => bounded_lark(ebnf::to_lark(grammar)?),
+        Kind::Grammar(grammar) => bounded_lark(grammar.clone()),
+        Kind::StructuralTag(tags) => bounded_lark(structural_tag::to_lark(tags)?),
     }
+}
+
+fn bounded_lark(lark: String) -> Result<TopLevelGrammar, GrammarError> {
+    rules::check(&lark)?;
+    Ok(TopLevelGrammar::from_lark(lark))
 }
 
 fn check_size(constraint: &Constraint) -> Result<(), GrammarError> {

@@ -1,6 +1,9 @@
 //! Tests of the texts that constraints allow and forbid, token by token.
 
-use crate::{CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, MatchError, Matcher, Vocabulary, check};
+use crate::{
+    CHOICES_MAX, CONSTRAINT_BYTES_MAX, Constraint, GrammarError, Kind, MatchError, Matcher, Vocabulary, check,
+    schema::{ENUM_VALUES_MAX, PROPERTIES_MAX},
+};
 
 /// The id of the only stop token of these tests. The vocabulary of bytes has no token with this id.
 const STOP: u32 = 256;
@@ -234,4 +237,111 @@ fn too_complex_constraints_fail_within_bounded_time() {
         }
     }
     assert!(started.elapsed().as_secs() < 20, "the check took {:?}", started.elapsed());
+}
+
+/// Returns a constraint whose rules or definitions form a chain of this length, in every form that a client can write one.
+fn chains(links: usize) -> Vec<(&'static str, Kind)> {
+    let numbers = || 0..links;
+    let rules = |first: &str, last: &str, rule: &dyn Fn(usize) -> String| {
+        let all: Vec<String> = numbers().map(rule).collect();
+        format!("{first}\n{}\n{last}\n", all.join("\n"))
+    };
+    let definitions = |body: &dyn Fn(usize) -> String| {
+        let all: Vec<String> = numbers().map(|i| format!(r#""d{i}":{}"#, body(i + 1))).collect();
+        schema(&format!(r##"{{"$ref":"#/$defs/d0","$defs":{{{},"d{links}":{{"type":"integer"}}}}}}"##, all.join(",")))
+    };
+    let through = |before: &'static str, after: &'static str| move |i| format!(r##"{before}{{"$ref":"#/$defs/d{i}"}}{after}"##);
+    let lark = rules("start: r0", &format!("r{links}: \"a\""), &|i| format!("r{i}: r{}", i + 1));
+    let tag = r##"{"format":{"type":"json_schema","json_schema":SCHEMA}}"##;
+    let Kind::JsonSchema { schema: plain, .. } = definitions(&through("", "")) else { unreachable!("it is a schema") };
+    vec![
+        ("rules", Kind::Grammar(lark)),
+        (
+            "groups",
+            Kind::Grammar(rules("start: (r0 | \"b\")", &format!("r{links}: \"a\""), &|i| format!("r{i}: (\"c\"? (r{}))", i + 1))),
+        ),
+        ("terminals", Kind::Grammar(rules("start: T0", &format!("T{links}: \"a\""), &|i| format!("T{i}: T{}", i + 1)))),
+        ("EBNF", Kind::Grammar(rules("root ::= r0", &format!("r{links} ::= \"a\""), &|i| format!("r{i} ::= r{}", i + 1)))),
+        ("references", definitions(&through("", ""))),
+        ("properties", definitions(&through(r#"{"type":"object","properties":{"p":"#, "}}"))),
+        ("allOf", definitions(&through(r#"{"allOf":["#, "]}"))),
+        ("anyOf", definitions(&through(r#"{"anyOf":["#, r#",{"type":"null"}]}"#))),
+        ("items", definitions(&through(r#"{"type":"array","items":"#, "}"))),
+        ("schema in Lark", Kind::Grammar(format!("start: %json {plain}"))),
+        ("schema in a structural tag", Kind::StructuralTag(tag.replace("SCHEMA", &plain))),
+    ]
+}
+
+#[test]
+fn long_chains_of_references_are_refused_by_name() {
+    for links in [400, 800, 1_600, 4_000] {
+        for (form, kind) in chains(links) {
+            let text = match &kind {
+                Kind::JsonSchema { schema: text, .. } | Kind::Grammar(text) | Kind::StructuralTag(text) => text,
+                other => unreachable!("no chain is a {other:?}"),
+            };
+            let is_too_large = text.len() > CONSTRAINT_BYTES_MAX;
+            let error = check(&kind.clone().into()).expect_err(form).to_string();
+            assert!(is_too_large || error.contains("256"), "{form}, {links} links: {error}");
+        }
+    }
+}
+
+#[test]
+fn chains_below_the_limit_are_enforced() {
+    // Each definition through `properties` or `items` is two levels.
+    for (form, kind) in chains(100) {
+        check(&kind.into()).unwrap_or_else(|error| panic!("{form}: {error}"));
+    }
+}
+
+#[test]
+fn recursive_rules_and_schemas_are_no_chains() {
+    let lark = "start: value\nvalue: \"a\" | \"[\" value (\",\" value)* \"]\" // value: r0\n";
+    let tree = r##"{"type":"object","properties":{"left":{"$ref":"#"},"right":{"$ref":"#"}}}"##;
+    for kind in [Kind::Grammar(lark.into()), schema(tree)] {
+        check(&kind.into()).expect("recursion is allowed");
+    }
+}
+
+#[test]
+fn wide_schemas_are_compiled_or_refused_by_place_and_limit() {
+    let wide = |properties: usize| {
+        let all: Vec<String> = (0..properties).map(|i| format!(r#""p{i}":{{"type":"integer"}}"#)).collect();
+        schema(&format!(r#"{{"type":"object","properties":{{"of":{{"type":"object","properties":{{{}}}}}}}}}"#, all.join(",")))
+    };
+    check(&wide(PROPERTIES_MAX).into()).expect("the widest object is compiled");
+    for properties in [1_000, 2_000, 4_000, 8_000] {
+        let error = check(&wide(properties).into()).expect_err("the object is too wide").to_string();
+        assert_eq!(error, format!("at $.properties.of, 'properties' has {properties} entries, more than the limit of 512"));
+    }
+    let values = vec!["1"; ENUM_VALUES_MAX + 1].join(",");
+    let error = check(&schema(&format!(r#"{{"enum":[{values}]}}"#)).into()).expect_err("there are too many values").to_string();
+    assert!(error.contains("'enum'"), "{error}");
+}
+
+#[test]
+fn property_that_is_described_twice_is_refused() {
+    let score = r#"{"type":"object","properties":{"a":{"type":"object","properties":{"score":{"type":"integer","multipleOf":5}},
+        "patternProperties":{"^score$":{"maximum":20}}}},"required":["a"]}"#;
+    let error = check(&schema(score).into()).expect_err("both describe the key").to_string();
+    assert!(error.starts_with("at $.properties.a, 'properties' and the pattern '^score$'"), "{error}");
+    check(&schema(&score.replace("^score$", "^x-")).into()).expect("no key has two schemas");
+    check(&Kind::JsonSchema { schema: score.to_owned(), lenient: true }.into()).expect("a lenient schema loses the pattern");
+}
+
+#[test]
+fn pattern_that_cannot_be_enforced_is_refused_by_place_and_dropped_if_lenient() {
+    for (pattern, cause) in [(r"^(?!\\.)a", "look-around"), (r"(a)\\1", "backreference"), ("^(a$", "unclosed group")] {
+        let text = format!(
+            r#"{{"anyOf":[{{"type":"null"}},{{"type":"object","properties":{{"to":{{"type":"string","pattern":"{pattern}"}}}}}}]}}"#
+        );
+        let error = check(&schema(&text).into()).expect_err("the pattern is not supported").to_string();
+        assert!(error.starts_with("at $.anyOf[1].properties.to, the pattern '"), "{error}");
+        assert!(error.contains(cause), "{error}");
+        check(&Kind::JsonSchema { schema: text, lenient: true }.into()).expect("a lenient schema loses the pattern");
+        let key = format!(r#"{{"type":"object","patternProperties":{{"{pattern}":{{}}}}}}"#);
+        assert!(check(&schema(&key).into()).is_err());
+        check(&Kind::JsonSchema { schema: key, lenient: true }.into()).expect("a lenient schema loses the pattern");
+    }
 }

@@ -1,6 +1,6 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
-use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, source};
+use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, source, stack};
 use llguidance::{
     ParserFactory,
     api::ParserLimits,
@@ -53,16 +53,18 @@ impl Vocabulary {
     /// # Errors
     /// Returns a [`GrammarError`] if the constraint cannot be enforced.
     pub fn compile(&self, constraint: &Constraint, stop_tokens: &[TokenId]) -> Result<Matcher, GrammarError> {
-        let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
-        let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
-            let message = format!("{error:#}");
-            match &constraint.kind {
-                Kind::JsonSchema { schema, .. } => source::explain(schema, &message),
-                _ => GrammarError::invalid(message.trim()),
-            }
-        })?;
-        let shared = Shared { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
-        Matcher::new(parser, shared, constraint.begins_after.as_deref())
+        stack::large(|| {
+            let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
+            let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
+                let message = format!("{error:#}");
+                match &constraint.kind {
+                    Kind::JsonSchema { schema, .. } => source::explain(schema, &message),
+                    _ => GrammarError::invalid(message.trim()),
+                }
+            })?;
+            let shared = Shared { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
+            Matcher::new(parser, shared, constraint.begins_after.as_deref())
+        })
     }
 }
 

@@ -55,6 +55,7 @@ pub(crate) struct App {
     pub(super) bodies: Bodies,
     pub(super) parsing: Cores,
     pub(super) encoding: Cores,
+    pub(super) constraints: Cores,
     pub(super) encodings: Arc<EncodingCache>,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -123,6 +124,7 @@ impl App {
             bodies: Bodies::new(body_max_bytes, settings.bodies_max_bytes),
             parsing: Cores::default(),
             encoding: Cores::default(),
+            constraints: Cores::one_for_each_client(),
             encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,

@@ -36,6 +36,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
     }
     check_context(&served.model, tokens.len(), new_tokens, "token_ids", limit_param)?;
     incoming.reserve(1, &options)?;
+    incoming.check_constraint(&options).await?;
     incoming.body.clear();
     let prompt = incoming.prompt(&served, 0, tokens, &options, options.prompt_logprobs);
     Ok(Job { served, prompts: vec![(prompt, None)], options, style: Style::Generated(request_id), pieces: None })

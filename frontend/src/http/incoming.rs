@@ -20,12 +20,17 @@ use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use tandem_kv::{Namespace, Priority, TokenId};
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::watch,
+    time::{Duration, Instant, timeout},
+};
 
 /// Bodies longer than this are parsed on a blocking thread. Parsing a shorter body takes less than a millisecond.
 const PARSE_INLINE_BYTES: usize = 64 << 10;
 /// Texts longer than this are tokenized on a blocking thread. Tokenizing a shorter text takes a millisecond at most.
 const ENCODE_INLINE_BYTES: usize = 4 << 10;
+/// Maximum time for checking a constraint. Most take less than a millisecond.
+const CHECK_MAX: Duration = Duration::from_secs(1);
 
 /// An admitted request and what was read from its headers.
 pub(super) struct Incoming {
@@ -119,13 +124,18 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
-    /// Checks whether the request's constraint on the text, if it has one, can be enforced. This is done on a blocking thread.
+    /// Checks whether the request's constraint on the text, if it has one, can be enforced. This is done on a blocking thread. A check that takes
+    /// too long continues, but its client's next check waits for it.
     ///
     /// # Errors
-    /// It cannot be enforced, or no core is free in time.
+    /// It cannot be enforced, checking takes longer than [`CHECK_MAX`], or no core is free in time.
     pub(super) async fn check_constraint(&self, options: &Options) -> Result<(), ApiError> {
         let Some(stated) = options.constraint.clone() else { return Ok(()) };
-        self.app.encoding.run(self.client.as_ref(), move || stated.check()).await
+        let too_long =
+            Problem::Constraint { problem: format!("checking it takes longer than {} s; simplify it", CHECK_MAX.as_secs()) };
+        let too_long = ApiError::invalid(&*stated.param, too_long);
+        let check = self.app.constraints.start(self.client.as_ref(), move || stated.check()).await?;
+        timeout(CHECK_MAX, check).await.map_err(|_| too_long)?.unwrap_or(Err(ApiError::Internal))
     }
 
     /// Determines the priority, and reserves all sequences of this many prompts, or fails.

@@ -165,6 +165,12 @@ async fn malformed_generate_requests_are_refused_by_name() {
         let (status, error) = cluster.post(GENERATE, &body).await.json().await;
         assert_eq!((status, &error["error"]["param"]), (StatusCode::BAD_REQUEST, &json!(param)), "{error}");
     }
+    let chain: String = (0..1_500).map(|i| format!("r{i}: r{}\n", i + 1)).collect();
+    let grammar = format!("start: r0\n{chain}r1500: \"a\"\n");
+    let body = request(json!({ "structured_outputs": { "grammar": grammar } }), json!({}));
+    let (status, error) = cluster.post(GENERATE, &body).await.json().await;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "no worker sees a constraint that cannot be enforced: {error}");
+    assert!(error["error"]["message"].as_str().is_some_and(|message| message.contains("limit of 256 rules")), "{error}");
     assert!(cluster.no_call());
 }
 

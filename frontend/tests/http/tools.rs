@@ -259,6 +259,21 @@ async fn required_calls_are_a_constraint_and_come_back_as_calls() {
 }
 
 #[tokio::test]
+async fn pattern_of_one_tool_does_not_refuse_the_others() {
+    let mut cluster = cluster().await;
+    let parameters =
+        json!({ "type": "object", "properties": { "to": { "type": "string", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+$" } } });
+    let mail = json!({ "type": "function", "function": { "name": "mail", "parameters": parameters } });
+    let body = |strict: bool| {
+        let mut mail = mail.clone();
+        mail["function"]["strict"] = json!(strict);
+        with_tools(json!({ "tools": [weather(), mail], "tool_choice": "required" }))
+    };
+    let list = "[{\"name\": \"weather\", \"parameters\": {\"city\": \"Bonn\"}}]";
+    constrained(&mut cluster, body(false), list).await;
+}
+
+#[tokio::test]
 async fn answer_with_a_format_may_be_a_call_instead() {
     let mut cluster = cluster().await;
     let schema = json!({ "type": "object", "properties": { "answer": { "type": "integer" } }, "required": ["answer"] });
