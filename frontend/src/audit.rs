@@ -4,8 +4,9 @@ use crate::clock::unix_time;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
-    fs::{self, File},
-    io::{self, Read},
+    fs::{self, File, Permissions},
+    io::{self, Read, Write},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -61,10 +62,12 @@ impl AuditResult {
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<()> {
-        let mut part = path.as_os_str().to_owned();
-        part.push(".part");
-        fs::write(&part, serde_json::to_vec(self)?)?;
-        fs::rename(&part, path)
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // Frontends of other users read the file, too.
+        let mut new = tempfile::Builder::new().permissions(Permissions::from_mode(0o644)).tempfile_in(folder)?;
+        new.write_all(&serde_json::to_vec(self)?)?;
+        new.persist(path).map_err(|error| error.error)?;
+        Ok(())
     }
 
     /// Returns this result with `checked_unix_s` set to the current time.

@@ -17,7 +17,7 @@ pub mod watched_file;
 pub use metrics::Metrics;
 pub use retry::Backoff;
 pub use secret::Secret;
-pub use shutdown::Shutdown;
+pub use shutdown::{Shutdown, supervise};
 
 /// Returns a new `instance_id`, which identifies one run of a process.
 pub fn new_instance_id() -> String {

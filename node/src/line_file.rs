@@ -1,13 +1,15 @@
 //! A file to which lines of JSON are appended, such as a ledger.
 //!
 //! No caller waits for the disk: a bounded queue passes the lines to a thread of the file. Lines that do not fit, or cannot be written, are
-//! lost and counted. Each line is written immediately, so a process that is killed has written what it had appended before.
+//! lost and counted; the count has no line that is written later. Each line is written immediately, so a process that is killed has written
+//! what it had appended before.
 
 use ::metrics::Counter;
 use serde::Serialize;
 use std::{
     fs::{File, TryLockError},
-    io::{self, BufWriter, Read, Seek, SeekFrom, Write},
+    io::{self, Read, Seek, SeekFrom, Write},
+    iter,
     os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::Path,
     sync::{
@@ -19,6 +21,9 @@ use std::{
 
 /// The most lines that may be queued for the disk. This many lines are a few megabytes, and a busy cluster writes them in some seconds.
 pub const LINES_MAX: usize = 16_384;
+
+/// The most lines that are written at once, to save calls of the system.
+const BATCH_MAX: usize = 64;
 
 /// The permissions of a new file: its owner may read and write it.
 const OWNER_ONLY: u32 = 0o600;
@@ -35,7 +40,7 @@ struct Writer {
 }
 
 struct Queued {
-    text: String,
+    text: Vec<u8>,
     lost: Counter,
 }
 
@@ -83,8 +88,8 @@ impl LineFile {
     /// Appends the value as one line of JSON. `lost` counts the line if it is lost.
     pub fn append(&self, line: &impl Serialize, lost: &Counter) {
         let Some(lines) = &self.0.lines else { return };
-        let mut text = serde_json::to_string(line).expect("a line can be serialized");
-        text.push('\n');
+        let mut text = serde_json::to_vec(line).expect("a line can be serialized");
+        text.push(b'\n');
         if lines.try_send(Queued { text, lost: lost.clone() }).is_err() {
             lost.increment(1);
         }
@@ -101,20 +106,129 @@ impl Drop for Writer {
     }
 }
 
-/// Writes lines until all senders are dropped. Flushes all queued lines before it waits for more.
-fn write(queued: &Receiver<Queued>, to: impl Write, name: &'static str) {
-    let mut to = BufWriter::new(to);
+/// Writes lines until all senders are dropped. If only a part of a line can be written, the rest follows as soon as writing succeeds.
+fn write(queued: &Receiver<Queued>, mut to: impl Write, name: &'static str) {
     let mut reported = false;
+    let mut cut: Option<Queued> = None;
     while let Ok(first) = queued.recv() {
-        let batch: Vec<Queued> = std::iter::once(first).chain(queued.try_iter().take(LINES_MAX)).collect();
-        let written = batch.iter().try_for_each(|line| to.write_all(line.text.as_bytes())).and_then(|()| to.flush());
-        if let Err(error) = written {
-            batch.iter().for_each(|line| line.lost.increment(1));
-            if !std::mem::replace(&mut reported, true) {
+        let rest_is_first = cut.is_some();
+        let batch: Vec<Queued> =
+            cut.take().into_iter().chain(iter::once(first)).chain(queued.try_iter().take(BATCH_MAX)).collect();
+        let bytes = batch.iter().map(|line| line.text.as_slice()).collect::<Vec<_>>().concat();
+        let (mut written, result) = write_most(&mut to, &bytes);
+        for (i, mut line) in batch.into_iter().enumerate() {
+            let done = written.min(line.text.len());
+            written -= done;
+            if done == line.text.len() {
+                continue;
+            }
+            if done > 0 || (i == 0 && rest_is_first) {
+                line.text.drain(..done);
+                cut = Some(line);
+            } else {
+                line.lost.increment(1);
+            }
+        }
+        match result {
+            Ok(()) => reported = false,
+            Err(error) if !std::mem::replace(&mut reported, true) => {
                 tracing::error!(%error, "cannot write the {name}; its lines are lost until writing succeeds");
             }
-        } else {
-            reported = false;
+            Err(_) => {}
         }
+    }
+    if let Some(line) = cut
+        && to.write_all(&line.text).is_err()
+    {
+        line.lost.increment(1);
+    }
+}
+
+/// Writes until all bytes are written or writing fails. Returns how many bytes are written.
+fn write_most(to: &mut impl Write, bytes: &[u8]) -> (usize, io::Result<()>) {
+    let mut written = 0;
+    while written < bytes.len() {
+        match to.write(&bytes[written..]) {
+            Ok(0) => return (written, Err(io::ErrorKind::WriteZero.into())),
+            Ok(more) => written += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return (written, Err(error)),
+        }
+    }
+    (written, to.flush())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Metrics;
+    use parking_lot::Mutex;
+
+    /// A fake disk with the given space, whose writes wait while a test holds its lock.
+    #[derive(Clone, Default)]
+    struct Disk(Arc<Mutex<(Vec<u8>, usize)>>);
+
+    impl Write for Disk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let (text, space) = &mut *self.0.lock();
+            let fits = bytes.len().min(*space);
+            if fits == 0 {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            text.extend(&bytes[..fits]);
+            *space -= fits;
+            Ok(fits)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn lost(metrics: &Metrics) -> u64 {
+        let text = metrics.render();
+        let line = text.lines().find_map(|line| line.strip_prefix("lost_total "));
+        line.and_then(|value| value.parse().ok()).expect("the counter is registered")
+    }
+
+    #[test]
+    fn each_line_is_written_whole_or_counted_as_lost() {
+        let (batches, metrics) = (40, Metrics::default());
+        let counter = metrics.counter("lost_total", "Lost lines.", &[]);
+        let disk = Disk::default();
+        let (lines, queued) = sync_channel(LINES_MAX);
+        let thread = std::thread::spawn({
+            let disk = disk.clone();
+            move || write(&queued, disk, "file")
+        });
+        for batch in 0..batches {
+            // The space ends within a line, of 12 bytes or of more than a buffer, and so does the space that follows.
+            disk.0.lock().1 += 17;
+            for length in [7, 9_000] {
+                let text = format!("\"{batch:02}{}\"\n", "é".repeat(length / 2)).into_bytes();
+                lines.send(Queued { text, lost: counter.clone() }).expect("the thread runs");
+            }
+        }
+        disk.0.lock().1 = usize::MAX;
+        drop(lines);
+        thread.join().expect("the thread does not panic");
+        let text = String::from_utf8(disk.0.lock().0.clone()).expect("no character is cut");
+        let whole = text.lines().filter(|line| serde_json::from_str::<String>(line).is_ok()).count();
+        assert_eq!(whole, text.lines().count(), "a line is written in part");
+        assert_eq!(whole as u64 + lost(&metrics), 2 * batches);
+    }
+
+    #[test]
+    fn rest_that_never_fits_counts_as_one_lost_line() {
+        let metrics = Metrics::default();
+        let (lines, queued) = sync_channel(LINES_MAX);
+        let disk = Disk(Arc::new(Mutex::new((Vec::new(), 6))));
+        for text in ["one\n", "two\n", "three\n"] {
+            let lost = metrics.counter("lost_total", "Lost lines.", &[]);
+            lines.send(Queued { text: text.into(), lost }).expect("the queue has space");
+        }
+        drop(lines);
+        write(&queued, disk.clone(), "file");
+        assert_eq!((disk.0.lock().0.as_slice(), lost(&metrics)), (&b"one\ntw"[..], 2));
     }
 }

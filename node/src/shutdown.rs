@@ -1,6 +1,8 @@
-//! Shutdown of a process: the announcements that it drains and that it stops, and the tasks whose end it waits for.
+//! Shutdown of a process: the announcements that it drains and that it stops, the tasks whose end it waits for, and tasks without an end.
 
-use std::{future::Future, time::Duration};
+use crate::Backoff;
+use futures::FutureExt;
+use std::{convert::Infallible, future::Future, panic::AssertUnwindSafe, time::Duration};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Announces that the process drains and that it stops, and waits for its tasks. It is cheap to clone.
@@ -80,6 +82,22 @@ impl Shutdown {
     }
 }
 
+/// The pauses before a task that panicked starts again.
+const RESTART_PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
+
+/// Runs a task that has no end. If it panics, the log names it, and `start` starts it again after a pause. Cancel-safe: dropping the future
+/// ends the task.
+pub async fn supervise<F: Future<Output = Infallible> + Send>(what: &str, mut start: impl FnMut() -> F + Send) -> Infallible {
+    let mut backoff = Backoff::new(RESTART_PAUSES[0], RESTART_PAUSES[1]);
+    loop {
+        // A task that panicked is dropped, and what it shares with others is behind locks.
+        let Err(panic) = AssertUnwindSafe(async { start().await }).catch_unwind().await;
+        let reason = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
+        tracing::error!("the task \"{what}\" panicked, and is started again: {}", reason.unwrap_or("no reason is known"));
+        tokio::time::sleep(backoff.next_delay()).await;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,5 +128,25 @@ mod tests {
         process.run(Duration::ZERO).await;
         second.stopped().await;
         second.run(Duration::MAX).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn supervised_task_that_panics_runs_again() {
+        let mut starts = 0;
+        let (works, working) = tokio::sync::oneshot::channel();
+        let mut works = Some(works);
+        let supervised = supervise("test", || {
+            starts += 1;
+            assert_ne!(starts, 1, "the start itself may panic");
+            let works = if starts == 3 { works.take() } else { None };
+            async move {
+                works.expect("the second run panics").send(()).expect("the test waits");
+                std::future::pending().await
+            }
+        });
+        tokio::select! {
+            never = supervised => match never {},
+            done = working => done.expect("the third run works"),
+        }
     }
 }

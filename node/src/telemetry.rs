@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use serde::Serialize;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use tracing_subscriber::{EnvFilter, fmt};
 
 const NATS: &str = "async_nats";
@@ -28,12 +28,19 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
         // The NATS client would log every attempt to connect; Tandem logs the changes of the connection itself.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
-    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Lines that cannot be written are dropped. The subscriber would report them with `eprintln!`, which panics as it has the same stderr.
+    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr).log_internal_errors(false);
     match format {
         LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => lines.json().flatten_event(true).with_span_list(false).init(),
     }
     Ok(())
+}
+
+/// Writes text for the operator to stdout or stderr. If the reader is gone or the disk is full, the text is dropped, because serving must not
+/// depend on it.
+pub fn tell(mut to: impl Write, text: &str) {
+    let _ = to.write_all(text.as_bytes()).and_then(|()| to.flush());
 }
 
 /// The error of a log filter that cannot be parsed.

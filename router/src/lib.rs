@@ -39,6 +39,7 @@ use std::{
 use tandem_node::{
     Metrics, Shutdown,
     discovery::{DiscoveryError, Members},
+    supervise,
 };
 use tandem_proto::{
     channel::{self, Listener, PeerRole},
@@ -86,16 +87,23 @@ pub async fn run(
     // Each booking has an open stream, and all bookings may come from one frontend.
     let streams_max = u32::try_from(settings.bookings_max).unwrap_or(u32::MAX);
     let cluster = Arc::new(Cluster::new(settings, metrics));
-    let remote = |address: &str, expected| Remote {
-        cluster: cluster.clone(),
-        network: network.expecting(expected),
-        address: address.to_owned(),
-        endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
+    let remote = {
+        let (cluster, network) = (cluster.clone(), network.clone());
+        move |address: &str, expected| Remote {
+            cluster: cluster.clone(),
+            network: network.expecting(expected),
+            address: address.to_owned(),
+            endpoint: channel::endpoint(address).expect("member lists are checked when they are read"),
+        }
     };
     let is_member = |address: &str| cluster.lock().members.is_member(address);
-    let watch_worker = |address: &str| {
-        cluster.lock().update_unavailable(|workers| workers.expect(address));
-        WorkerWatcher(remote(address, &[PeerRole::PrefillWorker, PeerRole::DecodeWorker])).run()
+    let watch_worker = {
+        let remote = remote.clone();
+        move |address: &str| {
+            let remote = remote(address, &[PeerRole::PrefillWorker, PeerRole::DecodeWorker]);
+            remote.cluster.lock().update_unavailable(|workers| workers.expect(address));
+            WorkerWatcher(remote).run()
+        }
     };
     if workers.are_advisory() {
         cluster.lock().update_unavailable(UnavailableWorkers::expect_list);
@@ -103,7 +111,7 @@ pub async fn run(
     let on_listed = || cluster.lock().update_unavailable(UnavailableWorkers::on_listed);
     let workers = watch_all("workers", workers, &cluster.member_left, is_member, watch_worker, on_listed);
     let is_connected = |address: &str| cluster.lock().peers.is_connected(address);
-    let watch_peer = |address: &str| PeerWatcher(remote(address, &[PeerRole::Router])).run();
+    let watch_peer = move |address: &str| PeerWatcher(remote(address, &[PeerRole::Router])).run();
     let peers = watch_all("routers", peers, &cluster.peer_left, is_connected, watch_peer, || {});
     let startup_timeout = async {
         tokio::time::sleep(STARTUP_TIMEOUT).await;
@@ -151,7 +159,7 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
     mut listed: Members,
     disconnected: &Notify,
     is_connected: impl Fn(&str) -> bool,
-    watch: impl Fn(&str) -> F,
+    watch: impl Fn(&str) -> F + Clone + Send + Sync + 'static,
     on_listed: impl Fn(),
 ) -> Infallible {
     // Each address has one task, which is aborted when its `JoinSet` is dropped.
@@ -162,7 +170,12 @@ async fn watch_all<F: Future<Output = Infallible> + Send + 'static>(
         watchers.retain(|address, _| addresses.contains(address) || (advisory && is_connected(address)));
         for address in addresses {
             if let Vacant(entry) = watchers.entry(address.clone()) {
-                entry.insert(JoinSet::new()).spawn(watch(address));
+                // The first watch is created at once, because from then on the router expects the process.
+                let (mut first, watch, address) = (Some(watch(address)), watch.clone(), address.clone());
+                let name = format!("{what}: watch of {address}");
+                entry
+                    .insert(JoinSet::new())
+                    .spawn(async move { supervise(&name, || first.take().unwrap_or_else(|| watch(&address))).await });
             }
         }
         if is_listed {

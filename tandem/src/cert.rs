@@ -5,11 +5,13 @@ use jiff::{Timestamp, ToSpan, civil::Date, tz::TimeZone};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
 };
+use ring::digest::{SHA256, digest};
+use rustls::pki_types::{CertificateDer, pem::PemObject};
 use std::{
     fmt::Write as _,
-    fs::{self, DirBuilder, OpenOptions},
+    fs::{self, DirBuilder, Permissions},
     io::Write,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 use tandem_proto::channel::{Peer, PeerRole};
@@ -37,10 +39,13 @@ pub struct CertArgs {
 /// other; without one, an authority is made as well. Returns what was written.
 ///
 /// # Errors
-/// The folder cannot be written, or it has only a part of an authority.
+/// The folder cannot be written, another user may write it, or it has only a part of an authority.
 pub fn run(args: &CertArgs) -> Result<String> {
     let CertArgs { folder, cluster, days } = args;
+    // Without a slash at its end, so that a link is not followed.
+    let folder: &Path = folder.components().as_path();
     DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder).with_context(|| cannot("created", folder))?;
+    check_folder(folder)?;
     let (ca_pem, ca_key) = (folder.join("ca.pem"), folder.join("ca.key"));
     let authority = authority_params(cluster)?;
     let mut report = String::new();
@@ -51,6 +56,9 @@ pub fn run(args: &CertArgs) -> Result<String> {
     );
     let authority = if ca_key.exists() {
         let key = fs::read_to_string(&ca_key).with_context(|| cannot("read", &ca_key))?;
+        let pem = fs::read_to_string(&ca_pem).with_context(|| cannot("read", &ca_pem))?;
+        let print = fingerprint(&pem).with_context(|| cannot("used", &ca_pem))?;
+        writeln!(report, "{}  the existing authority, with the SHA-256 {print}", ca_pem.display())?;
         Issuer::new(authority, KeyPair::from_pem(&key).with_context(|| cannot("used", &ca_key))?)
     } else {
         let key = KeyPair::generate()?;
@@ -104,13 +112,89 @@ fn valid_for(mut params: CertificateParams, days: u32) -> Result<CertificatePara
 }
 
 fn write(path: &Path, mode: u32, text: &str) -> Result<()> {
-    // The file is replaced as a whole, so that a process never reads a part of it.
-    let new = path.with_extension("new");
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&new)?;
-    file.write_all(text.as_bytes()).with_context(|| cannot("written", &new))?;
-    fs::rename(&new, path).with_context(|| cannot("written", path))
+    // The file, or a link in its place, is replaced as a whole, so that a process never reads a part of it, and no other file is written.
+    let folder = path.parent().expect("the path is that of a file in a folder");
+    let replace = || {
+        let mut new = tempfile::Builder::new().permissions(Permissions::from_mode(mode)).tempfile_in(folder)?;
+        new.write_all(text.as_bytes())?;
+        new.as_file().sync_all()?;
+        new.persist(path).map_err(|error| error.error)
+    };
+    replace().with_context(|| cannot("written", path))?;
+    Ok(())
+}
+
+/// Refuses a folder in which another user could place an authority, or read or replace a key.
+fn check_folder(folder: &Path) -> Result<()> {
+    let found = fs::symlink_metadata(folder).with_context(|| cannot("read", folder))?;
+    let ours = found.uid() == rustix::process::geteuid().as_raw();
+    ensure!(
+        found.is_dir() && ours && found.mode() & 0o022 == 0,
+        "{} must be a folder, not a link, that belongs to you and that no other user can write; choose another folder, or run chmod go-w on it",
+        folder.display()
+    );
+    Ok(())
+}
+
+/// Returns the SHA-256 of a certificate, as `openssl x509 -fingerprint -sha256` prints it.
+fn fingerprint(pem: &str) -> Result<String> {
+    let certificate = CertificateDer::from_pem_slice(pem.as_bytes())?;
+    let digest = digest(&SHA256, &certificate);
+    Ok(digest.as_ref().iter().map(|byte| format!("{byte:02X}")).collect::<Vec<_>>().join(":"))
 }
 
 fn cannot(done: &str, path: &Path) -> String {
     format!("{} cannot be {done}", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn cert(folder: &Path) -> Result<String> {
+        run(&CertArgs { folder: folder.to_owned(), cluster: "tandem".to_owned(), days: 1 })
+    }
+
+    #[test]
+    fn keys_are_private_and_replace_planted_links() {
+        let place = tempfile::tempdir().expect("the system can create a temporary folder");
+        let (folder, elsewhere) = (place.path().join("certs"), place.path().join("elsewhere"));
+        fs::create_dir(&folder).expect("the name is free");
+        fs::set_permissions(&folder, Permissions::from_mode(FOLDER_MODE)).expect("the folder is ours");
+        fs::write(&elsewhere, "untouched").expect("the folder is writable");
+        for link in ["ca.new", "router.new", "router.key", "router.pem"] {
+            symlink(&elsewhere, folder.join(link)).expect("the name is free");
+        }
+        cert(&folder).expect("the folder is ours");
+        assert_eq!(fs::read_to_string(&elsewhere).expect("the file exists"), "untouched");
+        for key in ["ca.key", "router.key"] {
+            let found = fs::symlink_metadata(folder.join(key)).expect("the key is written");
+            assert!(found.is_file() && found.mode() & 0o777 == KEY_MODE, "{key}: {:o}", found.mode());
+        }
+    }
+
+    #[test]
+    fn folder_of_others_is_refused() {
+        let place = tempfile::tempdir().expect("the system can create a temporary folder");
+        let (folder, link) = (place.path().join("certs"), place.path().join("link/"));
+        cert(&folder).expect("the folder is new");
+        symlink(&folder, place.path().join("link")).expect("the name is free");
+        let refused = |folder: &Path| cert(folder).is_err_and(|error| error.to_string().contains("chmod go-w"));
+        assert!(refused(&link), "a link");
+        fs::set_permissions(&folder, Permissions::from_mode(0o770)).expect("the folder is ours");
+        assert!(refused(&folder), "a folder that the group can write");
+    }
+
+    #[test]
+    fn existing_authority_is_named_with_its_fingerprint() {
+        let place = tempfile::tempdir().expect("the system can create a temporary folder");
+        let folder = place.path().join("certs");
+        assert!(!cert(&folder).expect("the folder is new").contains("existing"));
+        let again = cert(&folder).expect("the authority is there");
+        let print = fingerprint(&fs::read_to_string(folder.join("ca.pem")).expect("the authority is there"))
+            .expect("it is a certificate");
+        assert_eq!(print.len(), 32 * 3 - 1);
+        assert!(again.contains(&format!("the existing authority, with the SHA-256 {print}")), "{again}");
+    }
 }

@@ -19,7 +19,7 @@ use tandem::{
 use tandem::{bench, cli::BenchCommand};
 #[cfg(feature = "model")]
 use tandem::{cli::ModelCommand, model::Store};
-use tandem_node::retry::error_chain;
+use tandem_node::{retry::error_chain, telemetry::tell};
 
 /// Takes less CPU than the system's allocator and returns the memory of a burst to the system (docs/adr/040-edge-cpu.md).
 #[global_allocator]
@@ -55,15 +55,15 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             let store = Store::new(store)?;
             let model = store.get(&source)?;
             // The revision is stored when it is computed, so that serving processes need not compute it.
-            print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()));
+            print(&format!("revision {}\n{}\n", store.revision(&model)?, model.path.display()))?;
         }
         #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::List { store } } => {
             for model in Store::new(store)?.list()? {
-                print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()));
+                print(&format!("{}\t{:.1} MB\t{}\n", model.id, model.bytes as f64 / 1e6, model.path.display()))?;
             }
         }
-        Command::Completions { shell } => print(&Cli::completions(shell)),
+        Command::Completions { shell } => print(&Cli::completions(shell))?,
         #[cfg(feature = "load")]
         Command::Bench { command: BenchCommand::Replay(args) } => bench::replay(*args)?,
         #[cfg(feature = "load")]
@@ -71,22 +71,22 @@ fn run(cli: Cli) -> anyhow::Result<()> {
         #[cfg(feature = "top")]
         Command::Top(args) => {
             if let Some(table) = top::run(args)? {
-                print(&table);
+                print(&table)?;
             }
         }
         #[cfg(feature = "chat")]
         Command::Chat(args) => chat::run(args)?,
-        Command::Cert(args) => print(&cert::run(&args)?),
-        Command::Key { command } => print(&key::run(command)?),
+        Command::Cert(args) => print(&cert::run(&args)?)?,
+        Command::Key { command } => print(&key::run(command)?)?,
         Command::Ready(server) => ready::check(&server)?,
-        Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?),
+        Command::Route { command: RouteCommand::Explain(args) } => print(&explain::run(args)?)?,
         Command::Audit { command: AuditCommand::Report { ledger, json, csv } } => {
             let report = audit::report(&audit::read(&[], &ledger, &[])?.ledger)?;
             print(&match (json, csv) {
                 (true, _) => report.json(),
                 (_, true) => report.csv(),
                 (false, false) => report.table(),
-            });
+            })?;
             if let Some(note) = report.note() {
                 print_error(&note);
             }
@@ -101,11 +101,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             evidence.lost_workers.extend(lost_workers);
             evidence.lost_frontend = lost_frontend;
             let (checked, findings) = audit::check(&evidence);
-            findings.iter().for_each(|finding| print(&format!("{finding}\n")));
+            findings.iter().try_for_each(|finding| print(&format!("{finding}\n")))?;
             let audit::Checked { answers, estimates, attempts, workers, unverified } = checked;
             print(&format!(
                 "{answers} answers ({estimates} of them estimates, {unverified} counted by killed workers only), {attempts} attempts, {workers} workers\n"
-            ));
+            ))?;
             if let Some(path) = result {
                 let written = checked.result(findings.len()).now().write(&path);
                 written.with_context(|| format!("--result {} cannot be written", path.display()))?;
@@ -132,15 +132,14 @@ where
     F: Future<Output = Result<S, StartError>>,
 {
     if command.print_config {
-        print(&command.to_toml());
-        return Ok(());
+        return print(&command.to_toml());
     }
     let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
     serve::run(&telemetry, Duration::from_secs(grace_period), &changed, start(command.role))
 }
 
-#[expect(clippy::print_stderr, reason = "one line about a failure or an incomplete result")]
+/// Writes one line about a failure or an incomplete result.
 fn print_error(failure: &str) {
-    eprintln!("tandem: {}", failure.replace('\n', " "));
+    tell(std::io::stderr(), &format!("tandem: {}\n", failure.replace('\n', " ")));
 }

@@ -10,6 +10,7 @@ use std::{
     io::{ErrorKind, Write, stdout},
     time::Duration,
 };
+use tandem_node::telemetry::{self, tell};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `changed`: the settings that differ from the defaults, which
@@ -23,7 +24,7 @@ pub fn run<S: Served>(
     changed: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
-    tandem_node::telemetry::init(&telemetry.log, telemetry.log_format)?;
+    telemetry::init(&telemetry.log, telemetry.log_format)?;
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
@@ -56,7 +57,7 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
         "\nCtrl-C lets running requests finish (for {} s at most); a second Ctrl-C stops immediately.\n",
         grace.as_secs()
     );
-    print(&(served.introduction() + &end));
+    tell(stdout(), &(served.introduction() + &end));
     tokio::select! {
         error = served.failed() => return Err(error.into()),
         () = signals.next() => {}
@@ -68,14 +69,14 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
     }
 }
 
-/// Prints text to stdout. A program such as `head` may close the pipe before it has read all of the text; that is no error.
+/// Prints the result of a command to stdout. A program such as `head` may close the pipe before it has read all of the text; that is no error.
 ///
-/// # Panics
-/// Panics if stdout cannot be written for another reason.
-pub fn print(text: &str) {
-    match stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
-        written => written.expect("stdout can be written"),
+/// # Errors
+/// Fails if stdout cannot be written for another reason, such as a full disk.
+pub fn print(text: &str) -> anyhow::Result<()> {
+    match stdout().write_all(text.as_bytes()).and_then(|()| stdout().flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("the output cannot be written to stdout; check the free space of the disk"),
     }
 }
 

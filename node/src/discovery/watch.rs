@@ -10,10 +10,13 @@ use super::{
     etcd::{self, Connector, EtcdError, EtcdSettings, in_time},
     record::{self, MemberRecord, Role},
 };
-use crate::{Backoff, Metrics, retry::error_chain};
+use crate::{Backoff, Metrics, retry::error_chain, supervise};
 use etcd_client::{EventType, GetOptions, KeyValue, WatchOptions};
 use metrics::Gauge;
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
+};
 use tokio::{
     sync::watch,
     task::JoinSet,
@@ -29,16 +32,20 @@ pub(super) fn watch(
     metrics: &Metrics,
 ) -> (watch::Receiver<BTreeSet<String>>, JoinSet<()>) {
     let (members, addresses) = watch::channel(BTreeSet::new());
-    let watcher = Watcher {
-        connector: Connector::new(settings),
-        roles,
-        connected: connected_gauge(metrics, "members"),
-        registered: BTreeMap::new(),
-        missing: BTreeSet::new(),
-        members,
+    let connected = connected_gauge(metrics, "members");
+    let start = move || {
+        let watcher = Watcher {
+            connector: Connector::new(settings.clone()),
+            roles: roles.clone(),
+            connected: connected.clone(),
+            registered: BTreeMap::new(),
+            missing: BTreeSet::new(),
+            members: members.clone(),
+        };
+        watcher.run()
     };
     let mut task = JoinSet::new();
-    task.spawn(watcher.run());
+    task.spawn(async move { match supervise("etcd watch", start).await {} });
     (addresses, task)
 }
 
@@ -60,7 +67,7 @@ struct Watcher {
 }
 
 impl Watcher {
-    async fn run(mut self) {
+    async fn run(mut self) -> Infallible {
         let mut backoff = Backoff::new(etcd::PAUSE_MIN, etcd::PAUSE_MAX);
         loop {
             let Err(error) = self.connection(&mut backoff).await;
@@ -73,7 +80,7 @@ impl Watcher {
         }
     }
 
-    async fn connection(&mut self, backoff: &mut Backoff) -> Result<std::convert::Infallible, EtcdError> {
+    async fn connection(&mut self, backoff: &mut Backoff) -> Result<Infallible, EtcdError> {
         let mut client = self.connector.connect().await?;
         let prefix = record::prefix(&self.connector.settings.cluster);
         let all = in_time(client.get(&*prefix, Some(GetOptions::new().with_prefix().with_limit(KEYS_MAX)))).await?;

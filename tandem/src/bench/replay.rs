@@ -203,7 +203,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let report = runtime.block_on(replay(&trace, settings));
     runtime.shutdown_background();
     let report = report?;
-    serve::print(&format!("{}\n", report::text(&report).trim_end()));
+    serve::print(&format!("{}\n", report::text(&report).trim_end()))?;
     let answered = report.requests.answered;
     args.report.write(&report.name.clone(), &[report])?;
     ensure!(answered > 0, "no request was answered; the report names the failures");

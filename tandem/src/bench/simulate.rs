@@ -208,7 +208,7 @@ fn compare<'a>(
             format!("{title}\n\n{}\n{table}{}{disturbed}", text_table(facts, 2), if count > 1 { "\n" } else { "" })
         }
     };
-    serve::print(&format!("{}\n", text.trim_end()));
+    serve::print(&format!("{}\n", text.trim_end()))?;
     Ok(reports)
 }
 
@@ -239,7 +239,7 @@ fn plan(replay: &Replay<'_>, args: &PlanArgs) -> Result<Vec<Report>> {
         "smallest cluster: {smallest}\n{}% of the requests meet the service levels on each of these; {trials} clusters were simulated\n\n{}",
         args.slo_percent,
         report::comparison(&reports)
-    ));
+    ))?;
     Ok(reports)
 }
 

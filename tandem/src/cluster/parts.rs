@@ -5,7 +5,8 @@ use crate::settings::{
     ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
     WorkerArgs,
 };
-use std::{future::Future, net::SocketAddr, time::Duration};
+use futures::FutureExt;
+use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
 use tandem_decode_worker::{DecodeWorkerError, DecodeWorkerSettings};
 use tandem_engine::EngineHandle;
 use tandem_frontend::{ApiKeys, FrontendSettings, ServedModel, TlsFiles};
@@ -56,7 +57,7 @@ pub(super) struct Parts {
     ends: mpsc::Receiver<StartError>,
     reports: mpsc::Sender<StartError>,
     /// The background tasks that maintain metrics and traces.
-    _upkeep: JoinSet<()>,
+    upkeep: JoinSet<()>,
 }
 
 /// The opened files that clients' requests concern.
@@ -80,19 +81,17 @@ impl Parts {
         let metrics = Metrics::default();
         // The first part that ends stops the process, so later reports are not needed.
         let (reports, ends) = mpsc::channel(1);
-        let mut upkeep = JoinSet::new();
-        upkeep.spawn(metrics.clone().upkeep());
+        let upkeep = metrics.clone().upkeep();
         let TelemetryArgs { otlp_endpoint, trace_sample_ratio: sample_ratio, .. } = settings.telemetry.clone();
-        let tracer = match otlp_endpoint {
+        let (tracer, sending) = match otlp_endpoint {
             Some(endpoint) => {
                 let instance = new_instance_id();
                 let (tracer, sending) = Tracer::new(TraceSettings { endpoint, sample_ratio, service, instance }, &metrics)?;
-                upkeep.spawn(sending);
-                tracer
+                (tracer, Some(sending))
             }
-            None => Tracer::default(),
+            None => (Tracer::default(), None),
         };
-        Ok(Self {
+        let mut parts = Self {
             cluster: cluster.to_owned(),
             key,
             tls: None,
@@ -104,15 +103,26 @@ impl Parts {
             metrics,
             ends,
             reports,
-            _upkeep: upkeep,
-        })
+            upkeep: JoinSet::new(),
+        };
+        parts.keep("metrics upkeep", upkeep);
+        if let Some(sending) = sending {
+            parts.keep("trace export", sending);
+        }
+        Ok(parts)
+    }
+
+    /// Starts a task that runs as long as the process. If the task ends earlier, the process ends.
+    fn keep(&mut self, name: &str, task: impl Future<Output = ()> + Send + 'static) {
+        let reporting = self.reporting(name, task.map(Ok::<(), Infallible>));
+        self.upkeep.spawn(reporting);
     }
 
     /// Opens the certificate of this process, for the parts that are started after this call. It is read again when its files change.
     pub(super) fn open_cluster_tls(&mut self, settings: &ClusterTlsArgs, role: PeerRole) -> Result<(), StartError> {
         if let Some((tls, files)) = settings.open(role, Some(&self.cluster))? {
             let follow = files.follow(tls.clone(), self.metrics.clone());
-            self._upkeep.spawn(async move { match follow.await {} });
+            self.keep("watch of the cluster certificate", async move { match follow.await {} });
             self.tls = Some(tls);
         }
         Ok(())
@@ -274,9 +284,17 @@ impl Parts {
     where
         E: std::error::Error + Send + Sync + 'static,
     {
-        let report = Report { part: part.to_owned(), error: None, reports: self.reports.clone() };
         // After a shutdown has begun, a part ends by itself once its clients have been answered.
-        shutdown.track(report.after(run));
+        shutdown.track(self.reporting(part, run));
+    }
+
+    /// Returns the task of a part, whose end ends the process unless it drains.
+    pub(super) fn reporting<E, F>(&self, part: &str, run: F) -> impl Future<Output = ()> + Send + 'static + use<E, F>
+    where
+        E: std::error::Error + Send + Sync + 'static,
+        F: Future<Output = Result<(), E>> + Send + 'static,
+    {
+        Report { part: part.to_owned(), error: None, reports: self.reports.clone() }.after(run)
     }
 }
 

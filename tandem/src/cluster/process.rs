@@ -9,7 +9,7 @@ use super::{
     weights::{DeviceShare, load_extra, load_served, with_parsers},
 };
 use crate::settings::{CommonArgs, DiscoveryArgs, FrontendProcess, ProcessArgs, RouterProcess, WorkerProcess};
-use std::{net::SocketAddr, time::Duration};
+use std::{convert::Infallible, net::SocketAddr, time::Duration};
 use tandem_node::{
     Shutdown, admin,
     discovery::{self, EtcdSettings, MemberRecord, MemberSource},
@@ -181,12 +181,14 @@ impl Process {
     fn register(&self, etcd: EtcdSettings, record: impl Future<Output = MemberRecord> + Send + 'static) {
         let etcd = EtcdSettings { key: self.parts.key.clone(), ..etcd };
         let (metrics, shutdown) = (self.parts.metrics.clone(), self.registration.clone());
-        self.registration.spawn(async move {
+        let registered = async move {
             tokio::select! {
                 () = shutdown.draining() => {}
                 record = record => discovery::register(etcd, record, &metrics, &shutdown).await,
             }
-        });
+            Ok::<(), Infallible>(())
+        };
+        self.registration.spawn(self.parts.reporting("registration in etcd", registered));
     }
 
     fn new(service: &'static str, cluster: &str, settings: &CommonArgs) -> Result<Self, StartError> {

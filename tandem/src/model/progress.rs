@@ -2,12 +2,12 @@
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
+use tandem_node::telemetry::tell;
 
 /// Shows the progress of a task until the returned bar is dropped. `total` is in bytes; while it is unknown, a spinner is shown.
-#[expect(clippy::print_stderr, reason = "progress is for the waiting user, on stderr")]
 pub(super) fn start(what: &str, total: Option<u64>) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
-        eprintln!("{what}");
+        tell(std::io::stderr(), &format!("{what}\n"));
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::no_length().with_message(what.to_owned()).with_finish(ProgressFinish::AndClear);

@@ -12,6 +12,7 @@ mod etcd;
 mod external;
 mod hostile;
 mod key;
+mod logs;
 mod metrics;
 mod mtls;
 mod overhead;
