@@ -33,7 +33,7 @@ pub enum MalformedBatch {
 }
 
 /// Maximum size of a payload that is decoded, in bytes. A token takes at most five bytes, so the tokens of a step with a million tokens fit.
-const PAYLOAD_MAX: usize = 16 << 20;
+pub(super) const PAYLOAD_MAX: usize = 16 << 20;
 /// Maximum depth of nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored fields
 /// may be nested deeper.
 const DEPTH_MAX: usize = 16;
