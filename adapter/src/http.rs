@@ -95,6 +95,10 @@ impl HttpClient {
         Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
     }
 
+    pub fn url(&self) -> &str {
+        &self.base
+    }
+
     pub fn host(&self) -> &str {
         &self.host
     }

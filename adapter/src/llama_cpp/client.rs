@@ -9,7 +9,7 @@ use crate::{
     api::{Api, Call, Chunk, EngineFailure, Exported, Finish, Usage},
     failure,
     http::{self, HttpClient},
-    server::{Instance, Server},
+    server::{self, Instance, Server},
 };
 use bytes::Bytes;
 use futures::{
@@ -110,7 +110,7 @@ async fn tokenize(http: &HttpClient, request: &serde_json::Value) -> Result<Byte
 #[tonic::async_trait]
 impl Server for Client {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
-        get(&self.http, "/health").await?;
+        server::check_engine(&self.http).await?;
         Ok(props(&self.http).await?.instance())
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     failure,
     http::{self, ANSWER_MAX, HttpClient},
     salt::cache_salt,
-    server::{Instance, Server},
+    server::{self, Instance, Server},
 };
 use bytes::Bytes;
 use futures::{
@@ -90,6 +90,10 @@ impl Client {
     /// Sets the models to which requests are sent.
     pub fn with_models(self, served: ServedModels) -> Self {
         Self { served, ..self }
+    }
+
+    pub fn http(&self) -> &HttpClient {
+        &self.http
     }
 
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
@@ -174,7 +178,7 @@ impl Client {
 #[tonic::async_trait]
 impl Server for Client {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
-        self.get("/health").await?;
+        server::check_engine(&self.http).await?;
         Ok(metrics::started(&self.metrics().await?).map(|started| started.to_string()))
     }
 }

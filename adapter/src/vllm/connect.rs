@@ -108,7 +108,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
         hash_key: settings.hash_key,
         handle_valid: settings.kv_lease / 2,
     });
-    let (served, _, metrics) = describe(&client, &settings.url).await?;
+    let (served, _, metrics) = describe(&client).await?;
     let mut ranks = metrics::ranks(&metrics);
     ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
     if ranks.is_empty() {
@@ -133,7 +133,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (served, version, metrics) = describe(&client, url).await?;
+    let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let ServedModels { id: model, context_length, loras, .. } = served.clone();
     let client = Arc::new(client.with_models(served));
@@ -197,9 +197,9 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
 }
 
-async fn describe(client: &Client, url: &str) -> Result<(ServedModels, String, String), ConnectError> {
+async fn describe(client: &Client) -> Result<(ServedModels, String, String), ConnectError> {
     let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
-    let (served, version, metrics) = server::wait_until(url, described).await?;
+    let (served, version, metrics) = server::wait_until(client.http(), described).await?;
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
 }
 
