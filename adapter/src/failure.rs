@@ -1,9 +1,19 @@
 //! Errors in the answers of engines' servers.
 
-use crate::api::EngineFailure;
+use crate::{
+    api::EngineFailure,
+    http::{self, ANSWER_MAX},
+};
 use bytes::Bytes;
-use hyper::StatusCode;
+use hyper::{Response, StatusCode, body::Incoming};
 use serde::Deserialize;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Time limit for the body of an error.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of characters of an engine's message that are passed on.
+const MESSAGE_MAX: usize = 2_000;
 
 /// The body of an error: `{"error": {"message": …}}`, or `{"error": "Unauthorized"}`.
 #[derive(Deserialize)]
@@ -16,7 +26,7 @@ pub(crate) enum ErrorBody {
 impl ErrorBody {
     pub fn message(self) -> String {
         match self {
-            Self::Text(message) | Self::Object { message } => message,
+            Self::Text(message) | Self::Object { message } => message.chars().take(MESSAGE_MAX).collect(),
         }
     }
 }
@@ -29,7 +39,14 @@ pub(crate) fn check((status, body): (StatusCode, Bytes)) -> Result<Bytes, Engine
     if status.is_success() { Ok(body) } else { Err(of(status.as_u16(), &body)) }
 }
 
-pub(crate) fn of(status: u16, body: &[u8]) -> EngineFailure {
+/// Reads the body of an answer whose status is that of an error. If the body does not arrive, the status alone determines the failure.
+pub(crate) async fn read(answer: Response<Incoming>) -> EngineFailure {
+    let status = answer.status().as_u16();
+    let body = timeout(BODY_TIMEOUT, http::whole(answer, ANSWER_MAX)).await;
+    of(status, &body.ok().and_then(Result::ok).unwrap_or_default())
+}
+
+fn of(status: u16, body: &[u8]) -> EngineFailure {
     #[derive(Deserialize)]
     struct Body {
         error: ErrorBody,
@@ -58,5 +75,25 @@ mod tests {
         assert!(matches!(denied, EngineFailure::Denied { status: 401, message } if message == "Unauthorized"));
         assert!(matches!(of(503, b"busy"), EngineFailure::Full(_)));
         assert!(matches!(of(500, b""), EngineFailure::Failed(_)));
+    }
+
+    #[tokio::test]
+    async fn error_without_its_body_is_known_by_its_status() {
+        let long = format!(r#"{{"error":{{"message":"{}"}}}}"#, "x".repeat(ANSWER_MAX));
+        let silent = String::new();
+        for body in [long, silent] {
+            let url = http::testing::serve(move |_| (500, ANSWER_MAX * 2, body.clone())).await;
+            let client = http::HttpClient::new(&url, None, None).unwrap();
+            let answer = client.send(hyper::Method::GET, "/", &[], None).await.unwrap();
+            tokio::time::pause();
+            assert!(matches!(read(answer).await, EngineFailure::Failed(message) if message == "HTTP 500 without a message"));
+            tokio::time::resume();
+        }
+    }
+
+    #[test]
+    fn long_message_of_an_engine_is_cut() {
+        let body = format!(r#"{{"error":"{}"}}"#, "ä".repeat(MESSAGE_MAX + 1));
+        assert!(matches!(of(400, body.as_bytes()), EngineFailure::Invalid(message) if message == "ä".repeat(MESSAGE_MAX)));
     }
 }

@@ -1,8 +1,10 @@
 //! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer token, whole or streamed answers.
 
+use crate::api::EngineFailure;
 use bytes::Bytes;
+use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{Stream, StreamExt};
-use http_body_util::{BodyExt, BodyStream, Full};
+use http_body_util::{BodyExt, BodyStream, Full, Limited};
 use hyper::{
     Method, Request, Response, StatusCode, Uri,
     body::Incoming,
@@ -17,7 +19,13 @@ use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
 };
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 use tokio::time::timeout;
 
 /// Time limit for opening a connection.
@@ -25,6 +33,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Idle connections are closed after this time. Servers close them later (uvicorn after 5 s), so no request is sent on a connection that the server
 /// is closing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+/// Maximum size of a whole answer and of one event of a streamed answer, in bytes. The longest are the metrics of a server with many ranks.
+pub(crate) const ANSWER_MAX: usize = 4 << 20;
 
 /// The reason why a request has no complete answer.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +43,8 @@ pub(crate) enum HttpError {
     Request(#[from] hyper_util::client::legacy::Error),
     #[error("the connection was closed in the middle of the response")]
     Body(#[from] hyper::Error),
+    #[error("the response is longer than {0} bytes, which is the limit")]
+    TooLong(usize),
     #[error("no response within {0:?}")]
     Timeout(Duration),
 }
@@ -83,6 +95,10 @@ impl HttpClient {
         Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
     }
 
+    pub fn url(&self) -> &str {
+        &self.base
+    }
+
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -114,7 +130,7 @@ impl HttpClient {
     /// Sends a request and reads the whole answer.
     ///
     /// # Errors
-    /// Fails if the server cannot be reached, if the connection is lost, or if the answer is not complete within `limit`.
+    /// Fails if the server cannot be reached, if the connection is lost, or if the answer is longer than [`ANSWER_MAX`] or not complete within `limit`.
     pub async fn read(
         &self,
         method: Method,
@@ -125,21 +141,41 @@ impl HttpClient {
         let reading = async {
             let answer = self.send(method, path, &[], json).await?;
             let status = answer.status();
-            Ok((status, whole(answer).await?))
+            Ok((status, whole(answer, ANSWER_MAX).await?))
         };
         timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
     }
 }
 
-pub(crate) async fn whole(answer: Response<Incoming>) -> Result<Bytes, HttpError> {
-    Ok(answer.into_body().collect().await?.to_bytes())
+/// Returns the body of an answer.
+///
+/// # Errors
+/// Fails if the body is longer than `max` bytes, or if the connection is lost.
+pub(crate) async fn whole(answer: Response<Incoming>, max: usize) -> Result<Bytes, HttpError> {
+    match Limited::new(answer.into_body(), max).collect().await {
+        Ok(body) => Ok(body.to_bytes()),
+        Err(error) => Err(error.downcast::<hyper::Error>().map_or(HttpError::TooLong(max), |error| HttpError::Body(*error))),
+    }
 }
 
-/// Returns the bytes of an answer as they arrive. Dropping the stream closes the connection.
-pub(crate) fn pieces(answer: Response<Incoming>) -> impl Stream<Item = Result<Bytes, HttpError>> + Send {
-    BodyStream::new(answer.into_body()).filter_map(async |frame| match frame {
-        Ok(frame) => frame.into_data().ok().map(Ok),
-        Err(error) => Some(Err(error.into())),
+/// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
+pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, EngineFailure>> + Send {
+    // The number of bytes that have arrived since the last event. The parser keeps them.
+    let kept = Arc::new(AtomicUsize::new(0));
+    let parsed = Arc::clone(&kept);
+    let pieces = BodyStream::new(answer.into_body()).filter_map(move |frame| {
+        let piece = frame.map_err(HttpError::from).map(|frame| frame.into_data().ok()).transpose();
+        let arrived = piece.as_ref().map_or(0, |piece| piece.as_ref().map_or(0, Bytes::len));
+        let is_too_long = kept.fetch_add(arrived, Ordering::Relaxed) + arrived > ANSWER_MAX;
+        std::future::ready(if is_too_long { Some(Err(HttpError::TooLong(ANSWER_MAX))) } else { piece })
+    });
+    pieces.eventsource().map(move |event| match event {
+        Ok(event) => {
+            parsed.store(0, Ordering::Relaxed);
+            Ok(event.data)
+        }
+        Err(EventStreamError::Transport(error)) => Err(error.into()),
+        Err(error) => Err(EngineFailure::Protocol(error.to_string())),
     })
 }
 
@@ -153,6 +189,37 @@ fn tls(ca: Option<&[u8]>) -> Result<ClientConfig, ClientError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     Ok(config.expect("ring has the default protocols").with_root_certificates(roots).with_no_client_auth())
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use tokio::{
+        io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+        net::TcpListener,
+    };
+
+    /// Starts a server that answers each request without a body. `answer` returns the status, the length and the body for a path. Returns the URL.
+    #[allow(clippy::disallowed_methods, reason = "the end of the test's runtime ends the task")]
+    pub(crate) async fn serve(mut answer: impl FnMut(&str) -> (u16, usize, String) + Send + 'static) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move {
+            loop {
+                let mut client = BufReader::new(listener.accept().await.unwrap().0);
+                let mut head = String::new();
+                while client.read_line(&mut head).await.is_ok_and(|length| length > 0) {
+                    if head.ends_with("\r\n\r\n") {
+                        let (status, length, body) = answer(head.split(' ').nth(1).unwrap());
+                        let answer = format!("HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\r\n{body}");
+                        // A client may close the connection in the middle of an answer.
+                        drop(client.write_all(answer.as_bytes()).await);
+                        head.clear();
+                    }
+                }
+            }
+        });
+        url
+    }
 }
 
 #[cfg(test)]
@@ -170,5 +237,30 @@ mod tests {
         assert!(matches!(HttpClient::new("http://e", Some("a\nb"), None), Err(ClientError::Key)));
         let broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         assert!(matches!(HttpClient::new("http://e", None, Some(broken)), Err(ClientError::Certificate(_))));
+    }
+
+    async fn client(body: String) -> HttpClient {
+        let url = testing::serve(move |_| (200, body.len(), body.clone())).await;
+        HttpClient::new(&url, None, None).unwrap()
+    }
+
+    #[tokio::test]
+    async fn answer_above_the_limit_is_an_error() {
+        let read = async |length| client("x".repeat(length)).await.read(Method::GET, "/", None, Duration::from_secs(60)).await;
+        assert_eq!(read(ANSWER_MAX).await.unwrap().1.len(), ANSWER_MAX);
+        assert!(matches!(read(ANSWER_MAX + 1).await, Err(HttpError::TooLong(ANSWER_MAX))));
+    }
+
+    #[tokio::test]
+    async fn only_one_event_and_not_the_stream_is_limited() {
+        let event = format!("data: {}\n\n", "x".repeat(ANSWER_MAX / 2));
+        let short = client(event.repeat(3)).await.send(Method::GET, "/", &[], None).await.unwrap();
+        assert_eq!(events(short).filter(|event| std::future::ready(event.is_ok())).count().await, 3);
+        let line = "x".repeat(ANSWER_MAX / 8);
+        for endless in [line.clone(), format!("data: {line}\n"), format!(":{line}\n")] {
+            let answer = client(endless.repeat(9)).await.send(Method::GET, "/", &[], None).await.unwrap();
+            let first = Box::pin(events(answer)).next().await;
+            assert!(matches!(first, Some(Err(EngineFailure::Connection(HttpError::TooLong(_))))), "{first:?}");
+        }
     }
 }

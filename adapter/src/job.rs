@@ -1,20 +1,23 @@
 //! A job on an external engine: its task waits for a place in the engine, sends the job's requests to the engine and reports their events.
 
 use crate::{
-    api::{Api, Call, Chunk, EngineFailure, Finish},
+    api::{Api, Call, Chunk, EngineFailure, Finish, Usage},
     books::Work,
     shared::{Shared, Tiers},
     slots::{QueuedRequest, Slot},
 };
 use futures::{StreamExt, future::try_join_all};
 use std::{
+    iter,
     sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
 use tandem_engine::{
     CachedTokens, Event, FinishReason, Generate, Generated, KvHandle, KvSource, Prefill, Refusal, Sampling, Started,
+    TokenLogprobs,
 };
+use tandem_kv::TokenId;
 use tandem_node::retry::error_chain;
 use tandem_worker::Job;
 use tokio::{
@@ -155,6 +158,14 @@ impl Task {
         self.events.send(event).await.map_err(|_| Ended::Dropped)
     }
 
+    /// Checks that the model has these tokens, as far as the server reports the size of its vocabulary.
+    fn check(&self, mut tokens: impl Iterator<Item = TokenId>) -> Result<(), EngineFailure> {
+        let size = self.shared.info.vocab_size;
+        tokens.find(|token| *token as usize >= size).map_or(Ok(()), |token| {
+            Err(EngineFailure::Protocol(format!("it has token {token}, but the model's vocabulary has only {size} tokens")))
+        })
+    }
+
     async fn export(self, call: Call, running: Running) -> Result<(), Ended> {
         let tiers = self.shared.tiers(&call);
         let exporting = self.api.export(&call);
@@ -196,6 +207,7 @@ impl Task {
             // The engine does not use its prefix cache for a request that asks for the prompt's logprobs.
             let call = Call { request_id: format!("{}-prompt", base.request_id), ..base.clone() };
             let logprobs = self.api.prompt_logprobs(&call, top).await?;
+            self.check(logprobs.iter().flat_map(alternatives))?;
             self.send(Event::Scheduled { cached: Some(CachedTokens::default()) }).await?;
             self.send(Event::Started(Started { queue: work.queued(), ..Started::default() })).await?;
             self.send(Event::PromptLogprobs(logprobs)).await?;
@@ -225,6 +237,11 @@ impl Task {
         }
         Ok(())
     }
+}
+
+/// Returns the tokens that are reported as alternatives of a token.
+fn alternatives(logprobs: &Option<TokenLogprobs>) -> impl Iterator<Item = TokenId> {
+    logprobs.iter().flat_map(|logprobs| logprobs.top.iter().map(|alternative| alternative.token))
 }
 
 /// The samples of one generation. Each is a separate request to the engine, with its own seed, as in Tandem's engine.
@@ -300,6 +317,8 @@ impl Answer<'_> {
             failure.into()
         };
         let mut chunks = task.api.generate(&call, sampling, handle).await.map_err(|failure| failed(failure, false))?;
+        let room = (task.shared.info.context_length as usize).saturating_sub(call.tokens.len()).max(1);
+        let mut left = sampling.max_tokens.map_or(room, |max| room.min(max as usize));
         let (mut has_begun, mut last_token, mut finish, mut aborted) = (false, None, None, false);
         let mut counted = None;
         loop {
@@ -313,8 +332,16 @@ impl Answer<'_> {
                 }
             };
             let lost = || EngineFailure::Protocol("the engine's stream ended before its message with the usage".to_owned());
-            let Chunk { tokens, finish: ended, counted: now, usage } =
+            let Chunk { mut tokens, finish: mut ended, counted: now, mut usage } =
                 chunk.unwrap_or_else(|| Err(lost())).map_err(|failure| failed(failure, has_begun))?;
+            if tokens.len() > left {
+                tracing::warn!("the engine has generated more tokens than the request allows; the answer ends at the limit");
+                tokens.truncate(left);
+                ended = Some(Finish::Length);
+                usage.get_or_insert(Usage { cached_tokens: None });
+            }
+            left -= tokens.len();
+            task.check(tokens.iter().flat_map(|(token, logprobs)| iter::once(*token).chain(alternatives(logprobs))))?;
             if counted.is_none() && now.is_some() {
                 counted = now;
                 self.count(first, now).await?;
@@ -388,3 +415,6 @@ impl Answer<'_> {
         self.task.send(Event::Started(started)).await
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,11 +4,13 @@ use crate::{
     Adapter,
     api::{Api, EngineFailure},
     books::Books,
-    http::{ClientError, HttpError},
+    failure,
+    http::{ClientError, HttpClient, HttpError},
     mirror::WrongBlockSize,
     shared::Shared,
 };
 use futures::future::BoxFuture;
+use hyper::Method;
 use std::{sync::Arc, time::Duration};
 use tandem_node::{Backoff, retry::error_chain};
 use tokio::{
@@ -141,17 +143,32 @@ impl Connected {
     }
 }
 
-/// Describes a server, with retries until it answers.
+/// Checks `/health`, at which a server answers 503 while its engine starts, and after its engine has failed.
+///
+/// # Errors
+/// Fails if the server does not answer, or answers with an error.
+pub(crate) async fn check_engine(http: &HttpClient) -> Result<(), EngineFailure> {
+    match failure::check(http.read(Method::GET, "/health", None, CHECK_TIMEOUT).await?) {
+        Err(EngineFailure::Full(message)) => Err(EngineFailure::Failed(format!("/health: {message}"))),
+        checked => checked.map(drop),
+    }
+}
+
+/// Describes a server, with retries until its engine is healthy and it answers.
 ///
 /// # Errors
 /// Fails if the server refuses the adapter.
-pub(crate) async fn wait_until<T, F>(url: &str, describe: impl Fn() -> F) -> Result<T, ConnectError>
+pub(crate) async fn wait_until<T, F>(http: &HttpClient, describe: impl Fn() -> F) -> Result<T, ConnectError>
 where
     F: Future<Output = Result<T, EngineFailure>>,
 {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     loop {
-        let error = match describe().await {
+        let described = async {
+            check_engine(http).await?;
+            describe().await
+        };
+        let error = match described.await {
             Ok(described) => return Ok(described),
             Err(EngineFailure::Denied { status: 401 | 403, message }) => {
                 let reason = format!("the engine does not accept this worker's key ({message}); check --engine-key-file");
@@ -160,7 +177,7 @@ where
             Err(error) => error_chain(&error),
         };
         if backoff.is_new_error(&error) {
-            tracing::info!(engine = %url, %error, "the engine does not answer yet; retrying");
+            tracing::info!(engine = http.url(), %error, "the engine is not ready yet; retrying");
         }
         sleep(backoff.next_delay()).await;
     }
@@ -217,8 +234,16 @@ async fn check_health(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::books::Work;
+    use crate::{
+        ServerSettings,
+        books::Work,
+        http::testing::serve,
+        llama_cpp::LlamaCppSettings,
+        vllm::{KvEvents, VllmSettings},
+    };
+    use parking_lot::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use tandem_kv::HashKey;
 
     /// A server that accepts connections, and answers only while the value is true.
     struct Silent(AtomicBool);
@@ -227,6 +252,54 @@ mod tests {
     impl Server for Silent {
         async fn check_health(&self) -> Result<Instance, EngineFailure> {
             if self.0.load(Ordering::Relaxed) { Ok(None) } else { std::future::pending().await }
+        }
+    }
+
+    /// Returns the settings for a server at this URL of either kind.
+    fn of_both_kinds(url: &str) -> [ServerSettings; 2] {
+        let vllm = VllmSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            rank: None,
+            events: KvEvents::None,
+            block_size: None,
+            hash_key: HashKey::NONE,
+            running_max: 1,
+            waiting_max: 1,
+            nixl: false,
+            kv_lease: Duration::from_secs(30),
+            silence_max: Duration::from_secs(60),
+        };
+        let llama_cpp = LlamaCppSettings {
+            url: url.to_owned(),
+            key: None,
+            ca: None,
+            block_size: 16,
+            hash_key: HashKey::NONE,
+            waiting_max: 1,
+            prefix_caching: false,
+            silence_max: Duration::from_secs(60),
+        };
+        [ServerSettings::Vllm(vllm), ServerSettings::LlamaCpp(llama_cpp)]
+    }
+
+    #[tokio::test]
+    async fn server_is_not_used_before_its_engine_is_healthy() {
+        let paths = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&paths);
+        let url = serve(move |path| {
+            let mut seen = seen.lock();
+            seen.push(path.to_owned());
+            // The answers lack what a connection needs, so that the attempt ends.
+            let body = r#"{"data":[{"id":"m"}],"version":"1"}"#.to_owned();
+            (if *seen == ["/health"] { 503 } else { 200 }, body.len(), body)
+        })
+        .await;
+        for settings in of_both_kinds(&url) {
+            paths.lock().clear();
+            settings.inspect().await.expect_err("the server reports no KV cache");
+            assert_eq!(paths.lock()[..3], ["/health", "/health", "/v1/models"]);
         }
     }
 

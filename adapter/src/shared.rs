@@ -38,6 +38,7 @@ pub(crate) struct Shared {
 pub(crate) struct Tiers {
     prefix: PrefixTiers,
     block_size: u32,
+    prompt_tokens: u32,
 }
 
 impl Tiers {
@@ -46,9 +47,10 @@ impl Tiers {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Divides the number of cached tokens that the engine reported between the tiers. If blocks on the device were followed by blocks in
+    /// Divides the number of cached tokens that the engine reported, of which at most those of the prompt count, between the tiers. If blocks on the device were followed by blocks in
     /// the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
     pub fn split(&self, tokens: u32) -> CachedTokens {
+        let tokens = tokens.min(self.prompt_tokens);
         let host =
             if self.prefix.host_blocks == 0 { 0 } else { tokens.saturating_sub(self.prefix.device_blocks * self.block_size) };
         CachedTokens { device: tokens - host, host }
@@ -85,14 +87,17 @@ impl Shared {
 
     /// Returns the number of the prompt's leading blocks that each tier holds now.
     pub fn tiers(&self, call: &Call) -> Tiers {
-        Tiers { prefix: self.mirror.lock().cached_prefix(&call.namespace, &call.tokens), block_size: self.info.block_size }
+        self.tiers_of(&call.namespace, &call.tokens)
+    }
+
+    fn tiers_of(&self, namespace: &Namespace, tokens: &[TokenId]) -> Tiers {
+        let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
+        Tiers { prefix, block_size: self.info.block_size, prompt_tokens: tokens.len() as u32 }
     }
 
     /// Returns how many leading tokens of the prompt are cached. The prompt's last token is never counted, because the engine always computes it.
     pub fn known_tokens(&self, namespace: &Namespace, tokens: &[TokenId]) -> usize {
-        let prefix = self.mirror.lock().cached_prefix(namespace, tokens);
-        let known = Tiers { prefix, block_size: self.info.block_size }.known();
-        known.min(tokens.len().saturating_sub(1))
+        self.tiers_of(namespace, tokens).known().min(tokens.len().saturating_sub(1))
     }
 
     /// Records that the engine has computed the call's tokens: a prompt, or a prompt and its answer. An approximate mirror then assumes that their

@@ -9,10 +9,9 @@ use crate::{
     api::{Api, Call, Chunk, EngineFailure, Exported, Finish, Usage},
     failure,
     http::{self, HttpClient},
-    server::{Instance, Server},
+    server::{self, Instance, Server},
 };
 use bytes::Bytes;
-use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
@@ -111,7 +110,7 @@ async fn tokenize(http: &HttpClient, request: &serde_json::Value) -> Result<Byte
 #[tonic::async_trait]
 impl Server for Client {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
-        get(&self.http, "/health").await?;
+        server::check_engine(&self.http).await?;
         Ok(props(&self.http).await?.instance())
     }
 }
@@ -208,16 +207,10 @@ impl Api for Client {
 /// Sends a request. Returns its answer when the server has begun to compute the prompt.
 async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, Result<String, EngineFailure>>, EngineFailure> {
     let answer = http.send(Method::POST, "/completion", &[], Some(body)).await?;
-    let status = answer.status();
-    if !status.is_success() {
-        return Err(failure::of(status.as_u16(), &http::whole(answer).await.unwrap_or_default()));
+    if !answer.status().is_success() {
+        return Err(failure::read(answer).await);
     }
-    let events = Box::pin(http::pieces(answer)).eventsource().map(|event| match event {
-        Ok(event) => Ok(event.data),
-        Err(EventStreamError::Transport(error)) => Err(error.into()),
-        Err(error) => Err(EngineFailure::Protocol(error.to_string())),
-    });
-    Ok(events.boxed())
+    Ok(http::events(answer).boxed())
 }
 
 struct RunningGuard {

@@ -51,7 +51,7 @@ struct Described {
 /// # Errors
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, ConnectError> {
-    let Described { model, props, slots, context_length, .. } = describe(&http(settings)?, &settings.url).await?;
+    let Described { model, props, slots, context_length, .. } = describe(&http(settings)?).await?;
     let ranks = vec![(0, u64::from(slots) * u64::from(context_length))];
     Ok(ServerDescription { model: model.id, loras: Vec::new(), root: props.model_path, context_length, ranks })
 }
@@ -63,7 +63,7 @@ pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, C
 pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectError> {
     let http = http(&settings)?;
     let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, silence_max, .. } = settings;
-    let Described { model, props, slots, context_length, end_token } = describe(&http, &url).await?;
+    let Described { model, props, slots, context_length, end_token } = describe(&http).await?;
     let capacity_blocks = (context_length / block_size.max(1)).saturating_mul(slots);
     let mirror = Mirror::new(MirrorSettings {
         hash_key,
@@ -96,7 +96,7 @@ fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {
     Ok(HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?)
 }
 
-async fn describe(http: &HttpClient, url: &str) -> Result<Described, ConnectError> {
+async fn describe(http: &HttpClient) -> Result<Described, ConnectError> {
     let describe = || async {
         let (models, props) = (client::models(http).await?, client::props(http).await?);
         let end_token = match props.eos_token.as_deref() {
@@ -105,7 +105,7 @@ async fn describe(http: &HttpClient, url: &str) -> Result<Described, ConnectErro
         };
         Ok((models, props, end_token))
     };
-    let (models, props, end_token) = server::wait_until(url, describe).await?;
+    let (models, props, end_token) = server::wait_until(http, describe).await?;
     let context_length = props.default_generation_settings.as_ref().map(|slot| slot.n_ctx);
     let (Some(slots @ 1..), Some(context_length @ 1..)) = (props.total_slots, context_length) else {
         return Err(ConnectError::NoSlots);

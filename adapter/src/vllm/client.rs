@@ -8,12 +8,11 @@ use super::{
 use crate::{
     api::{Api, Call, Chunk, EngineFailure, Exported},
     failure,
-    http::{self, HttpClient},
+    http::{self, ANSWER_MAX, HttpClient},
     salt::cache_salt,
-    server::{Instance, Server},
+    server::{self, Instance, Server},
 };
 use bytes::Bytes;
-use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{
     StreamExt,
     stream::{self, BoxStream},
@@ -27,6 +26,9 @@ use tandem_kv::HashKey;
 
 /// Time limit for the answer to a request for which the server need not run the model.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Maximum size of an answer with the logprobs of a prompt, in bytes.
+const PROMPT_LOGPROBS_MAX: usize = 64 << 20;
 
 /// The prefix that vLLM adds to the id of a request to `/inference/v1/generate`.
 const ID_PREFIX: &str = "generate-tokens-";
@@ -90,6 +92,10 @@ impl Client {
         Self { served, ..self }
     }
 
+    pub fn http(&self) -> &HttpClient {
+        &self.http
+    }
+
     async fn get(&self, path: &str) -> Result<Bytes, EngineFailure> {
         failure::check(self.http.read(Method::GET, path, None, ANSWER_TIMEOUT).await?)
     }
@@ -144,12 +150,10 @@ impl Client {
         headers.extend(self.rank.map(|rank| ("x-data-parallel-rank", rank.to_string())));
         let json = serde_json::to_vec(body).expect("a request body can be serialized");
         let answer = self.http.send(Method::POST, "/inference/v1/generate", &headers, Some(json)).await?;
-        let status = answer.status();
-        if status.is_success() {
+        if answer.status().is_success() {
             return Ok(answer);
         }
-        let failure = failure::of(status.as_u16(), &http::whole(answer).await.unwrap_or_default());
-        match (failure, body.model) {
+        match (failure::read(answer).await, body.model) {
             (EngineFailure::Denied { status: 404, .. }, Some(lora)) => Err(EngineFailure::Invalid(format!(
                 "the server does not serve the LoRA {lora:?} any more; load the LoRA again, or restart the worker so that it forgets the LoRA"
             ))),
@@ -174,7 +178,7 @@ impl Client {
 #[tonic::async_trait]
 impl Server for Client {
     async fn check_health(&self) -> Result<Instance, EngineFailure> {
-        self.get("/health").await?;
+        server::check_engine(&self.http).await?;
         Ok(metrics::started(&self.metrics().await?).map(|started| started.to_string()))
     }
 }
@@ -187,7 +191,7 @@ impl Api for Client {
             kv_transfer_params: Some(json!({ "do_remote_decode": true, "do_remote_prefill": false })),
             ..self.body(call, SamplingParams::prompt_only(&sampling, None))
         };
-        let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
+        let answer = response::answer(&http::whole(self.send(call, &body).await?, ANSWER_MAX).await?)?;
         let cached_tokens = answer.usage.as_ref().and_then(response::AnswerUsage::cached_tokens);
         let bytes = handle::to_bytes(answer.kv_transfer_params);
         let handle = bytes.map(|bytes| KvHandle { bytes, valid_for: self.handle_valid, chunks: Vec::new() });
@@ -208,13 +212,11 @@ impl Api for Client {
             kv_transfer_params: pull.map(|handle| handle::from_bytes(&handle.bytes)).transpose()?,
             ..self.body(call, SamplingParams::new(sampling, max_tokens))
         };
-        let events = Box::pin(http::pieces(self.send(call, &body).await?)).eventsource();
+        let events = http::events(self.send(call, &body).await?);
         let wanted = response::Wanted { top: sampling.logprobs, tokens: sampling.logprob_token_ids.clone() };
-        let chunks = events.map(move |event| match event {
-            Ok(event) if event.data == "[DONE]" => Ok(None),
-            Ok(event) => response::chunk(event.data.as_bytes(), &wanted).map(Some),
-            Err(EventStreamError::Transport(error)) => Err(error.into()),
-            Err(error) => Err(EngineFailure::Protocol(error.to_string())),
+        let chunks = events.map(move |event| match event?.as_str() {
+            "[DONE]" => Ok(None),
+            data => response::chunk(data.as_bytes(), &wanted).map(Some),
         });
         Ok(chunks.map(Result::transpose).take_while(|chunk| std::future::ready(chunk.is_some())).flat_map(stream::iter).boxed())
     }
@@ -222,7 +224,7 @@ impl Api for Client {
     async fn prompt_logprobs(&self, call: &Call, top: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
         let sampling = Sampling::default();
         let body = self.body(call, SamplingParams::prompt_only(&sampling, Some(top)));
-        let answer = response::answer(&http::whole(self.send(call, &body).await?).await?)?;
+        let answer = response::answer(&http::whole(self.send(call, &body).await?, PROMPT_LOGPROBS_MAX).await?)?;
         response::prompt_logprobs(answer, &call.tokens, top)
     }
 

@@ -108,7 +108,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
         hash_key: settings.hash_key,
         handle_valid: settings.kv_lease / 2,
     });
-    let (served, _, metrics) = describe(&client, &settings.url).await?;
+    let (served, _, metrics) = describe(&client).await?;
     let mut ranks = metrics::ranks(&metrics);
     ranks.retain(|(rank, _)| settings.rank.is_none_or(|wanted| wanted == *rank));
     if ranks.is_empty() {
@@ -133,7 +133,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         handle_valid: settings.kv_lease / 2,
     });
     let rank = settings.rank.unwrap_or(0);
-    let (served, version, metrics) = describe(&client, url).await?;
+    let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
     let ServedModels { id: model, context_length, loras, .. } = served.clone();
     let client = Arc::new(client.with_models(served));
@@ -144,7 +144,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         _ if !constants.prefix_caching => None,
         KvEvents::None => None,
         KvEvents::At { endpoint, replay, topic } => Some((endpoint.clone(), replay.clone(), topic.clone())),
-        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &host)),
+        KvEvents::Discover => client.event_source(rank).await.map(|source| reachable(source, &host)).transpose()?,
     };
     let subscription = match &source {
         None => None,
@@ -197,22 +197,33 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
 }
 
-async fn describe(client: &Client, url: &str) -> Result<(ServedModels, String, String), ConnectError> {
+async fn describe(client: &Client) -> Result<(ServedModels, String, String), ConnectError> {
     let described = || async { Ok((client.models().await?, client.version().await?, client.metrics().await?)) };
-    let (served, version, metrics) = server::wait_until(url, described).await?;
+    let (served, version, metrics) = server::wait_until(client.http(), described).await?;
     Ok((served.ok_or(ConnectError::NoModel)?, version, metrics))
 }
 
-/// Returns the source's addresses and topic. In an address that stands for all interfaces, such as `tcp://*:5557`, the host is replaced by
-/// the server's host.
-fn reachable(source: EventSource, host: &str) -> (String, Option<String>, String) {
+/// Returns the source's addresses and topic, with the engine's host in place of `*`, which stands for all interfaces, and of the loopback addresses.
+///
+/// # Errors
+/// Fails if an address is on another host. So an engine cannot make the worker connect to other servers.
+fn reachable(source: EventSource, host: &str) -> Result<(String, Option<String>, String), ConnectError> {
+    const LOOPBACK: [&str; 3] = ["127.0.0.1", "[::1]", "localhost"];
+    const ALL: [&str; 3] = ["*", "0.0.0.0", "[::]"];
     let at = |endpoint: String| {
-        ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
-            .iter()
-            .find_map(|all| Some(format!("tcp://{host}:{}", endpoint.strip_prefix(all)?)))
-            .unwrap_or(endpoint)
+        let address = endpoint.strip_prefix("tcp://").and_then(|address| address.rsplit_once(':'));
+        match address {
+            Some((of, port)) if of.eq_ignore_ascii_case(host) || LOOPBACK.contains(&of) || ALL.contains(&of) => {
+                Ok(format!("tcp://{host}:{port}"))
+            }
+            None if endpoint.starts_with("ipc://") && LOOPBACK.contains(&host) => Ok(endpoint),
+            _ => Err(ConnectError::Endpoint(format!(
+                "the engine at {host} reports {endpoint:?} as an address of its KV events, which is not on that host; if this is right, set \
+                 --engine-events to the address, otherwise change vLLM's --kv-events-config"
+            ))),
+        }
     };
-    (at(source.endpoint), source.replay_endpoint.map(at), source.topic)
+    Ok((at(source.endpoint)?, source.replay_endpoint.map(at).transpose()?, source.topic))
 }
 
 async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) -> EngineEnded {
@@ -240,6 +251,38 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn events_are_read_from_the_host_of_the_engine_only() {
+        let from = |host: &str, endpoint: &str, replay: &str| {
+            let source = json!({ "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv" });
+            reachable(serde_json::from_value(source).expect("the source is complete"), host)
+        };
+        for (host, endpoint, at) in [
+            ("gpu-1", "tcp://*:5557", "tcp://gpu-1:5557"),
+            ("gpu-1", "tcp://[::]:5557", "tcp://gpu-1:5557"),
+            ("gpu-1", "tcp://127.0.0.1:5557", "tcp://gpu-1:5557"),
+            ("gpu-1", "tcp://GPU-1:5557", "tcp://gpu-1:5557"),
+            ("[::1]", "tcp://0.0.0.0:5557", "tcp://[::1]:5557"),
+            ("127.0.0.1", "ipc:///run/events", "ipc:///run/events"),
+        ] {
+            let (endpoint, replay, topic) = from(host, endpoint, endpoint).expect(endpoint);
+            assert_eq!((&*endpoint, replay.as_deref(), &*topic), (at, Some(at), "kv"));
+        }
+        for (host, foreign) in [
+            ("gpu-1", "tcp://gpu-2:5557"),
+            ("127.0.0.1", "tcp://169.254.169.254:80"),
+            ("gpu-1", "tcp://gpu-1@gpu-2:5557"),
+            ("gpu-1", "ipc:///run/events"),
+            ("gpu-1", "inproc://events"),
+        ] {
+            for (endpoint, replay) in [(foreign, "tcp://*:1"), ("tcp://*:1", foreign)] {
+                let error = from(host, endpoint, replay).expect_err(foreign).to_string();
+                assert!(error.contains(foreign) && error.contains("--engine-events"), "{error}");
+            }
+        }
+    }
 
     #[test]
     fn ports_of_kv_events_are_those_of_the_rank() {

@@ -33,10 +33,13 @@ pub enum MalformedBatch {
 }
 
 /// Maximum size of a payload that is decoded, in bytes. A token takes at most five bytes, so the tokens of a step with a million tokens fit.
-const PAYLOAD_MAX: usize = 16 << 20;
+pub(super) const PAYLOAD_MAX: usize = 16 << 20;
 /// Maximum depth of nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored fields
 /// may be nested deeper.
 const DEPTH_MAX: usize = 16;
+
+/// Maximum length of a block's hash, in bytes. The mirror keeps the hashes; the longest that vLLM computes is a SHA-256.
+const HASH_MAX: usize = 64;
 
 /// Returns the batch in this payload.
 ///
@@ -156,12 +159,12 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
-/// Returns the hash in a field; `None` if the field has another type. vLLM sends 64 bits of a hash as a number or, if so configured, the
+/// Returns the hash in a field; `None` if the field has another type, or if the hash is too long. vLLM sends 64 bits of a hash as a number or, if so configured, the
 /// whole hash as bytes. Versions that use Python's own hash function send signed numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),
-        ValueRef::Binary(bytes) => Some(EngineHash::Bytes((*bytes).into())),
+        ValueRef::Binary(bytes) if bytes.len() <= HASH_MAX => Some(EngineHash::Bytes((*bytes).into())),
         _ => None,
     }
 }

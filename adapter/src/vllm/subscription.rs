@@ -14,8 +14,9 @@
 //! - If a batch clears the cache, the batches before it do not matter, so their loss is not reported.
 
 mod socket;
+mod zmtp;
 
-pub use socket::InvalidEndpoint;
+pub use zmtp::InvalidEndpoint;
 
 use super::events::{Batch, MalformedBatch, decode};
 use crate::event::EngineEvent;
@@ -28,6 +29,7 @@ use std::{
 };
 use tandem_node::Backoff;
 use tokio::{sync::mpsc, task::JoinSet, time::sleep};
+use zmtp::Endpoint;
 
 /// The settings of a [`Subscription`].
 #[derive(Clone, Debug)]
@@ -107,7 +109,7 @@ impl Subscription {
     /// Fails if a client cannot connect to one of the endpoints.
     pub fn start(settings: SubscriptionSettings) -> Result<Self, InvalidEndpoint> {
         for endpoint in [Some(&settings.endpoint), settings.replay_endpoint.as_ref()].into_iter().flatten() {
-            socket::check(endpoint)?;
+            endpoint.parse::<Endpoint>()?;
         }
         let (sender, updates) = mpsc::channel(UPDATES_MAX);
         let backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);

@@ -32,11 +32,18 @@ use tandem_proto::{
     },
 };
 use tandem_worker::{Backend, Replies, WorkerError};
-use tokio::{net::TcpListener, time::sleep};
+use tokio::{
+    net::TcpListener,
+    time::{Instant, sleep},
+};
 use tonic::{Request, Response, Status, service::Routes};
 
 /// The shortest and the longest pause between attempts to connect to a server that could not be used.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// An instance that ends sooner than this after its start is followed by a pause. Otherwise an engine that keeps failing would make routers add and
+/// remove its worker every few seconds.
+const SETTLED: Duration = Duration::from_secs(60);
 
 /// The reason why a worker with an external engine has ended.
 #[derive(Debug, thiserror::Error)]
@@ -131,15 +138,24 @@ pub(super) fn source(server: &ServerDescription) -> Option<Source> {
     format!("hf:{root}").parse().ok()
 }
 
+/// Returns the pause after an instance that has ended.
+fn pause_after(lived: Duration, backoff: &mut Backoff) -> Duration {
+    if lived < SETTLED {
+        return backoff.next_delay();
+    }
+    backoff.reset();
+    Duration::ZERO
+}
+
 impl ExternalWorker {
     /// Runs an instance of the worker for each connection to its server, until the process drains.
     pub(super) async fn run(self, metrics: Metrics, shutdown: Shutdown) -> Result<(), ExternalError> {
-        let (mut backoff, mut has_connected) = (Backoff::new(PAUSES.0, PAUSES.1), false);
+        let (mut backoff, mut has_connected, mut pause) = (Backoff::new(PAUSES.0, PAUSES.1), false, Duration::ZERO);
         loop {
             let connected = tokio::select! {
                 biased;
                 () = shutdown.draining() => return Ok(()),
-                connected = self.connect(&mut backoff, has_connected) => connected?,
+                connected = self.connect(pause, &mut backoff, has_connected) => connected?,
                 refusing = self.refuse_calls() => match refusing? {},
             };
             let name = &self.plan.settings.model;
@@ -147,17 +163,20 @@ impl ExternalWorker {
                 return Err(ExternalError::NameOfLora(name.clone()));
             }
             has_connected = true;
-            backoff.reset();
+            let started = Instant::now();
             match self.run_instance(connected, &metrics, &shutdown).await {
-                Err(DecodeWorkerError::Worker(WorkerError::EngineEnded)) if !shutdown.is_draining() => {}
+                Err(DecodeWorkerError::Worker(WorkerError::EngineEnded)) if !shutdown.is_draining() => {
+                    pause = pause_after(started.elapsed(), &mut backoff);
+                }
                 ended => return Ok(ended?),
             }
         }
     }
 
-    /// Waits until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator sees that the
-    /// settings are wrong or that the server is of another kind. Errors of later connections are retried.
-    async fn connect(&self, backoff: &mut Backoff, has_connected: bool) -> Result<Connected, ExternalError> {
+    /// Waits for the pause and until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator sees
+    /// that the settings are wrong or that the server is of another kind. Errors of later connections are retried.
+    async fn connect(&self, pause: Duration, backoff: &mut Backoff, has_connected: bool) -> Result<Connected, ExternalError> {
+        sleep(pause).await;
         loop {
             let error = match self.engine.clone().connect().await {
                 Ok(connected) => return Ok(connected),
@@ -250,5 +269,21 @@ impl Registration {
             }
         });
         registered
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instances_that_end_soon_are_followed_by_longer_pauses() {
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let soon = SETTLED - Duration::from_millis(1);
+        for least in [1, 2, 4, 8] {
+            assert!(pause_after(soon, &mut backoff) >= Duration::from_secs(least));
+        }
+        assert_eq!(pause_after(SETTLED, &mut backoff), Duration::ZERO);
+        assert!(pause_after(soon, &mut backoff) <= 2 * PAUSES.0, "the pauses begin again");
     }
 }

@@ -99,6 +99,15 @@ fn array_events_of_older_vllm_versions_are_decoded() {
 }
 
 #[test]
+fn hash_above_64_bytes_is_malformed() {
+    let removed = |length| {
+        decode(&batch_of(vec![named("BlockRemoved", &[("block_hashes", Value::Array(vec![Value::Binary(vec![1; length])]))])]))
+    };
+    assert_eq!(removed(HASH_MAX).unwrap().events.len(), 1);
+    assert_eq!(removed(HASH_MAX + 1), Err(MalformedBatch::Field("block_hashes")));
+}
+
+#[test]
 fn unknown_events_fields_and_media_are_tolerated() {
     let hashes = || ("block_hashes", Value::Array(vec![1.into()]));
     let batch = decode(&batch_of(vec![

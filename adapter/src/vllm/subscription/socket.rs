@@ -1,25 +1,28 @@
 //! The two ZMQ connections of a subscription to KV events.
 
-use super::SubscriptionSettings;
+use super::{
+    SubscriptionSettings,
+    zmtp::{Connection, FRAMES_MAX, InvalidEndpoint, MESSAGE_MAX, in_time},
+};
 use bytes::Bytes;
-use futures::{StreamExt, channel::mpsc};
-use std::{future::Future, time::Duration};
-use tokio::time::timeout;
-use zeromq::{DealerSocket, Endpoint, Host, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, ZmqError, ZmqMessage};
-
-/// An endpoint to which no client can connect.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not an endpoint of KV events; write tcp://HOST:PORT or ipc://PATH")]
-pub struct InvalidEndpoint(pub String);
+use std::{io, time::Duration};
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SocketError {
     #[error(transparent)]
-    Zmq(#[from] ZmqError),
+    Endpoint(#[from] InvalidEndpoint),
+    #[error(transparent)]
+    Io(#[from] io::Error),
     #[error("the engine does not answer in time")]
     TimedOut,
     #[error("the engine has closed the connection")]
     Closed,
+    #[error("the peer does not speak ZMTP 3 without encryption; check that the port is that of vLLM's KV events")]
+    Greeting,
+    #[error("the engine announced a message of more than {MESSAGE_MAX} bytes, which is the limit")]
+    TooLong,
+    #[error("the engine sent a message of more than {FRAMES_MAX} frames, which is the limit")]
+    TooManyFrames,
     #[error("the engine sent a message that is not a numbered batch")]
     Protocol,
 }
@@ -27,86 +30,60 @@ pub(super) enum SocketError {
 /// The batch number with which the engine marks the end of a replay.
 const END: u64 = u64::MAX;
 
-/// Checks that a client can connect to an endpoint. vLLM's own settings may have the host `*`, to which only a server can bind.
-pub(super) fn check(endpoint: &str) -> Result<(), InvalidEndpoint> {
-    let is_valid = match endpoint.parse() {
-        Ok(Endpoint::Tcp(Host::Domain(host), _)) => host != "*",
-        Ok(Endpoint::Tcp(_, port)) => port != 0,
-        Ok(Endpoint::Ipc(Some(path))) => path.as_os_str() != "*",
-        _ => false,
-    };
-    if is_valid { Ok(()) } else { Err(InvalidEndpoint(endpoint.to_owned())) }
-}
-
 pub(super) struct Live {
-    socket: SubSocket,
-    monitor: mpsc::Receiver<SocketEvent>,
+    connection: Connection,
     topic: String,
 }
 
 impl Live {
     pub async fn connect(settings: &SubscriptionSettings) -> Result<Self, SocketError> {
-        let mut socket = SubSocket::new();
-        let monitor = socket.monitor();
-        socket.subscribe(&settings.topic).await?;
-        in_time(settings.timeout, socket.connect(&settings.endpoint)).await?;
-        Ok(Self { socket, monitor, topic: settings.topic.clone() })
+        let topic = settings.topic.clone();
+        let subscribe = [b"\x01", topic.as_bytes()].concat();
+        let connection = Connection::open(&settings.endpoint, "SUB", &[&subscribe], settings.timeout).await?;
+        Ok(Self { connection, topic })
     }
 
     /// Returns the next batch's number and payload. This method is cancel-safe.
     ///
     /// # Errors
-    /// Fails if the connection was lost. The socket would reconnect by itself, without any sign that batches were missed.
+    /// Fails if the connection was lost.
     pub async fn next(&mut self) -> Result<(u64, Bytes), SocketError> {
         loop {
-            let message = tokio::select! {
-                biased;
-                message = self.socket.recv() => message?,
-                event = self.monitor.next() => match event {
-                    Some(SocketEvent::Disconnected(_)) | None => return Err(SocketError::Closed),
-                    Some(_) => continue,
-                },
-            };
+            let message = self.connection.next().await?;
             // A ZMQ subscription also receives messages of topics that begin with its own topic.
-            if message.get(0).is_some_and(|topic| *topic == self.topic.as_bytes()) {
-                return batch(&message);
+            if message.first().is_some_and(|topic| *topic == self.topic.as_bytes()) {
+                return batch(&message).and_then(|(number, payload)| match number {
+                    END => Err(SocketError::Protocol),
+                    _ => Ok((number, payload)),
+                });
             }
         }
     }
 }
 
 pub(super) struct Replay {
-    socket: DealerSocket,
+    connection: Connection,
     limit: Duration,
 }
 
 impl Replay {
     pub async fn request(settings: &SubscriptionSettings, from: u64) -> Result<Self, SocketError> {
-        let endpoint = settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?;
-        let mut socket = DealerSocket::new();
-        in_time(settings.timeout, socket.connect(endpoint)).await?;
-        let frames = vec![Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())];
-        let request = ZmqMessage::try_from(frames).map_err(|_| SocketError::Protocol)?;
-        in_time(settings.timeout, socket.send(request)).await?;
-        Ok(Self { socket, limit: settings.timeout })
+        let (endpoint, limit) = (settings.replay_endpoint.as_deref().ok_or(SocketError::Closed)?, settings.timeout);
+        let connection = Connection::open(endpoint, "DEALER", &[b"", &from.to_be_bytes()], limit).await?;
+        Ok(Self { connection, limit })
     }
 
     pub async fn next(&mut self) -> Result<Option<(u64, Bytes)>, SocketError> {
-        let message = in_time(self.limit, self.socket.recv()).await?;
-        let (number, payload) = batch(&message)?;
+        let (number, payload) = batch(&in_time(self.limit, self.connection.next()).await?)?;
         Ok((number != END).then_some((number, payload)))
     }
 }
 
 /// Returns a batch's number and payload, which are the last two frames of a message, after the topic and, in a replay, an empty frame.
-fn batch(message: &ZmqMessage) -> Result<(u64, Bytes), SocketError> {
+fn batch(message: &[Bytes]) -> Result<(u64, Bytes), SocketError> {
     let frame = |from_end: usize| message.len().checked_sub(from_end).and_then(|index| message.get(index));
     let number = frame(2).and_then(|number| <[u8; 8]>::try_from(&number[..]).ok()).map(u64::from_be_bytes);
     number.zip(frame(1).cloned()).ok_or(SocketError::Protocol)
-}
-
-async fn in_time<T>(limit: Duration, result: impl Future<Output = Result<T, ZmqError>>) -> Result<T, SocketError> {
-    Ok(timeout(limit, result).await.map_err(|_| SocketError::TimedOut)??)
 }
 
 #[cfg(test)]
@@ -114,22 +91,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_endpoints_that_a_client_can_connect_to_are_accepted() {
-        for valid in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine-0.example:5557", "ipc:///run/vllm/events"] {
-            assert_eq!(check(valid), Ok(()), "{valid}");
-        }
-        for invalid in
-            ["", "127.0.0.1:5557", "tcp://*:5557", "tcp://127.0.0.1:0", "tcp://127.0.0.1", "inproc://events", "http://a:1"]
-        {
-            assert_eq!(check(invalid), Err(InvalidEndpoint(invalid.to_owned())), "{invalid}");
-        }
-    }
-
-    #[test]
     fn batch_is_read_from_the_last_two_frames_of_a_message() {
-        let message = |frames: &[&'static [u8]]| {
-            ZmqMessage::try_from(frames.iter().map(|frame| Bytes::from_static(frame)).collect::<Vec<_>>()).unwrap()
-        };
+        let message = |frames: &[&'static [u8]]| frames.iter().map(|frame| Bytes::from_static(frame)).collect::<Vec<_>>();
         let number: &[u8] = &[0, 0, 0, 0, 0, 0, 1, 2];
         for frames in [&[b"kv", number, b"payload"][..], &[b"", b"kv", number, b"payload"], &[b"", number, b"payload"]] {
             assert_eq!(batch(&message(frames)).unwrap(), (258, Bytes::from_static(b"payload")));

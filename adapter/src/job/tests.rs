@@ -1,0 +1,116 @@
+//! Tests of jobs whose engine answers falsely.
+
+use super::*;
+use crate::{
+    api::Exported,
+    mirror::{Mirror, MirrorSettings},
+    slots::{SlotLimits, Slots},
+};
+use futures::stream::{self, BoxStream};
+use parking_lot::Mutex;
+use tandem_engine::{EngineInfo, TokenLogprob};
+use tandem_kv::{HashKey, Namespace, Priority};
+
+/// A server that answers a generation with these chunks, and then sends nothing.
+struct Fake(Mutex<Vec<Chunk>>);
+
+#[tonic::async_trait]
+impl Api for Fake {
+    async fn export(&self, _: &Call) -> Result<Exported, EngineFailure> {
+        unreachable!("no test prefills")
+    }
+
+    async fn generate(
+        &self,
+        _: &Call,
+        _: &Sampling,
+        _: Option<KvHandle>,
+    ) -> Result<BoxStream<'static, Result<Chunk, EngineFailure>>, EngineFailure> {
+        let chunks = std::mem::take(&mut *self.0.lock());
+        Ok(stream::iter(chunks.into_iter().map(Ok)).chain(stream::pending()).boxed())
+    }
+
+    async fn prompt_logprobs(&self, _: &Call, _: u32) -> Result<Vec<Option<TokenLogprobs>>, EngineFailure> {
+        unreachable!("no test requests the logprobs of a prompt")
+    }
+
+    async fn abort(&self, _: &str) {}
+}
+
+/// Returns the events of a generation of at most two tokens after a prompt of three tokens. The model has 10 tokens and a context of 100.
+async fn events(max_tokens: Option<u32>, chunks: Vec<Chunk>) -> Vec<Event> {
+    let mirror = Mirror::new(MirrorSettings {
+        hash_key: HashKey::NONE,
+        block_size: 1,
+        engine_block_size: 1,
+        device_blocks: 100,
+        hits_are_reported: false,
+        engine_blocks_max: 0,
+    });
+    let info = EngineInfo { vocab_size: 10, context_length: 100, block_size: 1, capacity_blocks: 100, block_bytes: 0 };
+    let slots = Slots::new(SlotLimits { running: 1, blocks: 100, waiting: 1 });
+    let shared = Arc::new(Shared::new(info, slots, mirror.expect("the block sizes are equal"), false));
+    let request = Generate {
+        request_id: "request".to_owned(),
+        account: String::new(),
+        priority: Priority::default(),
+        namespace: Namespace::new("model", "1", "", ""),
+        prompt: vec![1, 2, 3],
+        sampling: Sampling { max_tokens, ..Sampling::default() },
+        samples: 1,
+        kv: KvSource::Local,
+        prompt_logprobs: None,
+        generated: Vec::new(),
+    };
+    let api: Arc<dyn Api> = Arc::new(Fake(Mutex::new(chunks)));
+    let mut job = generate(&shared, &api, request).expect("the engine has a place");
+    let mut events = Vec::new();
+    while let Some(event) = job.events.recv().await {
+        events.push(event);
+    }
+    events
+}
+
+fn tokens(ids: impl IntoIterator<Item = TokenId>) -> Chunk {
+    Chunk { tokens: ids.into_iter().map(|token| (token, None)).collect(), ..Chunk::default() }
+}
+
+fn count(events: &[Event]) -> usize {
+    events.iter().filter(|event| matches!(event, Event::Token { .. })).count()
+}
+
+#[tokio::test]
+async fn answer_ends_at_the_limit_although_the_engine_generates_more() {
+    for (max_tokens, expected) in [(Some(2), 2), (Some(1_000), 97), (None, 97)] {
+        let chunks = (0..200).map(|_| tokens([4])).collect();
+        let one_by_one = events(max_tokens, chunks).await;
+        let at_once = events(max_tokens, vec![tokens([4; 200])]).await;
+        for events in [one_by_one, at_once] {
+            assert_eq!(count(&events), expected, "{events:?}");
+            assert!(matches!(events.last(), Some(Event::Finished { reason: FinishReason::Length, .. })), "{events:?}");
+            assert!(events.iter().any(|event| matches!(event, Event::Scheduled { cached: None })), "{events:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn token_outside_the_vocabulary_ends_the_request() {
+    let alternative = TokenLogprobs { logprob: -1.0, top: vec![TokenLogprob { token: 10, logprob: -1.0 }] };
+    let of_alternative = Chunk { tokens: vec![(4, Some(alternative))], ..Chunk::default() };
+    for chunk in [tokens([10]), tokens([u32::MAX]), of_alternative] {
+        let events = events(Some(5), vec![tokens([9]), chunk]).await;
+        assert_eq!(count(&events), 1, "{events:?}");
+        assert!(matches!(events.last(), Some(Event::Failed)), "{events:?}");
+    }
+}
+
+#[tokio::test]
+async fn cached_tokens_are_at_most_those_of_the_prompt() {
+    for (reported, expected) in [(2, 2), (3, 3), (u32::MAX, 3)] {
+        let usage = Some(Usage { cached_tokens: Some(reported) });
+        let events =
+            events(Some(2), vec![tokens([4, 5]), Chunk { finish: Some(Finish::Length), usage, ..Chunk::default() }]).await;
+        let cached = events.iter().find_map(|event| if let Event::Scheduled { cached } = event { *cached } else { None });
+        assert_eq!(cached, Some(CachedTokens::on_device(expected)), "{events:?}");
+    }
+}
