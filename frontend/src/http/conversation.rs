@@ -6,7 +6,7 @@ use super::{
     style::Style,
 };
 use crate::{
-    error::ApiError,
+    error::{ApiError, Problem},
     model::{Served, ServedModel},
     request::chat::{Chat, Encoded},
 };
@@ -32,6 +32,10 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     };
     if let Some(truncation) = chat.options.truncation {
         truncation.apply(&mut tokens, served.model.context_length.saturating_sub(new_tokens) as usize);
+    }
+    if tokens.is_empty() {
+        let rule = "must give a prompt, but the chat template renders no text for them";
+        return Err(ApiError::invalid("messages", Problem::Rule { rule }));
     }
     check_context(&served.model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);

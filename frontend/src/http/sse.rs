@@ -5,7 +5,7 @@ use super::answer::Run;
 use crate::{admission::Admitted, error::ApiError, stream::AnswerEvent};
 use axum::{
     body::Body,
-    http::{StatusCode, header},
+    http::{HeaderName, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
@@ -59,7 +59,12 @@ pub(super) fn events(format: Box<dyn Format>, admitted: Admitted, first: Result<
         Some((Ok::<_, Infallible>(bytes), rest))
     });
     let body = stream::iter(comment).chain(rest);
-    let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
+    // Without the last header, nginx keeps events back if it compresses them.
+    let headers = [
+        (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+        (header::CACHE_CONTROL, "no-cache"),
+        (HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
     (headers, Body::from_stream(body)).into_response()
 }
 

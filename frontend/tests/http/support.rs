@@ -358,6 +358,7 @@ impl Reply {
     /// Returns all events of a stream, and whether `[DONE]` ended it.
     pub async fn events(self) -> (Vec<Value>, bool) {
         assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        assert_eq!(self.header("x-accel-buffering"), Some("no"));
         let (_, text) = self.text().await;
         events(&text)
     }
@@ -367,6 +368,7 @@ impl Reply {
     /// Returns all events of a stream whose events have names, each with its name. Comments are skipped.
     pub async fn named_events(self) -> Vec<(String, Value)> {
         assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        assert_eq!(self.header("x-accel-buffering"), Some("no"));
         let (_, text) = self.text().await;
         let event = |frame: &str| {
             let (name, data) =

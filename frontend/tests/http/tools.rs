@@ -271,6 +271,10 @@ async fn pattern_of_one_tool_does_not_refuse_the_others() {
     };
     let list = "[{\"name\": \"weather\", \"parameters\": {\"city\": \"Bonn\"}}]";
     constrained(&mut cluster, body(false), list).await;
+    let (status, error) = cluster.post(CHAT, &body(true)).await.json().await;
+    let message = error["error"]["message"].as_str().unwrap_or_default();
+    assert_eq!(status, 400, "a strict tool's pattern must be enforced: {error}");
+    assert!(message.contains("parameters.properties.to, the pattern") && message.contains("look-around"), "{message}");
 }
 
 #[tokio::test]
@@ -405,4 +409,6 @@ async fn request_may_have_its_own_template_if_clients_are_trusted() {
         assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("chat_template")), "{answer}");
         assert!(answer["error"]["message"].as_str().is_some_and(|message| message.contains(problem)), "{answer}");
     }
+    let (status, answer) = cluster.post(CHAT, &chat(json!({ "chat_template": "{{ '' }}" }))).await.json().await;
+    assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("messages")), "an empty prompt: {answer}");
 }
