@@ -36,6 +36,11 @@ pub struct ModelConfig {
     pub tied: bool,
 }
 
+/// The possible lengths of a head. RoPE's frequencies are computed before the tensors are compared with the length, so it must be bounded.
+pub(crate) fn is_head_dim(length: usize) -> bool {
+    (2..=usize::from(u16::MAX)).contains(&length) && length.is_multiple_of(2)
+}
+
 const ARCHITECTURE: &str = "general.architecture";
 
 impl Gguf {
@@ -163,8 +168,8 @@ impl Numbers<'_> {
         if self.optional_size("attention.value_length")?.is_some_and(|length| length != head_dim) {
             return Err(self.wrong("attention.value_length", "equal to the key length"));
         }
-        if !head_dim.is_multiple_of(2) {
-            return Err(self.wrong("attention.key_length", "even"));
+        if !is_head_dim(head_dim) {
+            return Err(self.wrong("attention.key_length", "even, above 0 and below 2^16"));
         }
         if self.integer("rope.dimension_count")?.is_some_and(|length| length as usize != head_dim) {
             return Err(self.wrong("rope.dimension_count", "the head's length"));

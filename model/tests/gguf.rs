@@ -240,6 +240,11 @@ fn unsupported_or_inconsistent_model_is_refused() {
         "llama.attention.head_count"
     );
     assert_eq!(key_of(small().u32("llama.attention.key_length", 3)), "llama.attention.key_length");
+    // Frequencies for this length would take 16 GiB.
+    assert_eq!(key_of(small().u32("llama.attention.key_length", 0xFFFF_FFFE)), "llama.attention.key_length");
+    let wide_head = small().u32("llama.embedding_length", 0xFFFF_FFFE);
+    let wide_head = wide_head.u32("llama.attention.head_count", 1).u32("llama.attention.head_count_kv", 1);
+    assert_eq!(key_of(wide_head), "llama.attention.key_length");
     assert_eq!(key_of(small().u32("llama.attention.value_length", 4)), "llama.attention.value_length");
     assert_eq!(key_of(small().u32("llama.rope.dimension_count", 4)), "llama.rope.dimension_count");
     assert_eq!(key_of(small().str("llama.rope.scaling.type", "longrope")), "llama.rope.scaling.type");

@@ -3,7 +3,7 @@
 use super::{CONFIG, json};
 use crate::{
     ModelConfig, ModelError, Pairs, Rope,
-    config::Family,
+    config::{Family, is_head_dim},
     rope::{Scaling, yarn_magnitude},
 };
 use serde::{Deserialize, de::IgnoredAny};
@@ -96,7 +96,7 @@ pub(super) fn read(bytes: &[u8], tied_by_absence: bool) -> Result<ModelConfig, M
         None if config.hidden_size.is_multiple_of(config.num_attention_heads) => config.hidden_size / config.num_attention_heads,
         None => return Err(wrong("num_attention_heads", "a divisor of the width")),
     };
-    if !(2..=u16::MAX as usize).contains(&head_dim) || !head_dim.is_multiple_of(2) {
+    if !is_head_dim(head_dim) {
         return Err(wrong("head_dim", "even, above 0 and below 2^16"));
     }
     if !config.rms_norm_eps.is_finite() || config.rms_norm_eps <= 0.0 {

@@ -1,27 +1,30 @@
 //! Downloads GGUF files, and whole models in safetensors, from repositories on the Hugging Face hub or on another server with its API.
 //!
-//! One request to the hub resolves a revision to a commit and lists the commit's files with their hashes. All files are then downloaded from that
-//! commit and compared with those hashes, so the servers that deliver the bytes need not be trusted.
+//! One request to the hub resolves a revision to a commit and lists the commit's files with their sizes and hashes. All files are then downloaded
+//! from that commit, into names that this module chooses, and compared with those sizes and hashes before they are used. So the servers that
+//! deliver the bytes need not be trusted: of their answers, only the status and the bytes are read.
 
-use super::{
-    Contents, Download, ModelError, Source, StoreArgs,
-    digests::sha256_of,
-    progress::{self, HubProgress},
-    source::is_path,
-};
-use hf_hub::{
-    Cache, Repo, RepoType,
-    api::sync::{Api, ApiBuilder, ApiError, ApiRepo},
-};
+use super::{Contents, Download, ModelError, Source, StoreArgs, digests::sha256_of, progress, source::is_path};
+use crate::http::{CONNECT_TIMEOUT, with_key};
+use indicatif::ProgressBar;
 use serde::Deserialize;
 use std::{
     fs::{self, File},
-    path::{Path, PathBuf},
+    io::{Read, Seek, SeekFrom, Write},
+    path::Path,
+    time::Duration,
 };
 use tandem_model::{revision::git_blob_sha1, shards_of_index};
+use ureq::{Agent, Body, config::RedirectAuthHeaders, http::Response};
 
 /// The number of times that an interrupted download is resumed at the byte where it stopped.
 const RETRIES: usize = 3;
+/// The pause before a download whose connection failed is resumed.
+const PAUSE: Duration = Duration::from_secs(1);
+/// The longest time without a byte from a server.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+/// The longest list of a commit's files, in bytes. The list of a repository with 10,000 files has 3 MB.
+const LISTING_MAX: u64 = 16 << 20;
 
 /// The revision that is downloaded if the source names none.
 const MAIN: &str = "main";
@@ -42,22 +45,22 @@ pub(super) fn download(
     contents: Contents,
     partial: &Path,
 ) -> Result<Download, ModelError> {
-    let api = api(settings, partial, source)?;
-    let at = |revision: &str| api.repo(Repo::with_revision(repository.to_owned(), RepoType::Model, revision.to_owned()));
-    let listing = listing(source, &at(revision.unwrap_or(MAIN)), revision)?;
-    let commit = Commit { repo: at(&listing.sha), files: &listing.siblings, source };
+    let hub = Hub::new(settings, source)?;
+    let listing = hub.listing(repository, revision)?;
+    let commit = Commit { hub: &hub, folder: format!("{repository}/resolve/{}", listing.sha), files: &listing.siblings };
     let gguf = match file {
         Some(file) => Some(file.to_owned()),
         None if contents == Contents::Tokenizer && REQUIRED.into_iter().all(|name| commit.has(name)) => None,
         None => commit.only_gguf()?,
     };
     let name = gguf.as_deref().or(repository.rsplit('/').next()).unwrap_or(repository);
-    let file = if gguf.is_some() { commit.fetch(name)? } else { commit.directory(contents, partial)? };
+    let file = partial.join("model");
+    if gguf.is_some() {
+        commit.fetch(name, &file)?;
+    } else {
+        commit.directory(contents, &file)?;
+    }
     Ok(Download { file, place: Path::new(&listing.sha).join(name) })
-}
-
-fn failed(source: &Source, error: ApiError) -> ModelError {
-    ModelError::Hub { model: source.clone(), source: Box::new(error) }
 }
 
 /// The hub's answer about a revision.
@@ -85,22 +88,62 @@ struct Lfs {
     sha256: String,
 }
 
-/// Resolves the revision to a commit, and returns the commit's hash with the list of its files.
-fn listing(source: &Source, repo: &ApiRepo, revision: Option<&str>) -> Result<Listing, ModelError> {
-    let answer = repo.info_request().query("blobs", "true").call();
-    let listing = answer.and_then(|mut answer| answer.body_mut().read_json::<Listing>());
-    let listing = listing.map_err(|error| failed(source, Box::new(error).into()))?;
-    let is_commit = |text: &str| text.len() == 40 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if !is_commit(&listing.sha) || revision.is_some_and(|requested| is_commit(requested) && requested != listing.sha) {
-        return Err(ModelError::WrongCommit { model: source.clone(), got: listing.sha });
+/// A client of the hub, for one source.
+struct Hub<'a> {
+    agent: Agent,
+    endpoint: &'a str,
+    token: Option<&'a str>,
+    source: &'a Source,
+}
+
+impl<'a> Hub<'a> {
+    /// Refuses to send a token over an unencrypted connection. The token is sent to the endpoint's host only, also when it redirects.
+    fn new(settings: &'a StoreArgs, source: &'a Source) -> Result<Self, ModelError> {
+        let endpoint = settings.hf_endpoint.trim_end_matches('/');
+        let token = settings.token().map(|token| token.expose()).filter(|token| !token.is_empty());
+        if token.is_some() && !endpoint.starts_with("https://") {
+            return Err(ModelError::TokenInClear(endpoint.to_owned()));
+        }
+        // A compressed answer could not be resumed.
+        let config = Agent::config_builder().accept_encoding("identity").redirect_auth_headers(RedirectAuthHeaders::SameHost);
+        let config = config.timeout_connect(Some(CONNECT_TIMEOUT)).timeout_per_read(Some(SILENCE_MAX));
+        Ok(Self { agent: config.build().into(), endpoint, token, source })
     }
-    Ok(listing)
+
+    fn failed(&self, error: ureq::Error) -> ModelError {
+        ModelError::Hub { model: self.source.clone(), source: Box::new(error) }
+    }
+
+    /// Requests a path of the hub, from this byte on. Fails if the status is none of success.
+    fn get(&self, path: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
+        let mut request = with_key(self.agent.get(format!("{}/{path}", self.endpoint)), self.token);
+        if from > 0 {
+            request = request.header("range", format!("bytes={from}-"));
+        }
+        request.call()
+    }
+
+    /// Resolves the revision to a commit, and returns the commit's hash with the list of its files.
+    fn listing(&self, repository: &str, revision: Option<&str>) -> Result<Listing, ModelError> {
+        let path = format!("api/models/{repository}/revision/{}?blobs=true", revision.unwrap_or(MAIN));
+        let answer = self.get(&path, 0).and_then(|answer| answer.into_body().into_with_config().limit(LISTING_MAX).read_to_vec());
+        let answer = answer.map_err(|error| self.failed(error))?;
+        let unreadable = |error: serde_json::Error| self.failed(ureq::Error::Io(error.into()));
+        let listing: Listing = serde_json::from_slice(&answer).map_err(unreadable)?;
+        // The commit names a folder of the store.
+        let is_commit = |text: &str| text.len() == 40 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+        if !is_commit(&listing.sha) || revision.is_some_and(|requested| is_commit(requested) && requested != listing.sha) {
+            return Err(ModelError::WrongCommit { model: self.source.clone(), got: listing.sha.chars().take(40).collect() });
+        }
+        Ok(listing)
+    }
 }
 
 struct Commit<'a> {
-    repo: ApiRepo,
+    hub: &'a Hub<'a>,
+    /// The path of the commit's files on the hub.
+    folder: String,
     files: &'a [Listed],
-    source: &'a Source,
 }
 
 impl Commit<'_> {
@@ -115,81 +158,105 @@ impl Commit<'_> {
         let mut models: Vec<String> = names.cloned().collect();
         match models.len() {
             0 if REQUIRED.into_iter().all(|name| self.has(name)) && (self.has(WHOLE) || self.has(INDEX)) => Ok(None),
-            0 => Err(ModelError::NoModel(self.source.to_string())),
+            0 => Err(ModelError::NoModel(self.hub.source.to_string())),
             1 => Ok(models.pop()),
-            _ => Err(ModelError::several(self.source.to_string(), models)),
+            _ => Err(ModelError::several(self.hub.source.to_string(), models)),
         }
     }
 
-    /// Downloads one file completely, checks its size and hash, and returns the path that the client library gave it.
-    fn fetch(&self, name: &str) -> Result<PathBuf, ModelError> {
-        let missing = || ModelError::NoSuchFile { model: self.source.clone(), name: name.to_owned() };
-        let listed = self.files.iter().find(|file| file.rfilename == name).ok_or_else(missing)?;
-        let progress = progress::start(&format!("fetching {name} of {}", self.source), listed.size);
-        let pointer = self.repo.download_with_progress(name, HubProgress(&progress));
-        let pointer = pointer.map_err(|error| failed(self.source, error))?;
-        // `pointer` is a symbolic link to the downloaded file. The client library checks neither the file's size nor its hash.
-        let blob = pointer.canonicalize().map_err(ModelError::io(&pointer))?;
-        self.verify(listed, &blob)?;
-        File::open(&blob).and_then(|blob| blob.sync_all()).map_err(ModelError::io(&blob))?;
-        Ok(blob)
+    /// Downloads one file into `to`, a file that does not exist yet, and checks its size and hash.
+    fn fetch(&self, name: &str, to: &Path) -> Result<(), ModelError> {
+        let missing = || ModelError::NoSuchFile { model: self.hub.source.clone(), name: name.to_owned() };
+        let listed = self.files.iter().find(|file| file.rfilename == name && is_path(name)).ok_or_else(missing)?;
+        let unchecked = || ModelError::NoHash { model: self.hub.source.clone(), name: name.to_owned() };
+        let size = listed.size.filter(|_| listed.lfs.is_some() || listed.blob.is_some()).ok_or_else(unchecked)?;
+        let progress = progress::start(&format!("fetching {name} of {}", self.hub.source), Some(size));
+        let mut file = File::create_new(to).map_err(ModelError::io(to))?;
+        for retries_left in (0..=RETRIES).rev() {
+            match self.append(name, size, (&mut file, to), &progress)? {
+                None if progress.position() >= size => break,
+                Some(error) if retries_left == 0 => return Err(self.hub.failed(error)),
+                Some(_) => std::thread::sleep(PAUSE),
+                // The connection ended early, but in order.
+                None => {}
+            }
+        }
+        self.verify(listed, to)?;
+        file.sync_all().map_err(ModelError::io(to))
     }
 
-    fn verify(&self, listed: &Listed, blob: &Path) -> Result<(), ModelError> {
-        let failed = || ModelError::io(blob);
-        let len = fs::metadata(blob).map_err(failed())?.len();
+    /// Downloads what the file at `path` lacks, but no more than its size. Returns the error that interrupted this; `None` if the server has
+    /// ended its answer. The position of `progress` is the file's length.
+    fn append(
+        &self,
+        name: &str,
+        size: u64,
+        (file, path): (&mut File, &Path),
+        progress: &ProgressBar,
+    ) -> Result<Option<ureq::Error>, ModelError> {
+        let answer = match self.hub.get(&format!("{}/{name}", self.folder), progress.position()) {
+            Ok(answer) => answer,
+            Err(error @ ureq::Error::StatusCode(_)) => return Err(self.hub.failed(error)),
+            Err(error) => return Ok(Some(error)),
+        };
+        if answer.status() != 206 {
+            // The answer has the whole file.
+            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(ModelError::io(path))?;
+            progress.set_position(0);
+        }
+        let mut body = answer.into_body().into_reader();
+        let mut buffer = vec![0; 1 << 16];
+        loop {
+            let len = match body.read(&mut buffer) {
+                Ok(0) => return Ok(None),
+                Ok(len) => len,
+                Err(error) => return Ok(Some(error.into())),
+            };
+            if len as u64 > size - progress.position() {
+                return Err(ModelError::TooLong { name: name.to_owned(), expected: size });
+            }
+            file.write_all(&buffer[..len]).map_err(ModelError::io(path))?;
+            progress.inc(len as u64);
+        }
+    }
+
+    fn verify(&self, listed: &Listed, path: &Path) -> Result<(), ModelError> {
+        let failed = || ModelError::io(path);
+        let len = fs::metadata(path).map_err(failed())?.len();
         let name = &listed.rfilename;
         if let Some(expected) = listed.size {
             Download::check_size(name, expected, len)?;
         }
         match (&listed.lfs, &listed.blob) {
-            (Some(lfs), _) => Download::check_hash(name, &lfs.sha256, sha256_of(blob).map_err(failed())?),
+            (Some(lfs), _) => Download::check_hash(name, &lfs.sha256, sha256_of(path).map_err(failed())?),
             (None, Some(sha1)) => {
-                let got = File::open(blob).and_then(|file| git_blob_sha1(len, file)).map_err(failed())?;
+                let got = File::open(path).and_then(|file| git_blob_sha1(len, file)).map_err(failed())?;
                 Download::check_hash(name, sha1, got)
             }
-            (None, None) => Err(ModelError::NoHash { model: self.source.clone(), name: name.clone() }),
+            (None, None) => Err(ModelError::NoHash { model: self.hub.source.clone(), name: name.clone() }),
         }
     }
 
-    fn directory(&self, contents: Contents, partial: &Path) -> Result<PathBuf, ModelError> {
-        let directory = partial.join("model");
-        fs::create_dir_all(&directory).map_err(ModelError::io(&directory))?;
-        let fetch = |name: &str| {
-            let place = directory.join(name);
-            fs::rename(self.fetch(name)?, &place).map_err(ModelError::io(&place)).map(|()| place)
-        };
+    /// Downloads a model in safetensors into `directory`, which does not exist yet.
+    fn directory(&self, contents: Contents, directory: &Path) -> Result<(), ModelError> {
+        fs::create_dir(directory).map_err(ModelError::io(directory))?;
+        let fetch = |name: &str| self.fetch(name, &directory.join(name));
         for name in REQUIRED.into_iter().chain(OPTIONAL.into_iter().filter(|name| self.has(name))) {
             fetch(name)?;
         }
         if contents == Contents::Tokenizer {
             // A tokenizer needs no weights.
         } else if self.has(INDEX) {
-            let index = fetch(INDEX)?;
+            fetch(INDEX)?;
+            let index = directory.join(INDEX);
             let bytes = fs::read(&index).map_err(ModelError::io(&index))?;
-            let unreadable = |error| ModelError::Index { model: self.source.clone(), source: Box::new(error) };
+            let unreadable = |error| ModelError::Index { model: self.hub.source.clone(), source: Box::new(error) };
             for name in &shards_of_index(&bytes).map_err(unreadable)? {
                 fetch(name)?;
             }
         } else {
             fetch(WHOLE)?;
         }
-        File::open(&directory).and_then(|directory| directory.sync_all()).map_err(ModelError::io(&directory))?;
-        Ok(directory)
+        File::open(directory).and_then(|directory| directory.sync_all()).map_err(ModelError::io(directory))
     }
-}
-
-/// Returns the client for the hub. Refuses to send a token over an unencrypted connection.
-fn api(settings: &StoreArgs, partial: &Path, source: &Source) -> Result<Api, ModelError> {
-    let endpoint = settings.hf_endpoint.trim_end_matches('/');
-    let token = settings.token().map(|token| token.expose().to_owned()).filter(|token| !token.is_empty());
-    if token.is_some() && !endpoint.starts_with("https://") {
-        return Err(ModelError::TokenInClear(endpoint.to_owned()));
-    }
-    ApiBuilder::from_cache(Cache::new(partial.join("hub")))
-        .with_endpoint(endpoint.to_owned())
-        .with_token(token)
-        .with_retries(RETRIES)
-        .build()
-        .map_err(|error| failed(source, error))
 }

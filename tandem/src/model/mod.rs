@@ -53,16 +53,19 @@ pub enum ModelError {
     #[error(
         "{model} could not be downloaded; check the name and the network (a gated model needs HF_TOKEN), or give --model FILE.gguf"
     )]
-    Hub { model: Source, source: Box<hf_hub::api::sync::ApiError> },
-    /// A downloaded file has the wrong size, and is not kept.
-    #[error("the downloaded {name} has {got} bytes instead of {expected}; fetch it again")]
+    Hub { model: Source, source: Box<ureq::Error> },
+    #[error("the downloaded {name} has {got} bytes instead of {expected} and was not stored; fetch it again")]
     WrongSize { name: String, expected: u64, got: u64 },
     #[error(
-        "{name} has the hash {got} instead of {expected} and was deleted; find out why before you fetch it again or use another version"
+        "the hub sends more of {name} than the {expected} bytes that it lists, so nothing was stored; check --hf-endpoint, or fetch it again"
+    )]
+    TooLong { name: String, expected: u64 },
+    #[error(
+        "the downloaded {name} has the hash {got} instead of {expected} and was not stored; find out why before you fetch it again or use another version"
     )]
     WrongHash { name: String, expected: String, got: String },
     #[error(
-        "the hub lists no hash for the file {name} of {model}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that lists hashes"
+        "the hub lists no hash or no size for the file {name} of {model}, so it cannot be checked; set --hf-endpoint to the hub or to a mirror that lists them"
     )]
     NoHash { model: Source, name: String },
     #[error("{model} has no file {name}; check the name and the revision")]

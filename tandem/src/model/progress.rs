@@ -26,22 +26,6 @@ pub(super) fn set_total(bar: &ProgressBar, total: u64) {
     }
 }
 
-/// Shows the progress of the hub's client on this bar. The client's own bars have another style.
-pub(super) struct HubProgress<'a>(pub(super) &'a ProgressBar);
-
-impl hf_hub::api::Progress for HubProgress<'_> {
-    fn init(&mut self, size: usize, _filename: &str) {
-        set_total(self.0, size as u64);
-        self.0.set_position(0);
-    }
-
-    fn update(&mut self, size: usize) {
-        self.0.inc(size as u64);
-    }
-
-    fn finish(&mut self) {}
-}
-
 fn style(template: &'static str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("the template is a constant")
 }

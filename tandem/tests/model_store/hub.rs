@@ -18,13 +18,19 @@ use tandem_node::retry::error_chain;
 const COMMITS: [(&str, &str); 2] =
     [("main", "1111111111111111111111111111111111111111"), ("v1", "2222222222222222222222222222222222222222")];
 
-/// A server with those parts of the hub's API that hf-hub uses: `/api/models/…`, and files that redirect to another address, which supports ranges.
+/// A server with those parts of the hub's API that downloads use: `/api/models/…`, and files that redirect to another address, which supports ranges.
 struct Hub {
     files: Vec<(&'static str, Vec<u8>)>,
     /// The file that is delivered with a content that differs from the listed hash; `None` if all files are correct.
     corrupted: Option<&'static str>,
     /// The file for which the hub lists no hash; `None` if all files have a hash.
     unhashed: Option<&'static str>,
+    /// The value of the headers `etag`, `x-linked-etag` and `x-repo-commit` of all files.
+    tag: String,
+    /// The commit that the hub lists instead of the right one.
+    commit: Option<&'static str>,
+    /// Whether every file's content is followed by bytes without end.
+    is_endless: bool,
     interrupted: AtomicUsize,
     requests: AtomicUsize,
 }
@@ -35,7 +41,20 @@ impl Hub {
     }
 
     fn serve(files: Vec<(&'static str, Vec<u8>)>, interrupted: usize) -> (Machine, Arc<Self>) {
-        Self { files, interrupted: interrupted.into(), requests: 0.into(), corrupted: None, unhashed: None }.run()
+        Self { interrupted: interrupted.into(), ..Self::of(files) }.run()
+    }
+
+    fn of(files: Vec<(&'static str, Vec<u8>)>) -> Self {
+        Self {
+            files,
+            corrupted: None,
+            unhashed: None,
+            tag: "x".to_owned(),
+            commit: None,
+            is_endless: false,
+            interrupted: 0.into(),
+            requests: 0.into(),
+        }
     }
 
     fn run(self) -> (Machine, Arc<Self>) {
@@ -85,38 +104,39 @@ impl Hub {
         let file = resolved.filter(|(commit, _)| COMMITS.iter().any(|known| known.1 == *commit)).map(|(_, file)| file);
         let (head, body) = if let Some(commit) = asked.and_then(named) {
             let files: Vec<_> = self.files.iter().map(|(file, content)| self.listed(file, content)).collect();
-            ("200 OK\r\n".to_owned(), serde_json::json!({ "sha": commit, "siblings": files }).to_string().into_bytes())
+            (
+                "200 OK\r\n".to_owned(),
+                serde_json::json!({ "sha": self.commit.unwrap_or(commit), "siblings": files }).to_string().into_bytes(),
+            )
         } else if let Some(file) = file.filter(|file| self.content(file).is_some()) {
-            // Files with equal content have equal tags.
-            let etag = file.len();
-            let commit = COMMITS[0].1;
-            let headers = format!(
-                "etag: \"x\"\r\nx-linked-etag: \"{etag}\"\r\nx-repo-commit: {commit}\r\nlocation: {address}/cdn/{file}\r\n"
-            );
-            (format!("302 Found\r\n{headers}"), Vec::new())
+            let tag = &self.tag;
+            let headers = format!("etag: \"{tag}\"\r\nx-linked-etag: \"{tag}\"\r\nx-repo-commit: {tag}\r\n");
+            (format!("302 Found\r\n{headers}location: {address}/cdn/{file}\r\n"), Vec::new())
         } else if let Some((name, content)) = path.strip_prefix("/cdn/").and_then(|file| Some((file, self.content(file)?))) {
-            let (start, end) =
-                range.as_deref().and_then(|range| range.split_once('-')).expect("the range has a start and an end");
-            let start: usize = start.parse().expect("the range starts with a number");
-            let end = end.parse().map_or(content.len(), |end: usize| end + 1);
-            let range = format!("content-range: bytes {start}-{}/{}\r\n", end - 1, content.len());
-            let mut part = content[start..end].to_vec();
+            let start = range.as_deref().map_or(0, |range| {
+                range.strip_suffix('-').and_then(|start| start.parse().ok()).expect("the range is a number and a hyphen")
+            });
+            let status = if range.is_some() { "206 Partial Content" } else { "200 OK" };
+            let headers = format!("etag: \"{0}\"\r\nx-repo-commit: {0}\r\n", self.tag);
+            let mut part = content[start..].to_vec();
             if self.corrupted == Some(name) && start == 0 {
                 part[0] ^= 1;
             }
-            (format!("206 Partial Content\r\n{range}"), part)
+            (format!("{status}\r\n{headers}"), part)
         } else {
             ("404 Not Found\r\n".to_owned(), Vec::new())
         };
         let interrupted =
             body.len() > 1000 && self.interrupted.try_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok();
         // Without a content length, an interruption looks like the end of the file, so only the client's own check can detect it.
-        let length = if interrupted { String::new() } else { format!("content-length: {}\r\n", body.len()) };
+        let length = if interrupted || self.is_endless { String::new() } else { format!("content-length: {}\r\n", body.len()) };
         let body = if interrupted { &body[..body.len() / 2] } else { &body[..] };
         let mut answer = format!("HTTP/1.1 {head}{length}connection: close\r\n\r\n").into_bytes();
         answer.extend(body);
         // Writing fails if the client has disconnected, which is no error of the test.
-        let _ = stream.write_all(&answer).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
+        let _ = stream.write_all(&answer);
+        while self.is_endless && path.starts_with("/cdn/") && stream.write_all(&[0; 1 << 16]).is_ok() {}
+        let _ = stream.shutdown(std::net::Shutdown::Write);
         let _ = stream.read(&mut [0; 64]);
     }
 }
@@ -197,6 +217,60 @@ fn interrupted_download_is_not_stored() {
 }
 
 #[test]
+fn interrupted_download_is_resumed_where_it_stopped() {
+    let model = gguf(50_000);
+    let (machine, hub) = Hub::start(&["a.gguf"], model.clone(), 2);
+    let fetched = machine.bare_store().get(&source("hf:org/name/a.gguf")).expect("the third answer is complete");
+    assert!(fs::read(&fetched.path).expect("the file is stored") == model);
+    assert_eq!(hub.interrupted.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn headers_of_a_hostile_hub_choose_no_path() {
+    let victim = tempfile::tempdir().expect("the system can create a temporary folder");
+    let existing = victim.path().join("existing");
+    fs::write(&existing, "mine").expect("the folder is writable");
+    let absolute = existing.to_str().expect("the path is UTF-8").to_owned();
+    let model = gguf(5_000);
+    for tag in [absolute, "../../../../planted".to_owned(), String::new(), "..".to_owned(), "a\\b".to_owned()] {
+        for corrupted in [None, Some("a.gguf")] {
+            let (machine, _hub) = Hub { tag: tag.clone(), corrupted, ..Hub::of(vec![("a.gguf", model.clone())]) }.run();
+            let stored = machine.bare_store().get(&source("hf:org/name")).map(|fetched| fetched.path);
+            assert_eq!(stored.is_err(), corrupted.is_some(), "{tag}: {stored:?}");
+            assert_eq!(machine.stored_files(), stored.into_iter().collect::<Vec<_>>(), "{tag}");
+            let entries = fs::read_dir(machine.path("")).expect("the folder is readable");
+            assert_eq!(entries.count(), 1, "{tag}: nothing is outside the folder of models");
+            assert_eq!(fs::read_to_string(&existing).expect("the file is readable"), "mine", "{tag}");
+        }
+    }
+}
+
+#[test]
+fn commit_that_is_a_path_is_refused() {
+    for commit in [
+        "../../../planted",
+        "/planted",
+        "",
+        "11111111111111111111111111111111111111/.",
+        "111111111111111111111111111111111111/../",
+    ] {
+        let (machine, _hub) = Hub { commit: Some(commit), ..Hub::of(vec![("a.gguf", gguf(10))]) }.run();
+        let error = machine.bare_store().get(&source("hf:org/name")).expect_err(commit);
+        assert!(matches!(error, ModelError::WrongCommit { .. }), "{commit}: {error:?}");
+        assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{commit}");
+    }
+}
+
+#[test]
+fn endless_file_is_refused_at_its_listed_size() {
+    let (machine, hub) = Hub { is_endless: true, ..Hub::of(vec![("a.gguf", gguf(5_000))]) }.run();
+    let error = machine.bare_store().get(&source("hf:org/name")).expect_err("the file has no end");
+    assert!(matches!(error, ModelError::TooLong { expected: 5_004, .. }), "{error:?}");
+    assert_eq!(machine.stored_files(), [] as [PathBuf; 0]);
+    assert_eq!(hub.requests.load(Ordering::SeqCst), 3, "the download is not tried again");
+}
+
+#[test]
 fn file_that_the_hub_lacks_is_reported() {
     let (machine, _hub) = Hub::start(&["a.gguf", "b.gguf"], gguf(10), 0);
     for (name, expected) in [
@@ -237,14 +311,13 @@ fn file_that_differs_from_the_hubs_hash_is_not_kept() {
     for (files, corrupted) in
         [(vec![("a.gguf", weights.clone())], "a.gguf"), (directory(), "model.safetensors"), (directory(), "tokenizer.json")]
     {
-        let hub =
-            Hub { files: files.clone(), corrupted: Some(corrupted), unhashed: None, interrupted: 0.into(), requests: 0.into() };
+        let hub = Hub { corrupted: Some(corrupted), ..Hub::of(files.clone()) };
         let (machine, _hub) = hub.run();
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
         assert!(matches!(&error, ModelError::WrongHash { name, .. } if name == corrupted), "{error:?}");
         assert_eq!(machine.stored_files(), [] as [PathBuf; 0], "{corrupted}");
 
-        let hub = Hub { files, corrupted: None, unhashed: Some(corrupted), interrupted: 0.into(), requests: 0.into() };
+        let hub = Hub { unhashed: Some(corrupted), ..Hub::of(files) };
         let (machine, _hub) = hub.run();
         let error = machine.bare_store().get(&source("hf:org/name")).expect_err(corrupted);
         assert!(matches!(&error, ModelError::NoHash { name, .. } if name == corrupted), "{error:?}");
