@@ -12,7 +12,7 @@ use tandem::{
     Cluster, Process, Served, StartError, audit, cert,
     cli::{AuditCommand, Cli, Command, RouteCommand, Serve},
     explain, key, ready,
-    serve::{self, print},
+    serve::{self, print, printable},
     settings::CommonArgs,
 };
 #[cfg(feature = "load")]
@@ -141,5 +141,5 @@ where
 
 /// Writes one line about a failure or an incomplete result.
 fn print_error(failure: &str) {
-    tell(std::io::stderr(), &format!("tandem: {}\n", failure.replace('\n', " ")));
+    tell(std::io::stderr(), &format!("tandem: {}\n", printable(&failure.replace('\n', " "))));
 }

@@ -69,12 +69,19 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
     }
 }
 
-/// Prints the result of a command to stdout. A program such as `head` may close the pipe before it has read all of the text; that is no error.
+/// Returns the text with a replacement character for each control character except tab and line feed. Servers and models choose parts of what
+/// commands print, and escape codes would change the terminal's title or clipboard.
+pub fn printable(text: &str) -> String {
+    let visible = |c: char| if c.is_control() && !matches!(c, '\n' | '\t') { char::REPLACEMENT_CHARACTER } else { c };
+    text.chars().map(visible).collect()
+}
+
+/// Prints the [`printable`] result of a command to stdout. A program such as `head` may close the pipe before it has read all of the text; that is no error.
 ///
 /// # Errors
 /// Fails if stdout cannot be written for another reason, such as a full disk.
 pub fn print(text: &str) -> anyhow::Result<()> {
-    match stdout().write_all(text.as_bytes()).and_then(|()| stdout().flush()) {
+    match stdout().write_all(printable(text).as_bytes()).and_then(|()| stdout().flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.context("the output cannot be written to stdout; check the free space of the disk"),
     }
@@ -95,5 +102,17 @@ impl Signals {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn escape_codes_of_a_server_do_not_reach_the_terminal() {
+        let title = "\u{1b}]0;owned\u{7}\u{1b}]52;c;YQ==\u{7}\u{9b}31m\r\u{7f}";
+        assert!(!printable(title).chars().any(char::is_control));
+        assert_eq!(printable("a\tb\nc é 漢"), "a\tb\nc é 漢");
     }
 }

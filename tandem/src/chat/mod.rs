@@ -3,7 +3,10 @@
 mod answer;
 mod input;
 
-use crate::server::{KEY_VARIABLE, Server, ServerAddress, ServerArgs, wrong_kind};
+use crate::{
+    serve::printable,
+    server::{KEY_VARIABLE, Server, ServerAddress, ServerArgs, wrong_kind},
+};
 use answer::{Answers, Piece, Summary};
 use anyhow::{Context, Result, anyhow, bail};
 use input::{Input, Line};
@@ -128,7 +131,8 @@ impl Chat {
                 None => break,
                 Some(Ok(Piece::Reasoning(reasoning))) => {
                     summary.text_arrived();
-                    show(&if stdout().is_terminal() { format!("\x1b[2m{reasoning}\x1b[0m") } else { reasoning })?;
+                    let text = printable(&reasoning);
+                    write(&if stdout().is_terminal() { format!("\x1b[2m{text}\x1b[0m") } else { text })?;
                 }
                 Some(Ok(Piece::Content(content))) => {
                     summary.text_arrived();
@@ -194,10 +198,12 @@ fn check(status: u16, body: &str, server: &ServerAddress, key_env: &str) -> Resu
 }
 
 /// Prints text at once.
-#[expect(clippy::print_stdout, reason = "the conversation")]
 fn show(text: &str) -> Result<()> {
-    print!("{text}");
-    stdout().flush().context("the output cannot be written")
+    write(&printable(text))
+}
+
+fn write(text: &str) -> Result<()> {
+    stdout().write_all(text.as_bytes()).and_then(|()| stdout().flush()).context("the output cannot be written")
 }
 
 #[cfg(test)]
