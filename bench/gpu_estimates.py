@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Prints what each GPU kernel should take on one H200 for Qwen3-8B's shape, from bytes, operations and the card's rates. docs/bench/gpu.md
-has the output beside what was measured, and says how to read it.
+has the output next to what was measured, and says how to read it.
 
     python3 bench/gpu_estimates.py
 """

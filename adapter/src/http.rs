@@ -1,6 +1,5 @@
 //! A small HTTP/1.1 client for an engine's server: one base address, optional TLS and bearer token, whole or streamed answers.
 
-use crate::api::EngineFailure;
 use bytes::Bytes;
 use eventsource_stream::{EventStreamError, Eventsource};
 use futures::{Stream, StreamExt};
@@ -47,6 +46,8 @@ pub(crate) enum HttpError {
     TooLong(usize),
     #[error("no response within {0:?}")]
     Timeout(Duration),
+    #[error("the response has an event that cannot be read: {0}")]
+    Event(String),
 }
 
 /// The reason why a client cannot be made.
@@ -159,7 +160,7 @@ pub(crate) async fn whole(answer: Response<Incoming>, max: usize) -> Result<Byte
 }
 
 /// Returns the data of the server-sent events of an answer as they arrive. Dropping the stream closes the connection.
-pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, EngineFailure>> + Send {
+pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<String, HttpError>> + Send {
     // The number of bytes that have arrived since the last event. The parser keeps them.
     let kept = Arc::new(AtomicUsize::new(0));
     let parsed = Arc::clone(&kept);
@@ -174,8 +175,8 @@ pub(crate) fn events(answer: Response<Incoming>) -> impl Stream<Item = Result<St
             parsed.store(0, Ordering::Relaxed);
             Ok(event.data)
         }
-        Err(EventStreamError::Transport(error)) => Err(error.into()),
-        Err(error) => Err(EngineFailure::Protocol(error.to_string())),
+        Err(EventStreamError::Transport(error)) => Err(error),
+        Err(error) => Err(HttpError::Event(error.to_string())),
     })
 }
 
@@ -260,7 +261,7 @@ mod tests {
         for endless in [line.clone(), format!("data: {line}\n"), format!(":{line}\n")] {
             let answer = client(endless.repeat(9)).await.send(Method::GET, "/", &[], None).await.unwrap();
             let first = Box::pin(events(answer)).next().await;
-            assert!(matches!(first, Some(Err(EngineFailure::Connection(HttpError::TooLong(_))))), "{first:?}");
+            assert!(matches!(first, Some(Err(HttpError::TooLong(_)))), "{first:?}");
         }
     }
 }

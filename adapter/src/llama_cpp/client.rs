@@ -210,7 +210,7 @@ async fn events(http: &HttpClient, body: Vec<u8>) -> Result<BoxStream<'static, R
     if !answer.status().is_success() {
         return Err(failure::read(answer).await);
     }
-    Ok(http::events(answer).boxed())
+    Ok(http::events(answer).map(|event| Ok(event?)).boxed())
 }
 
 struct RunningGuard {

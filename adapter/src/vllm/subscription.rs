@@ -20,7 +20,7 @@ pub use zmtp::InvalidEndpoint;
 
 use super::events::{Batch, MalformedBatch, decode};
 use crate::event::EngineEvent;
-use socket::{Live, Replay, SocketError};
+use socket::{Live, Replay};
 use std::{
     convert::Infallible,
     hash::{DefaultHasher, Hash, Hasher},
@@ -29,7 +29,7 @@ use std::{
 };
 use tandem_node::Backoff;
 use tokio::{sync::mpsc, task::JoinSet, time::sleep};
-use zmtp::Endpoint;
+use zmtp::{Endpoint, SocketError};
 
 /// The settings of a [`Subscription`].
 #[derive(Clone, Debug)]

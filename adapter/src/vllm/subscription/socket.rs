@@ -2,30 +2,10 @@
 
 use super::{
     SubscriptionSettings,
-    zmtp::{Connection, FRAMES_MAX, InvalidEndpoint, MESSAGE_MAX, in_time},
+    zmtp::{Connection, SocketError, in_time},
 };
 use bytes::Bytes;
-use std::{io, time::Duration};
-
-#[derive(Debug, thiserror::Error)]
-pub(super) enum SocketError {
-    #[error(transparent)]
-    Endpoint(#[from] InvalidEndpoint),
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    #[error("the engine does not answer in time")]
-    TimedOut,
-    #[error("the engine has closed the connection")]
-    Closed,
-    #[error("the peer does not speak ZMTP 3 without encryption; check that the port is that of vLLM's KV events")]
-    Greeting,
-    #[error("the engine announced a message of more than {MESSAGE_MAX} bytes, which is the limit")]
-    TooLong,
-    #[error("the engine sent a message of more than {FRAMES_MAX} frames, which is the limit")]
-    TooManyFrames,
-    #[error("the engine sent a message that is not a numbered batch")]
-    Protocol,
-}
+use std::time::Duration;
 
 /// The batch number with which the engine marks the end of a replay.
 const END: u64 = u64::MAX;

@@ -2,9 +2,8 @@
 //!
 //! The peer needs no key and may be any process, so a frame's length is checked before memory is reserved for it.
 
-use super::socket::SocketError;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use std::{future::Future, path::PathBuf, str::FromStr, time::Duration};
+use std::{future::Future, io, path::PathBuf, str::FromStr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpStream, UnixStream},
@@ -35,6 +34,26 @@ pub(super) enum Endpoint {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not an endpoint of KV events; write tcp://HOST:PORT or ipc://PATH")]
 pub struct InvalidEndpoint(pub String);
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SocketError {
+    #[error(transparent)]
+    Endpoint(#[from] InvalidEndpoint),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error("the engine does not answer in time")]
+    TimedOut,
+    #[error("the engine has closed the connection")]
+    Closed,
+    #[error("the peer does not speak ZMTP 3 without encryption; check that the port is that of vLLM's KV events")]
+    Greeting,
+    #[error("the engine announced a message of more than {MESSAGE_MAX} bytes, which is the limit")]
+    TooLong,
+    #[error("the engine sent a message of more than {FRAMES_MAX} frames, which is the limit")]
+    TooManyFrames,
+    #[error("the engine sent a message that is not a numbered batch")]
+    Protocol,
+}
 
 impl FromStr for Endpoint {
     type Err = InvalidEndpoint;
