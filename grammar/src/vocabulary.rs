@@ -1,6 +1,6 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
-use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, source, stack};
+use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, schema::PROPERTIES_MAX, source, stack};
 use llguidance::{
     ParserFactory,
     api::ParserLimits,
@@ -13,6 +13,9 @@ use tandem_kv::TokenId;
 const TOKENS_MAX: usize = 1 << 20;
 /// Maximum length in bytes of a token that a constraint can allow. Longer tokens are never sampled under a constraint.
 const TOKEN_BYTES_MAX: usize = 512;
+
+/// The number of the parser's items, at one place of a text, for each optional property that may follow.
+const ITEMS_OF_PROPERTY: usize = 4;
 
 /// A model's tokens. The tables that constraints need are built when the first constraint is compiled. They take some tens of bytes for each byte of
 /// the tokens, and are kept.
@@ -100,5 +103,12 @@ impl Built {
 
 /// Returns the limits of a constraint's size and of the work for one token, which takes about ten milliseconds at most.
 fn limits() -> ParserLimits {
-    ParserLimits { step_lexer_fuel: 100_000, max_lexer_states: 50_000, verbose_errors: false, ..ParserLimits::default() }
+    let max_items_in_row = ITEMS_OF_PROPERTY * (PROPERTIES_MAX + 64);
+    ParserLimits {
+        step_lexer_fuel: 100_000,
+        max_lexer_states: 50_000,
+        max_items_in_row,
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
 }
