@@ -47,8 +47,8 @@ impl Tiers {
         ((self.prefix.device_blocks + self.prefix.host_blocks) * self.block_size) as usize
     }
 
-    /// Divides the number of cached tokens that the engine reported, of which at most those of the prompt count, between the tiers. If blocks on the device were followed by blocks in
-    /// the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
+    /// Divides the number of cached tokens that the engine reported, of which at most those of the prompt count, between the tiers. If blocks on
+    /// the device were followed by blocks in the host's memory, all cached tokens beyond the device's blocks came from the host's memory.
     pub fn split(&self, tokens: u32) -> CachedTokens {
         let tokens = tokens.min(self.prompt_tokens);
         let host =

@@ -17,14 +17,22 @@ pub(crate) fn check(lark: &str) -> Result<(), GrammarError> {
     let mut numbers = HashMap::new();
     // The references of each name, in the order of the text, and whether the name is defined.
     let mut references: Vec<(&str, Vec<usize>)> = Vec::new();
-    let (mut begins_line, mut depth, mut rule) = (true, 0_usize, None);
+    let (mut begins_line, mut rule) = (true, None);
+    // The number of open parentheses and brackets within each open brace. A nested grammar in braces has lines of its own.
+    let mut open = vec![0_usize];
     while let Some(lexeme) = reader.next()? {
         match lexeme {
-            Lexeme::Line => begins_line = depth == 0,
-            Lexeme::Open => depth += 1,
-            // A nested grammar in braces has lines of its own.
-            Lexeme::Grammar => begins_line = true,
-            Lexeme::Close => depth = depth.saturating_sub(1),
+            Lexeme::Line => begins_line = open.last().is_none_or(|depth| *depth == 0),
+            Lexeme::Open | Lexeme::Close => {
+                if let Some(depth) = open.last_mut() {
+                    *depth = if matches!(lexeme, Lexeme::Open) { *depth + 1 } else { depth.saturating_sub(1) };
+                }
+            }
+            Lexeme::OpenBrace => {
+                open.push(0);
+                begins_line = true;
+            }
+            Lexeme::CloseBrace => drop(open.pop()),
             Lexeme::Name(name) => {
                 let number = *numbers.entry(name).or_insert_with(|| {
                     references.push((name, Vec::new()));
@@ -80,8 +88,8 @@ enum Lexeme<'a> {
     Open,
     /// A closing parenthesis or bracket.
     Close,
-    /// The beginning of a nested grammar.
-    Grammar,
+    OpenBrace,
+    CloseBrace,
     /// Anything else that is not white space.
     Other,
 }
@@ -107,6 +115,8 @@ impl<'a> Reader<'a> {
             b'<' => (rest.find('>').map_or(rest.len(), |end| end + 1), Lexeme::Other),
             b'(' | b'[' => (1, Lexeme::Open),
             b')' | b']' => (1, Lexeme::Close),
+            b'{' => (1, Lexeme::OpenBrace),
+            b'}' => (1, Lexeme::CloseBrace),
             b'%' => return self.directive().map(Some),
             b'_' | b'a'..=b'z' | b'A'..=b'Z' => {
                 let len = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != '-').unwrap_or(rest.len());
@@ -129,21 +139,17 @@ impl<'a> Reader<'a> {
         let rest = &self.text[self.at + 1..];
         let len = rest.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(rest.len());
         self.at += 1 + len;
-        match &rest[..len] {
-            name @ ("json" | "regex" | "llguidance") => {
-                let mut values = serde_json::Deserializer::from_str(&rest[len..]).into_iter::<Value>();
-                if let Some(value) = values.next() {
-                    let value = value.map_err(|error| GrammarError::invalid(format!("after '%{name}': {error}")))?;
-                    self.at += values.byte_offset();
-                    if name == "json" {
-                        schema::bounded(value, false)?;
-                    }
+        if let name @ ("json" | "regex" | "llguidance") = &rest[..len] {
+            let mut values = serde_json::Deserializer::from_str(&rest[len..]).into_iter::<Value>();
+            if let Some(value) = values.next() {
+                let value = value.map_err(|error| GrammarError::invalid(format!("after '%{name}': {error}")))?;
+                self.at += values.byte_offset();
+                if name == "json" {
+                    schema::bounded(value, false)?;
                 }
-                Ok(Lexeme::Other)
             }
-            "lark" => Ok(Lexeme::Grammar),
-            _ => Ok(Lexeme::Other),
         }
+        Ok(Lexeme::Other)
     }
 }
 

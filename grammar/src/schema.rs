@@ -159,9 +159,11 @@ impl<'a> Walk<'a> {
         for pattern in patterns.keys().take(PATTERNS_MAX) {
             let problem = match supported(pattern) {
                 Err(problem) => Some(problem),
-                Ok(regex) => properties
-                    .and_then(|properties| properties.keys().take(PROPERTIES_MAX).find(|name| regex.is_match(name.as_bytes())))
-                    .map(|name| format!("'properties' and the pattern '{pattern}' of 'patternProperties' both describe '{name}'; describe it once")),
+                Ok(()) => described_by(pattern, properties).map(|name| {
+                    format!(
+                        "'properties' and the pattern '{pattern}' of 'patternProperties' both describe '{name}'; describe it once"
+                    )
+                }),
             };
             if let Some(problem) = problem {
                 self.refuse(at, MAPS[1], Some(pattern), problem)?;
@@ -213,13 +215,17 @@ fn limit(found: usize, max: usize, unit: &'static str) -> Result<(), GrammarErro
     if found > max { Err(GrammarError::TooLarge { found, max, unit }) } else { Ok(()) }
 }
 
-/// Returns the compiled pattern, or the reason why it cannot be enforced.
-fn supported(pattern: &str) -> Result<Regex, String> {
+/// Checks that llguidance supports the pattern. It builds no automaton for the whole pattern, so repetitions may be long.
+fn supported(pattern: &str) -> Result<(), String> {
+    let problem = |error| format!("the pattern '{pattern}' is not supported: {}", syntax_problem(&error));
+    regex_syntax::parse(pattern).map(drop).map_err(problem)
+}
+
+/// Returns a property that the pattern describes as well. A pattern that needs too much memory is not compared.
+fn described_by<'a>(pattern: &str, properties: Option<&'a Map<String, Value>>) -> Option<&'a String> {
     let config = Regex::config().nfa_size_limit(Some(PATTERN_BYTES_MAX));
-    Regex::builder().configure(config).build(pattern).map_err(|error| {
-        let cause = error.syntax_error().map_or_else(|| error.to_string(), syntax_problem);
-        format!("the pattern '{pattern}' is not supported: {cause}")
-    })
+    let regex = Regex::builder().configure(config).build(pattern).ok()?;
+    properties?.keys().take(PROPERTIES_MAX).find(|name| regex.is_match(name.as_bytes()))
 }
 
 fn syntax_problem(error: &regex_syntax::Error) -> String {

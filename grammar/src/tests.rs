@@ -255,6 +255,7 @@ fn chains(links: usize) -> Vec<(&'static str, Kind)> {
     let tag = r##"{"format":{"type":"json_schema","json_schema":SCHEMA}}"##;
     let Kind::JsonSchema { schema: plain, .. } = definitions(&through("", "")) else { unreachable!("it is a schema") };
     vec![
+        ("nested grammar", Kind::Grammar(format!("start: (%lark {{\n{lark}}})\n"))),
         ("rules", Kind::Grammar(lark)),
         (
             "groups",
@@ -333,6 +334,14 @@ fn property_that_is_described_twice_is_refused() {
     assert!(error.starts_with("at $.properties.a, 'properties' and the pattern '^score$'"), "{error}");
     check(&schema(&score.replace("^score$", "^x-")).into()).expect("no key has two schemas");
     check(&Kind::JsonSchema { schema: score.to_owned(), lenient: true }.into()).expect("a lenient schema loses the pattern");
+}
+
+#[test]
+fn pattern_with_long_repetitions_is_enforced() {
+    for pattern in [r"^[\\w ]{1,500}$", "^.{1,5000}$"] {
+        let text = format!(r#"{{"type":"string","pattern":"{pattern}"}}"#);
+        check(&schema(&text).into()).unwrap_or_else(|error| panic!("{pattern}: {error}"));
+    }
 }
 
 #[test]

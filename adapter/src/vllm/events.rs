@@ -159,8 +159,8 @@ fn number(value: &ValueRef<'_>) -> Option<u32> {
     value.as_u64().and_then(|number| u32::try_from(number).ok())
 }
 
-/// Returns the hash in a field; `None` if the field has another type, or if the hash is too long. vLLM sends 64 bits of a hash as a number or, if so configured, the
-/// whole hash as bytes. Versions that use Python's own hash function send signed numbers.
+/// Returns the hash in a field; `None` if the field has another type, or if the hash is too long. vLLM sends 64 bits of a hash as a number or,
+/// if so configured, the whole hash as bytes. Versions that use Python's own hash function send signed numbers.
 fn hash(value: &ValueRef<'_>) -> Option<EngineHash> {
     match value {
         ValueRef::Integer(number) => number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned)).map(EngineHash::Number),

@@ -22,6 +22,10 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     incoming.check_constraint(&chat.options).await?;
     let (mut chat, Encoded { mut tokens, format }) = encode(incoming, &served.model, chat).await?;
     incoming.body.clear();
+    if tokens.is_empty() {
+        let rule = "must give a prompt, but the chat template renders no text for them";
+        return Err(ApiError::invalid("messages", Problem::Rule { rule }));
+    }
     if let Some(marker) = format.reasoning_end() {
         chat.options.begin_constraint_after(marker);
     }
@@ -32,10 +36,6 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
     };
     if let Some(truncation) = chat.options.truncation {
         truncation.apply(&mut tokens, served.model.context_length.saturating_sub(new_tokens) as usize);
-    }
-    if tokens.is_empty() {
-        let rule = "must give a prompt, but the chat template renders no text for them";
-        return Err(ApiError::invalid("messages", Problem::Rule { rule }));
     }
     check_context(&served.model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);
