@@ -115,6 +115,8 @@ impl EngineFailure {
             Self::Invalid(message) => {
                 Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
             }
+            // No request has reached the engine.
+            Self::Connection(HttpError::Request(error)) if error.is_connect() => Some(Refusal::Gone),
             Self::Denied { .. } | Self::Failed(_) | Self::Connection(_) | Self::Protocol(_) => None,
         }
     }

@@ -36,8 +36,11 @@ pub(crate) enum Ended {
         "the worker refused a write that the prompt's ticket does not allow, and dropped the prompt's blocks; try another prefill worker"
     )]
     WriteRefused { prefill: String },
-    #[error("the prefill worker is unreachable or has ended; try another prefill worker")]
+    #[error("the prefill worker is unreachable, or does not follow the protocol; try another prefill worker")]
     PrefillLost { prefill: String },
+    /// The prefill worker had accepted the prompt.
+    #[error("the prefill worker has ended or its connection was interrupted; try another prefill worker")]
+    PrefillEnded { prefill: String },
     #[error("the engine could not pull the prompt's KV from the prefill worker's engine; try another prefill worker")]
     NotPulled { prefill: String },
     #[error("the prefill worker's KV handle is for another prompt, was used before, or has expired; try another prefill worker")]
@@ -66,6 +69,7 @@ impl Ended {
             Self::PrefillLost { prefill } | Self::NotPulled { prefill } | Self::BadHandle { prefill } => {
                 (FailureReason::PrefillLost, prefill)
             }
+            Self::PrefillEnded { prefill } => (FailureReason::WorkerEnded, prefill),
             Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
             Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
             Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),

@@ -3,7 +3,7 @@
 use crate::{client::Client, failure::Ended, worker::in_time};
 use std::time::Duration;
 use tandem_proto::{
-    channel::{Channels, MESSAGE_BYTES_MAX},
+    channel::{Channels, MESSAGE_BYTES_MAX, has_ended},
     v1::{
         Failure, FailureReason, KvHandle, KvPulled, PrefillDone, PrefillReply, PrefillRequest, PrefillStart, Scheduled, Ticket,
         TransferCapabilities, Waiting, WorkerRef, generate_reply, prefill_client::PrefillClient, prefill_reply,
@@ -81,10 +81,10 @@ impl Prefill {
     /// cancel-safe.
     pub(crate) async fn next(&mut self) -> Result<Reply, Ended> {
         loop {
-            let reply = self.replies.message().await.unwrap_or_else(|status| {
+            let reply = self.replies.message().await.map_err(|status| {
                 tracing::debug!(%status, "the stream from the prefill worker was interrupted");
-                None
-            });
+                if has_ended(&status) { Ended::PrefillEnded { prefill: self.instance_id.clone() } } else { self.lost() }
+            })?;
             return match reply.ok_or_else(|| self.lost())?.message {
                 Some(prefill_reply::Message::Waiting(_)) => Ok(Reply::Waiting),
                 Some(prefill_reply::Message::Submitted(_)) => Ok(Reply::Submitted),

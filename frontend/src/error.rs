@@ -265,6 +265,9 @@ impl ApiError {
                 DispatchError::Attempts { .. } => unavailable("attempts_exhausted"),
                 DispatchError::Timeout { .. } => server(StatusCode::GATEWAY_TIMEOUT, "first_token_timeout"),
                 DispatchError::Lost { .. } => unavailable("worker_lost"),
+                DispatchError::EndsWorkers => {
+                    Parts { retry_after: None, ..server(StatusCode::INTERNAL_SERVER_ERROR, "request_ends_workers") }
+                }
                 DispatchError::Stopped => unavailable("draining"),
             },
         }
@@ -321,16 +324,19 @@ impl Problem {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let parts = self.parts();
+        let is_final = matches!(self, Self::Dispatch(DispatchError::EndsWorkers))
+            || (parts.status == StatusCode::TOO_MANY_REQUESTS && parts.retry_after.is_none());
         let mut response = (parts.status, Json(self.body())).into_response();
         let headers = response.headers_mut();
-        match (parts.status, parts.retry_after) {
-            (_, Some(seconds)) => drop(headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds))),
-            // OpenAI's and Anthropic's clients would send the request again, although it can never be accepted.
-            (StatusCode::TOO_MANY_REQUESTS, None) => drop(headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"))),
-            (StatusCode::UNAUTHORIZED, None) => {
-                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            }
-            _ => {}
+        if let Some(seconds) = parts.retry_after {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if is_final {
+            // OpenAI's and Anthropic's clients would send the request again.
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+        }
+        if parts.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response.extensions_mut().insert(Arc::new(self));
         response

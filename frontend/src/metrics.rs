@@ -43,6 +43,7 @@ pub(crate) struct FrontendMetrics {
     pub(crate) keys_unknown: Counter,
     cancelled: Counter,
     pub(crate) migrations: Counter,
+    pub(crate) ended_workers: Counter,
     pub(crate) rebooked: Counter,
     pub(crate) healthy_routers: Gauge,
     request_duration: Histogram,
@@ -111,6 +112,10 @@ impl FrontendMetrics {
             keys_unknown: unauthorized(registry, "unknown"),
             cancelled: counter("tandem_frontend_cancelled_total", "Requests whose client disconnected before the answer's end."),
             migrations: counter("tandem_frontend_migrations_total", "Generations resumed on another worker after a loss."),
+            ended_workers: counter(
+                "tandem_frontend_requests_ended_workers_total",
+                "Requests refused because two workers ended or failed while they ran them.",
+            ),
             rebooked: counter("tandem_frontend_rebooked_total", "Running requests booked again with another router."),
             healthy_routers: gauge("tandem_frontend_routers", "Routers that could place a request."),
             request_duration: histogram("tandem_frontend_request_duration_seconds", "Time from request to end of answer."),

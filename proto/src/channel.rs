@@ -2,11 +2,13 @@
 //! The connection to a silent peer is closed within [`PING_INTERVAL`] + [`PING_TIMEOUT`], whether it is busy or idle. A service notices
 //! that a peer has ended when the peer's streams end.
 
+mod ended;
 mod guard;
 mod network;
 mod peer;
 mod tls;
 
+pub use ended::has_ended;
 pub use guard::{Bearer, Channel, OnRefused};
 pub use network::{Arrivals, Dial, Listener, Network};
 pub use peer::{Peer, PeerRole};

@@ -20,6 +20,7 @@ impl FailureReason {
             Self::NoWorker => "no_worker",
             Self::Overloaded => "overloaded",
             Self::Starting => "starting",
+            Self::WorkerEnded => "worker_ended",
         }
     }
 

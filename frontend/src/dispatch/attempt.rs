@@ -3,7 +3,7 @@
 use super::{placement::Placement, prompt::Prompt};
 use std::{collections::VecDeque, time::Duration};
 use tandem_proto::{
-    channel::{Channel, Channels, MESSAGE_BYTES_MAX},
+    channel::{Channel, Channels, MESSAGE_BYTES_MAX, has_ended},
     v1::{
         AttemptFailed, DecodeStarted, FailureReason, FinishRequest, GenerateReply, GenerateRequest, ResumedSample, Scheduled,
         WorkerRef, decode_client::DecodeClient, generate_reply::Message, worker_info::Role,
@@ -161,6 +161,11 @@ impl Work<'_> {
         }
     }
 
+    /// The number of tokens of the longest sample.
+    pub(super) fn generated(&self) -> usize {
+        self.resumed.iter().map(|sample| sample.tokens.len()).max().unwrap_or_default()
+    }
+
     /// Returns the message that reports a failed attempt to the router.
     pub(super) fn failed(&self, error: &AttemptError) -> AttemptFailed {
         let generated_tokens = self.resumed.iter().map(|sample| sample.tokens.len() as u32).sum();
@@ -266,6 +271,7 @@ async fn in_time<T>(deadline: Option<Instant>, coming: impl Future<Output = T>) 
 
 fn reason_of(status: &Status) -> FailureReason {
     match status.code() {
+        _ if has_ended(status) => FailureReason::WorkerEnded,
         Code::InvalidArgument | Code::OutOfRange => FailureReason::InvalidRequest,
         Code::ResourceExhausted => FailureReason::AtCapacity,
         Code::FailedPrecondition => FailureReason::WrongInstance,

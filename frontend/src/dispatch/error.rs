@@ -34,6 +34,11 @@ pub(crate) enum DispatchError {
     Timeout { limit: Duration },
     #[error("The worker was lost while it generated ({}); send the request again.", .reason.label())]
     Lost { reason: FailureReason },
+    /// The request may be the reason why the workers have ended, so the client must not send it again.
+    #[error(
+        "Two workers ended or failed while they ran this request, so it is not sent to a third; do not send it again, and tell the operator of this server."
+    )]
+    EndsWorkers,
     #[error("This server is shutting down; send the request again.")]
     Stopped,
 }

@@ -5,6 +5,7 @@ mod attempt;
 mod availability;
 mod booking;
 mod error;
+mod losses;
 pub(crate) mod placement;
 mod prompt;
 mod router_stream;
@@ -20,6 +21,7 @@ use crate::metrics::FrontendMetrics;
 use attempt::{Attempt, Work};
 use booking::Booking;
 use futures::FutureExt;
+use losses::Losses;
 use placement::Placement;
 use std::{convert::Infallible, future::pending, sync::Arc, time::Duration};
 use tandem_proto::{
@@ -54,6 +56,7 @@ pub(crate) struct Generation {
     pub(crate) facts: Facts,
     attempt: Attempt,
     resumes: u32,
+    losses: Losses,
     booking: Booking,
 }
 
@@ -98,7 +101,7 @@ impl Dispatcher {
         let work = Work { prompt, resumed: &[], requested_at: Instant::now() };
         let starting = async {
             let (booking, placement) = Booking::open(&self.routers, prompt).await?;
-            self.first_token(work, booking, placement, 1).await
+            self.first_token(work, booking, placement, 1, Losses::default()).await
         };
         timeout(limit, starting).await.unwrap_or(Err(DispatchError::Timeout { limit }))
     }
@@ -117,7 +120,7 @@ impl Dispatcher {
         prompt: &Prompt,
         resumed: &[ResumedSample],
     ) -> Result<Generation, DispatchError> {
-        let Generation { mut facts, attempt, resumes, mut booking } = lost;
+        let Generation { mut facts, attempt, resumes, mut losses, mut booking } = lost;
         facts.lose_cached_tokens();
         let number = attempt.number;
         // End the old attempt first: its worker may be slow but not lost, and two workers must not generate the same answer at the same
@@ -137,13 +140,14 @@ impl Dispatcher {
             "the stream from the decode worker was lost"
         );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
+        let work = Work { prompt, resumed, requested_at: Instant::now() };
+        self.check_losses(&mut losses, work, &error)?;
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
         }
-        let work = Work { prompt, resumed, requested_at: Instant::now() };
         let resuming = async {
             let placement = booking.reroute(prompt, work.failed(&error)).await?;
-            self.first_token(work, booking, placement, number + 1).await
+            self.first_token(work, booking, placement, number + 1, losses).await
         };
         let limit = self.limits.first_token_timeout;
         match timeout(limit, resuming).await.unwrap_or(Err(DispatchError::Timeout { limit })) {
@@ -151,6 +155,7 @@ impl Dispatcher {
                 self.metrics.migrations.increment(1);
                 Ok(Generation { facts, resumes: resumes + 1, ..generation })
             }
+            Err(error @ DispatchError::EndsWorkers) => Err(error),
             Err(error) => {
                 tracing::debug!(request_id = %prompt.request_id, %error, "the request could not be resumed");
                 Err(DispatchError::Lost { reason })
@@ -165,6 +170,7 @@ impl Dispatcher {
         mut booking: Booking,
         mut placement: Placement,
         mut number: u32,
+        mut losses: Losses,
     ) -> Result<Generation, DispatchError> {
         let last = number + self.limits.attempts - 1;
         let mut failed = Vec::new();
@@ -182,7 +188,7 @@ impl Dispatcher {
                     // does not include.
                     let reported = facts.scheduled.as_ref().and_then(|scheduled| scheduled.cached_tokens);
                     booking.prefill_finished(reported.filter(|_| work.resumed.is_empty())).await;
-                    return Ok(Generation { facts, attempt, resumes: 0, booking });
+                    return Ok(Generation { facts, attempt, resumes: 0, losses, booking });
                 }
                 Err(error) => error,
             };
@@ -195,12 +201,33 @@ impl Dispatcher {
             if reason == FailureReason::InvalidRequest {
                 return Err(DispatchError::Refused { message: error.message });
             }
+            self.check_losses(&mut losses, work, &error)?;
             if number >= last {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });
             }
             number += 1;
             placement = booking.reroute(work.prompt, work.failed(&error)).await?;
         }
+    }
+}
+
+impl Dispatcher {
+    /// Records the failure of an attempt, unless too many workers have ended under the request.
+    ///
+    /// # Errors
+    /// The request must not be sent to another worker.
+    fn check_losses(&self, losses: &mut Losses, work: Work<'_>, error: &AttemptError) -> Result<(), DispatchError> {
+        if losses.add(error.reason, &error.instance_id, work.generated()) {
+            return Ok(());
+        }
+        self.metrics.ended_workers.increment(1);
+        tracing::warn!(
+            request_id = %work.prompt.request_id,
+            account = %work.prompt.account,
+            workers = %losses,
+            "request refused, because two workers ended or failed while they ran it; it may end others, so it is not sent to a third"
+        );
+        Err(DispatchError::EndsWorkers)
     }
 }
 

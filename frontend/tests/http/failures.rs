@@ -74,6 +74,24 @@ async fn request_fails_with_retry_after_when_all_attempts_have_failed() {
 }
 
 #[tokio::test]
+async fn request_under_which_two_workers_end_is_refused_for_good() {
+    let mut cluster = Cluster::start().await;
+    for stream in [false, true] {
+        let reply = cluster.spawn_post(CHAT, chat(json!({ "stream": stream })));
+        for reason in [FailureReason::WorkerEnded, FailureReason::Timeout, FailureReason::EngineFailed] {
+            cluster.call().await.send(generate_reply::Message::Failure(failure(reason, "d0-instance"))).await;
+        }
+        let reply = soon(reply).await.expect("the client task runs");
+        assert_eq!((reply.status(), reply.header("x-should-retry")), (StatusCode::INTERNAL_SERVER_ERROR, Some("false")));
+        assert_eq!(reply.header("retry-after"), None);
+        assert_eq!(reply.json().await.1["error"]["code"], "request_ends_workers");
+        cluster.routes_closed(1).await;
+    }
+    assert!(cluster.no_call());
+    cluster.counted("tandem_frontend_requests_ended_workers_total 2").await;
+}
+
+#[tokio::test]
 async fn stream_that_ends_without_a_failure_is_a_failed_attempt() {
     let mut cluster = Cluster::start().await;
     let reply = cluster.spawn_post(CHAT, chat(json!({})));

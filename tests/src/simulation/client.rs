@@ -14,8 +14,8 @@ use std::time::Duration;
 use tandem::audit::ClientLine;
 use tokio::time::{Instant, timeout};
 
-/// The codes of errors that faults may cause and after which a client may retry.
-const RETRYABLE: [&str; 8] = [
+/// The codes of errors that faults may cause.
+const CAUSED_BY_FAULTS: [&str; 9] = [
     "no_worker",
     "no_router",
     "router_starting",
@@ -24,6 +24,7 @@ const RETRYABLE: [&str; 8] = [
     "attempts_exhausted",
     "first_token_timeout",
     "worker_lost",
+    "request_ends_workers",
 ];
 /// The code of the error with which a frontend ends the requests that outlive its grace period.
 const DRAINING: &str = "draining";
@@ -54,7 +55,7 @@ pub(super) enum End {
 /// The kinds of failure that the simulated faults can explain. Only these are allowed.
 #[derive(Clone, Copy)]
 pub(super) struct Allowed {
-    /// Whether errors in [`RETRYABLE`] are allowed.
+    /// Whether errors in [`CAUSED_BY_FAULTS`] are allowed.
     pub(super) errors: bool,
     /// Whether broken connections are allowed.
     pub(super) broken: bool,
@@ -129,7 +130,7 @@ impl Outcome {
     pub(super) fn check(&self, spec: &RequestSpec, expected: &Expected, allowed: Allowed) -> Result<(), String> {
         let retryable = |error: &serde_json::Value| {
             let code = error["code"].as_str().unwrap_or_default();
-            let fits = (allowed.errors && RETRYABLE.contains(&code)) || (allowed.draining && code == DRAINING);
+            let fits = (allowed.errors && CAUSED_BY_FAULTS.contains(&code)) || (allowed.draining && code == DRAINING);
             if fits && error["type"] == "server_error" { Ok(()) } else { Err(format!("no fault explains this error: {error}")) }
         };
         let status = match (self.end, self.status) {
@@ -147,7 +148,8 @@ impl Outcome {
         }
         let answer = self.answer().map_err(|error| format!("{error:#}"))?;
         if status != 200 {
-            if !(matches!(status, 503 | 504) && self.retry_after.is_some()) {
+            // Only a request that must not be sent again has status 500.
+            if !matches!((status, self.retry_after), (503 | 504, Some(_)) | (500, None)) {
                 return Err(format!("status {status}, retry-after: {:?}: {:?}", self.retry_after, answer.frames));
             }
             return retryable(&answer.last()["error"]);

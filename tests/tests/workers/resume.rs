@@ -27,8 +27,13 @@ impl Cluster {
     }
 
     async fn start_with(speedup: f64, prefill: PrefillPlace, setup: Setup) -> Self {
+        Self::start_pairs(2, speedup, prefill, setup).await
+    }
+
+    /// Starts this number of prefill workers and of decode workers.
+    async fn start_pairs(pairs: usize, speedup: f64, prefill: PrefillPlace, setup: Setup) -> Self {
         let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
-        for number in 0..2 {
+        for number in 0..pairs {
             let setup = Setup { number, sim: SimSettings { speedup, ..Default::default() }, ..setup.clone() };
             prefills.push(Worker::prefill(&setup).await);
             decodes.push(Worker::decode(&setup).await);
@@ -39,8 +44,8 @@ impl Cluster {
         let settings = FrontendSettings::new(router.clone(), ServedModel::sim("sim"));
         let frontend = services.frontend(settings).await.expect("a port is free");
         let cluster = Self { prefills, decodes, frontend, router, services };
-        cluster.wait_for_members(4).await;
-        cluster.services.ready(4, &cluster.client()).await.expect("the frontend is ready in time");
+        cluster.wait_for_members(2 * pairs).await;
+        cluster.services.ready(2 * pairs, &cluster.client()).await.expect("the frontend is ready in time");
         cluster
     }
 
@@ -245,6 +250,35 @@ async fn constrained_answers_stay_valid_when_their_decode_worker_crashes() {
         }
         assert!(complete > 1, "only {complete} answers are complete");
         cluster.decodes[1].idle().await;
+        cluster.stop().await;
+    }
+}
+
+/// The request has generated few tokens, or none, when its worker ends.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn request_under_which_two_workers_end_is_not_sent_to_a_third() {
+    for place in [PrefillPlace::Local, PrefillPlace::Remote] {
+        let mut cluster = Cluster::start_pairs(3, 1.0, place, Setup::default()).await;
+        let (client, mut pending) = (cluster.client(), cluster.send_all(&requests(1, 3_000, 600)));
+        let workers = match place {
+            PrefillPlace::Remote => &mut cluster.prefills,
+            _ => &mut cluster.decodes,
+        };
+        let mut alive: Vec<&mut Worker> = workers.iter_mut().collect();
+        for _ in 0..2 {
+            let running = alive.iter().map(|worker| Box::pin(worker.until(|load| load.running_sequences > 0)));
+            let (_, victim, _) = futures::future::select_all(running).await;
+            alive.remove(victim).kill();
+        }
+        let answer = tokio::time::timeout(TIMEOUT, pending.join_next()).await.expect("the request ends");
+        let (_, answer) = answer.expect("one request was sent").expect("the client does not panic");
+        let error = &answer.frames.last().expect("the answer has an error")["error"];
+        assert_eq!(error["code"], "request_ends_workers", "{place:?}: {answer:?}");
+        let counted = client.metric("tandem_frontend_requests_ended_workers_total", "").await;
+        assert_eq!(counted.expect("the server answers"), 1.0);
+        alive[0].idle().await;
+        cluster.wait_for_members(4).await;
+        assert_eq!(cluster.answers(cluster.send_all(&requests(4, 300, 20))).await.len(), 4, "other requests are served");
         cluster.stop().await;
     }
 }
