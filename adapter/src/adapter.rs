@@ -73,6 +73,10 @@ impl Backend for Adapter {
         &self.loras
     }
 
+    fn sequences_max(&self) -> u32 {
+        self.shared.slots.running_max()
+    }
+
     fn cached_blocks_max(&self) -> u32 {
         self.shared.cached_blocks_max
     }

@@ -75,6 +75,11 @@ impl Slots {
         Arc::new(Self { limits, state: Mutex::default() })
     }
 
+    /// Returns [`SlotLimits::running`].
+    pub fn running_max(&self) -> u32 {
+        u32::try_from(self.limits.running).unwrap_or(u32::MAX)
+    }
+
     /// Queues a request whose prompt needs this many blocks.
     ///
     /// # Errors

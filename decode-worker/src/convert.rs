@@ -8,6 +8,7 @@ use tandem_proto::{
     NAMESPACE_BYTES_MAX, TEXT_BYTES_MAX,
     v1::{self, GenerateRequest, WorkerRef, constraint, finished},
 };
+use tokio::time::Instant;
 
 /// Maximum number of samples of one prompt.
 const SAMPLES_MAX: u32 = 128;
@@ -33,6 +34,8 @@ pub(crate) struct Request {
     pub(crate) prefill: Option<WorkerRef>,
     /// The time within which the prefill must begin; `None` sets no limit.
     pub(crate) start_within: Option<Duration>,
+    /// The time until which the request may wait in line.
+    pub(crate) wait_until: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -139,6 +142,7 @@ impl Request {
             },
             prefill: request.prefill,
             start_within: request.prefill_start_timeout_ms.map(|ms| Duration::from_millis(ms.into())),
+            wait_until: request.wait_max_ms.map(|ms| Instant::now() + Duration::from_millis(ms.into())),
         })
     }
 }

@@ -28,6 +28,8 @@ pub(crate) enum Ended {
     Revoked,
     #[error("the prompt's prefill did not begin in time; try another worker")]
     NotStarted { culprit: String },
+    #[error("the request has waited in line for longer than its limit; try again later")]
+    Overloaded,
     #[error("no KV blocks became free in time; try again later or on another worker")]
     NoBlocks,
     #[error("the prompt's KV did not arrive in time; try another prefill worker")]
@@ -75,6 +77,7 @@ impl Ended {
             Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),
             Self::Draining => (FailureReason::Draining, this),
             Self::NoBlocks => (FailureReason::Timeout, this),
+            Self::Overloaded => (FailureReason::Overloaded, this),
             Self::RemoteWaitingFull | Self::Revoked | Self::Refused(Refusal::Full) => (FailureReason::AtCapacity, this),
             Self::Invalid(_)
             | Self::UnsignedAddress

@@ -11,7 +11,7 @@ use crate::{
     forward::forward,
     handles::Handles,
     prefill::{Prefill, Reply},
-    worker::{RemotePrompt, Worker},
+    worker::{RemotePrompt, Worker, in_line},
 };
 use futures::FutureExt;
 use tandem_engine::{Event, Generate, KvSource};
@@ -22,16 +22,17 @@ use tokio::time::{Instant, timeout_at};
 
 /// Runs one attempt. Dropping the future ends the attempt on both workers.
 pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt<'_>, client: &Client) -> Result<(), Ended> {
-    let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
+    let RemotePrompt { request: Request { generate, output, start_within, wait_until, .. }, start, prefill, waiting } = remote;
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let culprit = prefill.instance_id.clone();
     let mut job = worker.common.backend.generate(generate).await?;
-    match worker.first_event(start_within, job.next(), client).await? {
+    match in_line(wait_until, worker.first_event(start_within, job.next(), client)).await? {
         Some(Event::Submitted) => {}
         other => return Err(ended(other, &worker.common.info.instance_id)),
     }
-    let (mut prefill, first) = Prefill::begin(&worker.channels, prefill, start, start_within, client).await?;
+    let begin = Prefill::begin(&worker.channels, prefill, start, start_within, client);
+    let (mut prefill, first) = in_line(wait_until, begin).await?;
     let deadline = Instant::now() + worker.receive_timeout;
     let pulling = async {
         let handle = handle(&mut *job, &mut prefill, first, client).await?;

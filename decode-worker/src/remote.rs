@@ -10,8 +10,9 @@ use crate::{
     forward::forward,
     prefill::{Prefill, Reply},
     pull,
-    worker::{Receiving, RemotePrompt, Worker},
+    worker::{Receiving, RemotePrompt, Worker, in_line},
 };
+use std::{convert::Infallible, future::pending};
 use tandem_engine::{Event, Started};
 use tandem_proto::v1::{
     self, FailureReason, PrefillChunk, PrefillDone, PrefillStart, WorkerRef, generate_reply::Message, worker_info::Role,
@@ -54,20 +55,22 @@ async fn run_with_transfers(
     remote: RemotePrompt<'_>,
     client: &Client,
 ) -> Result<(), Ended> {
-    let RemotePrompt { request: Request { generate, output, start_within, .. }, start, prefill, waiting } = remote;
-    let (mut prefill, first) = Prefill::begin(&worker.channels, prefill, start, start_within, client).await?;
+    let RemotePrompt { request: Request { generate, output, start_within, wait_until, .. }, start, prefill, waiting } = remote;
+    let begin = Prefill::begin(&worker.channels, prefill, start, start_within, client);
+    let (mut prefill, first) = in_line(wait_until, begin).await?;
     let scheduled = match first {
         Reply::Scheduled(scheduled) => scheduled,
         Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
         Reply::Waiting | Reply::Submitted | Reply::Handle(_) | Reply::Done(_) => return Err(prefill.lost()),
     };
     client.send(Message::Scheduled(scheduled)).await?;
-    let deadline = Instant::now() + worker.receive_timeout;
+    let received_by = Instant::now() + worker.receive_timeout;
     // Values are dropped in the reverse order of their declaration. The negotiated path is declared before the job, so blocks can be received as long
     // as the job's ticket is live.
     let mut negotiated: Option<Negotiated> = None;
     let mut job = worker.common.backend.generate(generate).await?;
-    let received = receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, deadline).await?;
+    let received =
+        receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, Deadlines { wait_until, received_by }).await?;
     let label = negotiated.as_ref().map_or(ReceivePaths::fallback_label(), Negotiated::label);
     drop(negotiated);
     drop(waiting);
@@ -84,6 +87,13 @@ async fn run_with_transfers(
     forward(&mut *job, output, client, None).await
 }
 
+struct Deadlines {
+    /// Until then, this worker must have a place and blocks for the prompt.
+    wait_until: Option<Instant>,
+    /// Until then, all blocks must be written.
+    received_by: Instant,
+}
+
 struct ReceivedBlocks {
     started: Started,
     /// The chunks in which the prefill worker computed the prompt; empty if this worker had the whole prompt in its cache.
@@ -97,9 +107,11 @@ async fn receive(
     job: &mut dyn Job,
     prefill: &mut Prefill,
     negotiated: &mut Option<Negotiated>,
-    deadline: Instant,
+    Deadlines { wait_until, received_by }: Deadlines,
 ) -> Result<ReceivedBlocks, Ended> {
     let mut done: Option<PrefillDone> = None;
+    let overdue = in_line(wait_until, pending::<Result<Infallible, Ended>>());
+    tokio::pin!(overdue);
     loop {
         tokio::select! {
             // The branches are polled in this order, so that an event of the engine is handled before the prefill worker's message about the same
@@ -140,7 +152,8 @@ async fn receive(
                 Reply::Failure(failure) => return Err(Ended::Prefill(failure)),
                 Reply::Waiting | Reply::Submitted | Reply::Scheduled(_) | Reply::Handle(_) => return Err(prefill.lost()),
             },
-            () = tokio::time::sleep_until(deadline) => {
+            Err(overdue) = &mut overdue, if negotiated.is_none() => return Err(overdue),
+            () = tokio::time::sleep_until(received_by) => {
                 return Err(match negotiated {
                     None => Ended::NoBlocks,
                     Some(_) => Ended::NotReceived { prefill: prefill.instance_id.clone() },

@@ -7,7 +7,7 @@ use crate::{
     failure::Ended,
     forward::{LateCount, forward},
     remote,
-    worker::Worker,
+    worker::{Worker, in_line},
 };
 use std::sync::Arc;
 use tandem_engine::Event;
@@ -80,7 +80,7 @@ impl Worker {
     }
 
     async fn local(&self, request: Request, client: &Client) -> Result<(), Ended> {
-        let Request { attempt, generate, output, start_within, .. } = request;
+        let Request { attempt, generate, output, start_within, wait_until, .. } = request;
         let prompt = u32::try_from(generate.shared().len()).unwrap_or(u32::MAX);
         let (namespace, request_id, account) =
             (&generate.namespace.clone(), &generate.request_id.clone(), &generate.account.clone());
@@ -88,7 +88,7 @@ impl Worker {
         let prompt = ScheduledPrompt { request_id, attempt, model, account, prompt, cached: None };
         let job = self.common.backend.generate(generate).await?;
         let mut job = CountedJob::new(job, &self.common, prompt);
-        let first = self.first_event(start_within, job.next(), client).await?;
+        let first = in_line(wait_until, self.first_event(start_within, job.next(), client)).await?;
         let mut scheduled = Scheduled { reported_later: true, ..Scheduled::default() };
         let late = match first {
             Some(Event::Scheduled { cached }) => {

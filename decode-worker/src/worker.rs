@@ -7,7 +7,10 @@ use tandem_proto::{
     v1::{PrefillStart, Waiting, WorkerRef, generate_reply::Message},
 };
 use tandem_transfer::ReceivePaths;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::{
+    sync::{Semaphore, SemaphorePermit},
+    time::{Instant, timeout_at},
+};
 
 pub(crate) struct Worker {
     pub(crate) common: tandem_worker::Worker,
@@ -66,5 +69,16 @@ pub(crate) async fn in_time<T>(
         Some(limit) => {
             tokio::time::timeout(limit, message).await.unwrap_or_else(|_| Err(Ended::NotStarted { culprit: culprit.to_owned() }))
         }
+    }
+}
+
+/// Waits in line, but no longer than until this time.
+///
+/// # Errors
+/// Fails if the wait takes longer, or ends with an error.
+pub(crate) async fn in_line<T>(until: Option<Instant>, wait: impl Future<Output = Result<T, Ended>>) -> Result<T, Ended> {
+    match until {
+        None => wait.await,
+        Some(until) => timeout_at(until, wait).await.unwrap_or(Err(Ended::Overloaded)),
     }
 }

@@ -51,6 +51,7 @@ pub struct EngineHandle {
     load: watch::Receiver<Load>,
     busy_since: watch::Receiver<Option<Instant>>,
     step_max: Duration,
+    batch_max: u32,
     resume_below: usize,
     constraints: Constraints,
 }
@@ -101,14 +102,20 @@ impl EngineHandle {
         let wake = Arc::new(Notify::new());
         let driver = Driver::new(engine, &settings, draw_ticket, clock, received, Arc::clone(&wake));
         let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
-        let (step_max, resume_below) = (settings.step_max, driver.max_buffered_events / 2);
+        let EngineSettings { step_max, batch_max, .. } = settings;
+        let resume_below = driver.max_buffered_events / 2;
         let constraints = Constraints::new(None);
-        (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below, constraints }, driver)
+        (Self { info, commands, wake, kv_memory, load, busy_since, step_max, batch_max, resume_below, constraints }, driver)
     }
 
     /// Returns the properties of the engine's model and KV memory. They never change.
     pub fn info(&self) -> &EngineInfo {
         &self.info
+    }
+
+    /// Returns [`EngineSettings::batch_max`].
+    pub fn batch_max(&self) -> u32 {
+        self.batch_max
     }
 
     /// Queues a prefill.

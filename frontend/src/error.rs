@@ -290,6 +290,15 @@ impl ApiError {
         let Parts { kind, param, code, .. } = self.parts();
         json!({ "error": { "message": self.message(), "type": kind, "param": param, "code": code } })
     }
+
+    /// Returns the body with the seconds after which the client may try again, for an event of a stream, whose headers are sent before.
+    pub(crate) fn event(&self) -> Value {
+        let mut body = self.body();
+        if let Some(seconds) = self.parts().retry_after {
+            body["error"]["retry_after"] = seconds.into();
+        }
+        body
+    }
 }
 
 struct Parts<'a> {

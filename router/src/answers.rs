@@ -49,6 +49,11 @@ impl AnswerLengths {
         self.all.record(tokens);
     }
 
+    /// Returns the mean length of all answers; `None` before the first one.
+    pub(crate) fn mean(&self) -> Option<f64> {
+        self.all.get()
+    }
+
     /// Returns the expected length of an answer with this limit, in tokens for each sample; `default`, or the limit if that is less, before
     /// the first answer.
     pub(crate) fn expected(&self, max_tokens: u32, default: f64) -> f64 {

@@ -42,11 +42,7 @@ struct Open {
 pub(crate) fn is_fault(reason: FailureReason) -> bool {
     use FailureReason as Reason;
     match reason {
-        Reason::Unspecified
-        | Reason::WorkerEnded
-        | Reason::PrefillLost
-        | Reason::Timeout
-        | Reason::EngineFailed => true,
+        Reason::Unspecified | Reason::WorkerEnded | Reason::PrefillLost | Reason::Timeout | Reason::EngineFailed => true,
         Reason::AtCapacity
         | Reason::WrongInstance
         | Reason::InvalidRequest

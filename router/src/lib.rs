@@ -11,6 +11,7 @@ mod index;
 mod line;
 mod metrics;
 mod peer_watch;
+mod places;
 mod predictions;
 mod rates;
 mod replication;

@@ -38,6 +38,8 @@ pub(crate) struct Line {
     /// The work of the waiting requests by priority and account. Each entry has some.
     waiting: BTreeMap<(Priority, Arc<str>), u64>,
     period: Period,
+    /// Time at which a request last got its first token, or at which the first of the line joined it.
+    moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
 }
@@ -70,14 +72,30 @@ pub(crate) enum Left {
     Abandoned,
 }
 
+impl Waiting {
+    /// Returns the account and the priority.
+    pub(crate) fn owner(&self) -> (&str, Priority) {
+        (&self.account, self.priority)
+    }
+}
+
 impl Line {
     pub(crate) fn new(now: Instant) -> Self {
-        Self { waiting: BTreeMap::new(), period: Period { since: now, at_first: 0, served: 0, left: 0 }, speed: None }
+        Self {
+            waiting: BTreeMap::new(),
+            period: Period { since: now, at_first: 0, served: 0, left: 0 },
+            moved_at: now,
+            speed: None,
+        }
     }
 
-    pub(crate) fn join(&mut self, request: &Waiting) {
+    pub(crate) fn join(&mut self, request: &Waiting, now: Instant) {
         if request.work > 0 {
+            let was_empty = self.waiting.is_empty();
             *self.waiting.entry((request.priority, request.account.clone())).or_default() += request.work;
+            if was_empty {
+                self.moved_at = now;
+            }
         }
     }
 
@@ -90,7 +108,10 @@ impl Line {
             self.waiting.remove(&key);
         }
         self.period.left += work;
-        self.period.served += if left == Left::Served { *work } else { 0 };
+        if left == Left::Served {
+            self.period.served += work;
+            self.moved_at = now;
+        }
         let Period { since, at_first, served, left } = self.period;
         let took = now.duration_since(since);
         if took < PERIOD_MIN {
@@ -113,8 +134,9 @@ impl Line {
     }
 
     /// Returns how long `request` would wait if it joined the line and the line had this speed. It waits for all work that outranks it, for all work
-    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn.
-    pub(crate) fn wait(&self, request: &Waiting, speed: f64) -> Duration {
+    /// of its account that it does not outrank, and for as much of every other account of its rank, because workers serve these in turn. If the line
+    /// has not moved for some time, it is expected not to move for as long again, at least for those that would stand behind others.
+    pub(crate) fn wait(&self, request: &Waiting, speed: f64, now: Instant) -> Duration {
         let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
         for ((priority, account), work) in &self.waiting {
             let same_account = *account == request.account;
@@ -128,8 +150,9 @@ impl Line {
                 *others.entry(account).or_default() += work;
             }
         }
+        let still = if ahead > 0 { now.duration_since(self.moved_at) } else { Duration::ZERO };
         ahead += others.into_values().map(|work| work.min(own + request.work)).sum::<u64>();
-        Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX)
+        Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
     /// Returns which part of the line's work a request of this account and priority does not outrank; `None`: it outranks none.
@@ -181,13 +204,13 @@ mod tests {
 
     /// Returns how long one more request of the account would wait; `None` if the speed is not known.
     fn wait(line: &Line, account: &str, now: Instant) -> Option<f64> {
-        Some(line.wait(&request(account, 1_000), line.speed(now)?).as_secs_f64())
+        Some(line.wait(&request(account, 1_000), line.speed(now)?, now).as_secs_f64())
     }
 
     /// Returns a line of `requests` equal requests of 1,000 tokens at the start.
     fn line(requests: usize, start: Instant) -> Line {
         let mut line = Line::new(start);
-        (0..requests).for_each(|_| line.join(&request("a", 1_000)));
+        (0..requests).for_each(|_| line.join(&request("a", 1_000), start));
         line
     }
 
@@ -196,7 +219,7 @@ mod tests {
         for number in 1..=requests {
             let now = start + every * number;
             line.leave(&request("a", 1_000), left, now);
-            line.join(&request("a", 1_000));
+            line.join(&request("a", 1_000), now);
         }
         start + every * requests
     }
@@ -218,10 +241,27 @@ mod tests {
         for number in 1..=200 {
             let now = now + Duration::from_millis(20) * number;
             line.leave(&request("a", 1_000), Left::Served, now);
-            line.join(&request("a", 1_000));
+            line.join(&request("a", 1_000), now);
         }
         let waits = wait(&line, "a", now + 4 * PERIOD_MIN).expect("the speed is known");
         assert!((0.7..0.9).contains(&waits), "{waits}");
+    }
+
+    #[test]
+    fn request_waits_for_as_long_as_its_line_has_not_moved() {
+        let start = Instant::now();
+        let mut line = line(40, start);
+        let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
+        let later = now + Duration::from_secs(20);
+        assert!(wait(&line, "a", now).is_some_and(|waits| waits < 4.2));
+        assert_eq!(wait(&line, "a", later), Some(20.0));
+        assert!(wait(&line, "b", later).is_some_and(|waits| waits < 0.2), "the worker may serve another account at once");
+        let (all, mut line) = (request("a", 1_000), line);
+        (0..39).for_each(|_| line.leave(&all, Left::Abandoned, later));
+        assert_eq!(wait(&line, "a", later), Some(20.0), "a request that is cancelled shows no movement");
+        line.leave(&all, Left::Served, later);
+        line.join(&all, later);
+        assert!(wait(&line, "a", later).is_some_and(|waits| waits < 4.2));
     }
 
     #[test]
@@ -237,10 +277,10 @@ mod tests {
         assert_eq!(wait(&abandoned, "a", now), None);
         // Short prompts pass a long one, which the worker computes meanwhile. What they take says little about the worker.
         let mut passed = Line::new(start);
-        passed.join(&request("a", 100_000));
+        passed.join(&request("a", 100_000), start);
         for number in 1..=20 {
             let now = start + Duration::from_millis(500) * number;
-            passed.join(&request("a", 100));
+            passed.join(&request("a", 100), now);
             passed.leave(&request("a", 100), Left::Served, now);
         }
         assert_eq!(wait(&passed, "a", start + Duration::from_secs(11)), None);
@@ -253,7 +293,7 @@ mod tests {
         let now = keeps_moving(&mut line, 60, Duration::from_millis(100), Left::Served, start);
         let wait = |line: &Line, account| wait(line, account, now).expect("the speed is known");
         assert!((0.09..0.11).contains(&wait(&line, "b")), "the first request of an account waits for one of the other account");
-        (0..10).for_each(|_| line.join(&request("b", 1_000)));
+        (0..10).for_each(|_| line.join(&request("b", 1_000), now));
         assert!((2.0..2.2).contains(&wait(&line, "b")), "{}", wait(&line, "b"));
         assert!((4.9..5.1).contains(&wait(&line, "a")), "{}", wait(&line, "a"));
     }
@@ -268,8 +308,8 @@ mod tests {
         let request =
             |account: &str, across, within| Waiting::new(account.into(), Priority { across, within }, 1_000 - REQUEST_TOKENS);
         let (urgent, later) = (request("a", 0, -5), request("a", 7, 7));
-        (0..10).for_each(|_| line.join(&urgent));
-        (0..10).for_each(|_| line.join(&later));
+        (0..10).for_each(|_| line.join(&urgent, now));
+        (0..10).for_each(|_| line.join(&later, now));
         for (request, expected) in [
             (request("a", 0, -5), 1.0),
             (request("a", 0, -6), 0.0),
@@ -283,7 +323,7 @@ mod tests {
             // The operator's ranks precede all accounts.
             (request("b", -1, -1), 0.0),
         ] {
-            let waits = line.wait(&request, speed).as_secs_f64();
+            let waits = line.wait(&request, speed, now).as_secs_f64();
             assert!((waits - expected).abs() < 0.05 * expected + 0.01, "{request:?}: {waits} s, not {expected} s");
         }
         let preceding = |across, within| line.preceding("a", Priority { across, within });
@@ -300,7 +340,7 @@ mod tests {
     fn line_is_empty_when_all_requests_have_left() {
         let start = Instant::now();
         let mut line = line(3, start);
-        line.join(&Waiting::default());
+        line.join(&Waiting::default(), start);
         for left in [Left::Served, Left::Abandoned, Left::Served] {
             assert!(!line.is_empty());
             line.leave(&request("a", 1_000), left, start);

@@ -184,6 +184,7 @@ impl RouterService {
             hashes: prompt.sequence_hashes.into_iter().map(SequenceHash).collect(),
             prompt_tokens: prompt.prompt_tokens,
             samples: prompt.samples,
+            min_tokens: prompt.min_tokens,
             max_tokens: prompt.max_tokens,
             prompt_logits: prompt.prompt_logits,
             account: prompt.account.into(),
@@ -264,8 +265,9 @@ impl Route {
             let Some(request) = request else { return Ok(None) };
             match request.message {
                 Some(Message::Failed(failed)) => {
+                    let has_waited = failed.reason() == FailureReason::Overloaded;
                     self.exclude(failed);
-                    let reply = self.place();
+                    let reply = if has_waited { self.refuse() } else { self.place() };
                     return Ok(Some((reply, self)));
                 }
                 Some(Message::PrefillFinished(finished)) => self.on_first_token(finished.cached_tokens),
@@ -303,6 +305,15 @@ impl Route {
             }
         };
         RouteReply { message: Some(message) }
+    }
+
+    /// Refuses a request that has waited in line for longer than its limit.
+    fn refuse(&mut self) -> RouteReply {
+        let mut state = self.service.cluster.lock();
+        if let Some(booking) = self.booking.take() {
+            state.release(booking);
+        }
+        RouteReply { message: Some(route_reply::Message::Failure(failure(state.refuse(&self.request)))) }
     }
 
     fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {

@@ -4,8 +4,10 @@
 //! is released. So it is never counted in addition to the worker's own report. The expected length of its answer, which no worker knows,
 //! counts until the booking is released.
 
+use crate::places::BookedAnswer;
 use std::collections::{BTreeMap, VecDeque};
 use tandem_kv::RequestId;
+use tokio::time::Instant;
 
 /// Identifies a booking within this router. Request ids may collide; booking ids do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,6 +36,8 @@ pub(crate) struct WorkerBookings {
     /// The number of requests placed on the worker, reported or not.
     pub(crate) count: u32,
     unreported: BTreeMap<BookingKey, BookedLoad>,
+    /// The answers that are, or will be, generated on the worker.
+    answers: BTreeMap<BookingKey, BookedAnswer>,
     /// The ids of the latest [`INCLUDED_MAX`] requests that a report of the worker included for the first time.
     included: VecDeque<RequestId>,
     /// The number of prompt tokens that the worker's report does not include yet.
@@ -45,10 +49,13 @@ pub(crate) struct WorkerBookings {
 }
 
 impl WorkerBookings {
-    /// Adds a booking, whose answer is expected to have `answer_tokens` tokens on the worker.
-    pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, answer_tokens: u64) {
+    /// Adds a booking. `answer` is generated on the worker; `None`: the worker only prefills the prompt.
+    pub(crate) fn add(&mut self, key: BookingKey, load: BookedLoad, answer: Option<BookedAnswer>) {
         self.count += 1;
-        self.answer_tokens += answer_tokens;
+        if let Some(answer) = answer {
+            self.answer_tokens += answer.tokens();
+            self.answers.insert(key.clone(), answer);
+        }
         self.tokens += load.tokens;
         self.sequences += u64::from(load.sequences);
         let before = self.unreported.insert(key, load);
@@ -92,11 +99,25 @@ impl WorkerBookings {
         }
     }
 
-    /// Removes the booking. `answer_tokens` is the number with which it was added.
-    pub(crate) fn remove(&mut self, key: &BookingKey, answer_tokens: u64) {
+    /// Records that the booking's answer runs from now on.
+    pub(crate) fn on_answering(&mut self, key: &BookingKey, now: Instant) {
+        if let Some(answer) = self.answers.get_mut(key) {
+            answer.since.get_or_insert(now);
+        }
+    }
+
+    /// Returns the answers that are, or will be, generated on the worker.
+    pub(crate) fn answers(&self) -> impl Iterator<Item = &BookedAnswer> {
+        self.answers.values()
+    }
+
+    /// Removes the booking.
+    pub(crate) fn remove(&mut self, key: &BookingKey) {
         self.stop_counting(key);
         self.count -= 1;
-        self.answer_tokens -= answer_tokens;
+        if let Some(answer) = self.answers.remove(key) {
+            self.answer_tokens -= answer.tokens();
+        }
     }
 
     fn stop_counting(&mut self, key: &BookingKey) {
@@ -110,6 +131,8 @@ impl WorkerBookings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::places::Length;
+    use tandem_kv::Priority;
 
     fn key(request_id: &str, id: u64) -> BookingKey {
         (request_id.into(), BookingId(id))
@@ -122,8 +145,12 @@ mod tests {
     #[test]
     fn booked_load_counts_until_the_worker_reports_it_and_the_answer_until_its_end() {
         let mut bookings = WorkerBookings::default();
-        bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, 60);
-        bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, 7);
+        let answer = |expected, samples| {
+            let length = Length { expected, ..Length::default() };
+            Some(BookedAnswer { account: "".into(), priority: Priority::default(), length, samples, since: None })
+        };
+        bookings.add(key("a", 1), BookedLoad { tokens: 100, sequences: 2 }, answer(30.0, 2));
+        bookings.add(key("ab", 2), BookedLoad { tokens: 10, sequences: 1 }, answer(7.0, 1));
         assert_eq!(totals(&bookings), (110, 3, 2, 67));
         for _ in 0..2 {
             bookings.on_included("a");
@@ -132,9 +159,9 @@ mod tests {
         bookings.on_included("another router's request");
         bookings.on_prefilled(&key("ab", 2));
         assert_eq!(totals(&bookings), (0, 1, 2, 67));
-        bookings.remove(&key("a", 1), 60);
+        bookings.remove(&key("a", 1));
         assert_eq!(totals(&bookings), (0, 1, 1, 7));
-        bookings.remove(&key("ab", 2), 7);
+        bookings.remove(&key("ab", 2));
         assert_eq!(totals(&bookings), (0, 0, 0, 0));
     }
 }

@@ -1,6 +1,6 @@
 //! Tests of the subscription to an engine's KV events over real sockets: replays, and the losses that it must report.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::time::Duration;
 use tandem_adapter::{
     BlocksRemoved, EngineEvent, EngineHash, Medium,
@@ -54,7 +54,7 @@ fn batch(number: u64) -> Vec<EngineEvent> {
 
 impl Setup {
     async fn next(&mut self) -> Result<Update> {
-        Ok(timeout(TIMEOUT, self.subscription.next()).await?)
+        timeout(TIMEOUT, self.subscription.next()).await?.context("the task that receives the events runs")
     }
 
     async fn publish(&self, batches: impl IntoIterator<Item = u64>) -> Result<()> {
@@ -267,7 +267,7 @@ async fn subscription_may_start_before_the_engine() -> Result<()> {
         }
     };
     publisher.publish(batch(0)).await?;
-    assert_eq!(timeout(TIMEOUT, subscription.next()).await?, Update::Batch(batch(0)));
+    assert_eq!(timeout(TIMEOUT, subscription.next()).await?, Some(Update::Batch(batch(0))));
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 use tandem_router::PrefillPlace;
-use tandem_tests::simulation::overload::{Overload, Overloaded, Sent, run};
+use tandem_tests::simulation::overload::{Full, Overload, Overloaded, Sent, run};
 
 const LASTS: Duration = Duration::from_secs(60);
 const OVERLOAD: Overload = Overload {
@@ -96,4 +96,58 @@ fn overloaded_cluster_without_a_limit_on_the_wait() {
         let overloaded = run(Overload { max_wait: None, prefill, ..OVERLOAD }).expect("the cluster becomes idle");
         print(&format!("{prefill:?}, no limit"), &overloaded);
     }
+}
+
+/// Long answers hold all places, or all memory, of the workers that decode. The router cannot know how long they are, or can.
+#[test]
+fn requests_to_a_full_cluster_wait_no_longer_than_their_limit() {
+    let places = |prefill| Full {
+        prefill,
+        batch_max: 8,
+        capacity_blocks: 65_536,
+        long: 16,
+        known_length: false,
+        max_wait: Duration::from_secs(10),
+    };
+    let memory = |prefill| Full { batch_max: 64, capacity_blocks: 900, ..places(prefill) };
+    for prefill in [PrefillPlace::Remote, PrefillPlace::Local, PrefillPlace::Auto] {
+        for full in [
+            places(prefill),
+            Full { known_length: true, ..places(prefill) },
+            Full { max_wait: Duration::from_secs(1), ..places(prefill) },
+            memory(prefill),
+        ] {
+            let outcome = full.run().expect("the cluster becomes idle");
+            let limit = full.max_wait.as_secs_f64() + 2.0;
+            let (mut answered, mut at_once) = (0, 0);
+            for sent in &outcome.requests {
+                match sent.status {
+                    Some(200) => {
+                        answered += 1;
+                        let waited = sent.first_token.expect("an answer has a first token").as_secs_f64();
+                        assert!(sent.complete && waited <= limit, "{full:?}: {sent:?}");
+                    }
+                    Some(503) => {
+                        at_once += usize::from(sent.ended < Duration::from_millis(100));
+                        assert!(sent.retry_after.is_some() && sent.ended.as_secs_f64() <= limit, "{full:?}: {sent:?}");
+                    }
+                    _ => panic!("{full:?}: {sent:?}"),
+                }
+            }
+            let refused = outcome.requests.len() - answered;
+            print_full(&full, answered, at_once, refused - at_once);
+            assert!(outcome.long_complete, "{full:?}");
+            assert!(2 * at_once >= refused, "{full:?}: only {at_once} of {refused} refusals came at once");
+            assert_eq!(outcome.failed_attempts, 0.0, "{full:?}: a prompt was prefilled twice");
+            assert_eq!(outcome.findings, Vec::<String>::new(), "{full:?}");
+        }
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "the table is in docs/reliability.md")]
+fn print_full(full: &Full, answered: usize, at_once: usize, later: usize) {
+    let Full { prefill, batch_max, capacity_blocks, known_length, max_wait, .. } = full;
+    println!(
+        "| {prefill:?} | {batch_max} | {capacity_blocks} | {known_length} | {max_wait:?} | {answered} | {at_once} | {later} |"
+    );
 }

@@ -58,6 +58,11 @@ pub trait Backend: Send + Sync + 'static {
         &[]
     }
 
+    /// Returns the number of sequences that the back end computes at once; 0: not known. This never changes.
+    fn sequences_max(&self) -> u32 {
+        0
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks
@@ -133,6 +138,10 @@ pub struct CacheWatch {
 impl Backend for EngineHandle {
     fn info(&self) -> &EngineInfo {
         self.info()
+    }
+
+    fn sequences_max(&self) -> u32 {
+        self.batch_max()
     }
 
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {

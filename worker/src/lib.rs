@@ -116,6 +116,7 @@ impl Worker {
             transfer_family: backend.kv_exchange().family().to_owned(),
             approximate_index: backend.assumes_cache(),
             cached_blocks_max: backend.cached_blocks_max(),
+            sequences_max: backend.sequences_max(),
             loras: backend.loras().to_vec(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);

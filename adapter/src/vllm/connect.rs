@@ -231,7 +231,7 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
     let mut ignored = 0;
     loop {
         match subscription.next().await {
-            Update::Batch(events) => shared.update(|mirror| {
+            Some(Update::Batch(events)) => shared.update(|mirror| {
                 mirror.apply(&events);
                 let kinds = mirror.ignored_kinds();
                 if kinds.len() > ignored {
@@ -239,11 +239,15 @@ async fn follow_events(shared: Arc<Shared>, subscription: Option<Subscription>) 
                     tracing::warn!(?kinds, "the engine has layers without full attention; their cached blocks are ignored");
                 }
             }),
-            Update::Lost(reason) => {
+            Some(Update::Lost(reason)) => {
                 tracing::warn!(%reason, "KV events of the engine were lost; its cache counts as empty until it reports blocks again");
                 shared.update(Mirror::clear);
             }
-            Update::Restarted => return EngineEnded::Restarted,
+            Some(Update::Restarted) => return EngineEnded::Restarted,
+            None => {
+                tracing::error!("the task that receives KV events has failed; the worker connects to its engine again");
+                return EngineEnded::Gone;
+            }
         }
     }
 }

@@ -127,9 +127,9 @@ impl Subscription {
         Ok(Self { updates, _task: task })
     }
 
-    /// Returns the next update. This method is cancel-safe.
-    pub async fn next(&mut self) -> Update {
-        self.updates.recv().await.expect("the task runs while its subscription exists")
+    /// Returns the next update; `None` if the task that receives the events has failed. This method is cancel-safe.
+    pub async fn next(&mut self) -> Option<Update> {
+        self.updates.recv().await
     }
 }
 

@@ -16,6 +16,9 @@ use tonic::{Code, Status, Streaming};
 /// frontend waits this long for the report.
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
+/// A request may wait in line for this much longer than its limit, because a router only estimates its wait.
+const WAIT_TOLERANCE: Duration = Duration::from_secs(1);
+
 /// The facts about the attempt that generated the first token. They stay those of this attempt after a resume on another worker. Only the
 /// count of cached tokens may still change: this attempt may report it later.
 #[derive(Clone, Debug)]
@@ -157,7 +160,9 @@ impl Work<'_> {
             generated: resumed.to_vec(),
             account: prompt.account.clone(),
             priority: Some(prompt.priority.into()),
-            prefill_start_timeout_ms: start_timeout.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX)),
+            prefill_start_timeout_ms: start_timeout.map(millis),
+            // A resumed answer has been admitted, so it waits for as long as it must.
+            wait_max_ms: prompt.max_wait.filter(|_| resumed.is_empty()).map(|max_wait| millis(max_wait + WAIT_TOLERANCE)),
         }
     }
 
@@ -259,6 +264,10 @@ async fn next_message(replies: &mut Streaming<GenerateReply>, instance_id: &str)
             None => {}
         }
     }
+}
+
+fn millis(time: Duration) -> u32 {
+    u32::try_from(time.as_millis()).unwrap_or(u32::MAX)
 }
 
 /// Returns the output of `coming`, or `None` if the deadline passes before `coming` resolves.

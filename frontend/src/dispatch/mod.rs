@@ -202,7 +202,8 @@ impl Dispatcher {
                 return Err(DispatchError::Refused { message: error.message });
             }
             self.check_losses(&mut losses, work, &error)?;
-            if number >= last {
+            // A request that has waited for its whole limit is not placed again. The router answers when to try again.
+            if number >= last && reason != FailureReason::Overloaded {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });
             }
             number += 1;

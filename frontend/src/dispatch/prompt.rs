@@ -23,6 +23,8 @@ pub(crate) struct Prompt {
     pub(crate) namespace: Namespace,
     pub(crate) sampling: Sampling,
     pub(crate) samples: u32,
+    /// The fewest tokens that each sample has.
+    pub(crate) min_tokens: u32,
     /// The maximum number of new tokens. The router estimates the load of the prompt from it.
     pub(crate) max_tokens: u32,
     /// The number of alternative tokens whose logprobs are returned for each token of the prompt; `None` if the prompt's logprobs are not
@@ -85,6 +87,7 @@ impl Prompt {
             model: self.identity.model.clone(),
             sequence_hashes: self.wire_hashes(),
             prompt_tokens: self.tokens.len() as u32,
+            min_tokens: self.min_tokens,
             max_tokens: self.max_tokens,
             samples: self.samples,
             prompt_logits: self.prompt_logprobs.is_some(),

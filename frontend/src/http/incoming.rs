@@ -192,6 +192,7 @@ impl Incoming {
     ) -> Prompt {
         let namespace = self.namespace(model, &options.cache_salt);
         let rest_of_context = model.context_length.saturating_sub(tokens.len() as u32);
+        let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),
             traceparent: self.traceparent.clone(),
@@ -203,7 +204,8 @@ impl Incoming {
             namespace,
             sampling: options.sampling.clone(),
             samples: options.samples,
-            max_tokens: options.sampling.max_tokens.unwrap_or(rest_of_context),
+            min_tokens: if options.ends_at_limit() { max_tokens } else { options.sampling.min_tokens },
+            max_tokens,
             prompt_logprobs,
             max_wait: self.header_options.max_wait,
             queued: self.queued.clone(),

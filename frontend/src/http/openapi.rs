@@ -238,6 +238,7 @@ fn error() -> Value {
         "type": { "enum": ["invalid_request_error", "rate_limit_error", "server_error"] },
         "param": { "type": ["string", "null"] },
         "code": { "type": ["string", "null"] },
+        "retry_after": { "type": "integer", "description": "In events of streams: the header `Retry-After`, which comes too late there." },
     });
     let inner = json!({ "type": "object", "properties": properties, "required": ["message", "type", "param", "code"] });
     json!({ "type": "object", "properties": { "error": inner }, "required": ["error"] })

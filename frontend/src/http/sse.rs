@@ -32,7 +32,7 @@ pub(super) trait Format: Send {
 
     /// Appends the end of a streamed answer that failed.
     fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
-        write_event(out, &error.body());
+        write_event(out, &error.event());
     }
 
     /// Returns what a pause between two events is filled with.

@@ -43,6 +43,11 @@ pub(crate) struct Options {
 }
 
 impl Options {
+    /// Whether nothing but its limit on tokens can end a sample.
+    pub(crate) fn ends_at_limit(&self) -> bool {
+        self.sampling.stop_token_ids.is_empty() && self.stop.is_empty() && self.constraint.is_none()
+    }
+
     /// Sets the constraint on the text.
     ///
     /// # Errors

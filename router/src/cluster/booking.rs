@@ -2,11 +2,12 @@
 
 use crate::{
     line::Waiting,
+    places::{BookedAnswer, Length},
     replication::{BookingRecord, HASHES_MAX},
     worker_bookings::{BookedLoad, BookingKey},
 };
 use std::sync::Arc;
-use tandem_kv::{InstanceId, SequenceHash};
+use tandem_kv::{InstanceId, Priority, SequenceHash};
 use tokio::time::Instant;
 
 /// The most sequences that one request may add to a worker's load: OpenAI's limit on `n`. The frontend rejects requests with a larger `n`.
@@ -33,20 +34,9 @@ pub(super) struct Booking {
     /// The overlap that the router assumed when it placed the request, in tokens; `None` if another router placed the request, or once it was
     /// compared with the reported number.
     pub(super) overlap_tokens: Option<u64>,
-    pub(super) answer: Answer,
+    pub(super) answer: BookedAnswer,
     /// The request in the line of the worker that prefills it, until its first token. A request that another router has placed is in no line.
     pub(super) waiting: Waiting,
-}
-
-/// The answer to a request.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Answer {
-    /// The most tokens that each sample may have; 0: not known.
-    pub(super) max_tokens: u32,
-    /// The number of samples; 0 if a peer has placed the request.
-    pub(super) samples: u32,
-    /// The number of tokens that the answer was expected to have, of all samples together, when the request was placed.
-    pub(super) expected_tokens: u64,
 }
 
 /// The load that a request adds to the reported loads of its decode worker and its prefill worker.
@@ -68,9 +58,9 @@ impl Booking {
         std::iter::once((&self.decode, self.prefilling && self.prefill.is_none())).chain(prefill)
     }
 
-    /// Returns the number of tokens that the answer is expected to have on this instance.
-    pub(super) fn answer_tokens_on(&self, instance_id: &str) -> u64 {
-        if *self.decode == *instance_id { self.answer.expected_tokens } else { 0 }
+    /// Returns the answer if this instance generates it.
+    pub(super) fn answer_on(&self, instance_id: &str) -> Option<BookedAnswer> {
+        (*self.decode == *instance_id).then(|| self.answer.clone())
     }
 
     /// Returns the booking record for peers. `unreported` is the load that the request's workers have not reported yet.
@@ -86,17 +76,23 @@ impl Booking {
             prefill: self.prefill.clone().map(|instance_id| (instance_id, unreported.prefill)),
             prefilling: self.prefilling,
             hashes,
-            answer_tokens: self.answer.expected_tokens,
+            answer_tokens: self.answer.tokens(),
         }
     }
 
     /// Returns a peer's booking under a key of this router. The booking does not contain the load that the peer announced: see
     /// [`LoadByRole::recorded`].
-    pub(super) fn of_peer(record: BookingRecord, key: BookingKey) -> Self {
+    pub(super) fn of_peer(record: BookingRecord, key: BookingKey, now: Instant) -> Self {
         let BookingRecord { request_id: _, decode, prefill, prefilling, hashes, answer_tokens } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        let expected_tokens = answer_tokens.min(TOKENS_MAX * u64::from(SAMPLES_MAX));
-        let answer = Answer { expected_tokens, ..Answer::default() };
+        let expected = answer_tokens.min(TOKENS_MAX * u64::from(SAMPLES_MAX)) as f64;
+        let answer = BookedAnswer {
+            account: "".into(),
+            priority: Priority::default(),
+            length: Length { expected, ..Length::default() },
+            samples: 1,
+            since: (!prefilling).then_some(now),
+        };
         let waiting = Waiting::default();
         let model = "".into();
         Self { key, decode, prefill, model, prefilling, answering_since: None, hashes, overlap_tokens: None, answer, waiting }

@@ -175,10 +175,10 @@ impl Members {
         let (slot, mut own_bookings, mut line) = (self.index.add_worker(), WorkerBookings::default(), Line::new(now));
         for booking in bookings {
             if booking.prefilling && *booking.prefills_on() == instance_id {
-                line.join(&booking.waiting);
+                line.join(&booking.waiting, now);
             }
             for (_, prefilling) in booking.places().filter(|(on, _)| **on == instance_id) {
-                own_bookings.add(booking.key.clone(), BookedLoad::default(), booking.answer_tokens_on(&instance_id));
+                own_bookings.add(booking.key.clone(), BookedLoad::default(), booking.answer_on(&instance_id));
                 if prefilling {
                     self.predictions.add(slot, &booking.hashes);
                 }
@@ -387,14 +387,15 @@ impl Members {
         for (instance_id, prefilling) in booking.places() {
             let load = if *instance_id == booking.decode { load.decode } else { load.prefill };
             let Some(member) = self.of_mut(instance_id) else { continue };
-            member.bookings.add(booking.key.clone(), load, booking.answer_tokens_on(instance_id));
+            member.bookings.add(booking.key.clone(), load, booking.answer_on(instance_id));
             let slot = member.slot;
             if prefilling {
                 self.predictions.add(slot, &booking.hashes);
             }
         }
+        let now = self.now();
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| booking.prefilling) {
-            member.line.join(&booking.waiting);
+            member.line.join(&booking.waiting, now);
         }
     }
 
@@ -406,10 +407,16 @@ impl Members {
             member.line.leave(&booking.waiting, left, now);
             member.bookings.on_prefilled(&booking.key);
             if booking.prefill.is_some() {
-                member.bookings.remove(&booking.key, 0);
+                member.bookings.remove(&booking.key);
             }
             let slot = member.slot;
             self.predictions.remove(slot, &booking.hashes);
+        }
+        if left == Left::Served && was_prefilling {
+            booking.answer.since = Some(now);
+            if let Some(member) = self.of_mut(&booking.decode) {
+                member.bookings.on_answering(&booking.key, now);
+            }
         }
         was_prefilling
     }
@@ -418,7 +425,7 @@ impl Members {
     pub(super) fn release(&mut self, mut booking: Booking) {
         self.on_prefilled(&mut booking, Left::Abandoned);
         if let Some(member) = self.of_mut(&booking.decode) {
-            member.bookings.remove(&booking.key, booking.answer.expected_tokens);
+            member.bookings.remove(&booking.key);
         }
     }
 

@@ -34,7 +34,7 @@ use crate::{
     subscription::{ReportedStats, SubscriptionError},
     worker_bookings::{BookedLoad, BookingId},
 };
-use booking::{Answer, Booking, LoadByRole, SAMPLES_MAX};
+use booking::{Booking, LoadByRole, SAMPLES_MAX};
 use bookings::Bookings;
 use members::{Member, Members};
 use parking_lot::{Mutex, MutexGuard};
@@ -240,6 +240,17 @@ impl State {
         placed
     }
 
+    /// Refuses a request that has waited in line for longer than its limit. Returns the error that says when to try again.
+    pub(crate) fn refuse(&mut self, request: &PlacementRequest) -> PlacementError {
+        self.metrics.refused.increment(1);
+        self.metrics.overloaded.increment(1);
+        let max_wait = request.max_wait.unwrap_or_default();
+        match self.placer.preview(&self.members, request) {
+            Ok(decision) => decision.overloaded(request, max_wait, self.members.now()),
+            Err(error) => error,
+        }
+    }
+
     fn try_place(&mut self, request: &PlacementRequest, excluded: &Excluded, attempt: u32) -> Result<Placed, PlacementError> {
         if attempt > self.settings.attempts_max {
             return Err(PlacementError::TooManyAttempts);
@@ -257,7 +268,7 @@ impl State {
             Some(_) => LoadByRole { decode: BookedLoad { tokens: 0, ..full }, prefill: BookedLoad { sequences: 1, ..full } },
         };
         let instance = |at: usize| decision.members[at].instance_id.clone();
-        let answer = Answer { max_tokens: request.max_tokens, samples: full.sequences, expected_tokens: decision.answer_tokens };
+        let answer = self.placer.answer(&decision.model, request, None);
         let booking = Booking {
             key: self.bookings.new_key(request.request_id.clone()),
             decode: instance(choice.decode),
@@ -284,11 +295,8 @@ impl State {
     ) -> Result<BookingId, PlacementError> {
         self.check_capacity()?;
         let v1::ExistingPlacement { decode_instance_id: decode, prefill_instance_id: prefill, prefilling } = existing;
-        let answer = Answer {
-            max_tokens: request.max_tokens,
-            samples: request.samples,
-            expected_tokens: self.placer.expected_answer_tokens(&request.model, request),
-        };
+        let since = (!prefilling).then(|| self.members.now());
+        let answer = self.placer.answer(&request.model, request, since);
         let booking = Booking {
             key: self.bookings.new_key(request.request_id.clone()),
             prefill: prefill.filter(|prefill| *prefill != decode).map(Into::into),
@@ -345,7 +353,7 @@ impl State {
     pub(crate) fn on_answered(&mut self, id: BookingId, generated_tokens: u64) {
         let Some(Booking { model, answer, .. }) = self.bookings.by_id.get(&id) else { return };
         let tokens = generated_tokens as f64 / f64::from(answer.samples.max(1));
-        self.placer.on_answered(model, answer.max_tokens, tokens);
+        self.placer.on_answered(model, answer.length.max, tokens);
     }
 
     /// Removes the booking and its load.

@@ -106,7 +106,7 @@ fn book(record: BookingRecord, members: &mut Members, own: &mut Bookings) -> Boo
         |instance_id: &str| members.of(instance_id).is_some_and(|member| member.bookings.has_included(&record.request_id));
     let load = LoadByRole::recorded(&record, has_reported);
     let key = own.new_key(record.request_id.clone());
-    let booking = Booking::of_peer(record, key);
+    let booking = Booking::of_peer(record, key, members.now());
     members.book(&booking, load);
     booking
 }

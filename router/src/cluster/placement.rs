@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     answers::{AnswerLengths, MovingMean},
+    places::{BookedAnswer, Length, Pace},
     route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
@@ -47,11 +48,16 @@ pub(super) struct Decision<'a> {
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CostsByUse>,
     pub(super) choice: Result<Choice, NoEligibleWorker>,
-    /// The number of tokens that the answer is expected to have, of all samples together.
-    pub(super) answer_tokens: u64,
     pub(super) seed: PlacementSeed,
-    /// Whether the duration of the model's answers was measured, on which the costs depend.
-    pub(super) answers_measured: bool,
+    /// The speed of the model's answers; 0 before the first answer.
+    pub(super) pace: Pace,
+}
+
+impl ModelHistory {
+    fn pace(&self) -> Option<Pace> {
+        let answer = Duration::from_secs_f64(self.answer_ms.get()? / 1e3);
+        Some(Pace { answer, token: answer.div_f64(self.lengths.mean()?.max(1.0)) })
+    }
 }
 
 impl Placer {
@@ -105,12 +111,14 @@ impl Placer {
         }
     }
 
-    /// Returns the number of tokens that the answer of a request to the model is expected to have, of all samples together.
-    pub(super) fn expected_answer_tokens(&self, model: &str, request: &PlacementRequest) -> u64 {
+    /// Returns the answer to a request to the model, as far as it is known. `since`: it has been generated since then.
+    pub(super) fn answer(&self, model: &str, request: &PlacementRequest, since: Option<Instant>) -> BookedAnswer {
+        let &PlacementRequest { min_tokens: min, max_tokens: max, priority, .. } = request;
         let default = self.settings.costs.answer_tokens;
         let lengths = self.by_model.get(model).map(|history| &history.lengths);
-        let expected = lengths.unwrap_or(&AnswerLengths::default()).expected(request.max_tokens, default);
-        expected as u64 * u64::from(request.samples.clamp(1, SAMPLES_MAX))
+        let expected = lengths.unwrap_or(&AnswerLengths::default()).expected(max, default).max(min.into());
+        let samples = request.samples.clamp(1, SAMPLES_MAX);
+        BookedAnswer { account: request.account.clone(), priority, length: Length { expected, min, max }, samples, since }
     }
 
     fn weigh<'a>(
@@ -142,9 +150,8 @@ impl Placer {
         let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
         let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
         let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);
-        let answer_tokens = self.expected_answer_tokens(&model, request);
-        let answers_measured = answer_ms.is_some();
-        Ok(Decision { model, members, query, hashes, candidates, costs, choice, answer_tokens, seed, answers_measured })
+        let pace = history.and_then(ModelHistory::pace).unwrap_or_default();
+        Ok(Decision { model, members, query, hashes, candidates, costs, choice, seed, pace })
     }
 }
 

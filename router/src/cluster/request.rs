@@ -15,6 +15,8 @@ pub(crate) struct PlacementRequest {
     pub(crate) prompt_tokens: u32,
     /// Sequences that the request generates.
     pub(crate) samples: u32,
+    /// The fewest tokens that each sample has.
+    pub(crate) min_tokens: u32,
     /// The most tokens that each sample may have; 0: not known.
     pub(crate) max_tokens: u32,
     /// Whether logits of prompt tokens are requested.

@@ -94,6 +94,7 @@ impl Scenario {
             hashes,
             prompt_tokens,
             samples: 1,
+            min_tokens: 0,
             max_tokens: 0,
             prompt_logits: false,
             account: "".into(),

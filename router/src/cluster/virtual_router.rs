@@ -211,6 +211,7 @@ fn placement_request(request: &VirtualRequest) -> PlacementRequest {
         hashes: request.hashes.clone(),
         prompt_tokens: request.prompt_tokens,
         samples: 1,
+        min_tokens: 0,
         max_tokens: request.max_tokens,
         prompt_logits: false,
         account: "".into(),

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     line::Waiting,
+    places::Room,
     route::{self, Choice, Cost, CostsByUse, Role},
 };
 use std::time::Duration;
@@ -66,21 +67,36 @@ impl Decision<'_> {
         if waits.of(choice) <= max_ms {
             return Ok((choice, from_ms(waits.of(choice))));
         }
-        let by_use: Vec<WaitByUse> = (0..self.members.len()).map(|at| waits.by_use(at)).collect();
-        let cheapest = |cost: &dyn Fn(Cost, f64) -> Option<Cost>| {
-            let costs = self.costs.iter().zip(&by_use).map(|(costs, wait)| CostsByUse {
-                prefill: costs.prefill.and_then(|of_use| cost(of_use, wait.prefill)),
-                decode: costs.decode.and_then(|of_use| cost(of_use, wait.decode)),
-                local: costs.local.and_then(|of_use| cost(of_use, wait.local)),
-            });
-            let costs: Vec<CostsByUse> = costs.collect();
-            route::place(&costs, &self.query, &self.candidates, self.seed).ok()
-        };
-        if let Some(choice) = cheapest(&|cost, wait_ms| (wait_ms <= max_ms).then_some(cost)) {
+        let by_use = waits.by_uses();
+        if let Some(choice) = self.cheapest(&by_use, |cost, wait_ms| (wait_ms <= max_ms).then_some(cost)) {
             return Ok((choice, from_ms(waits.of(choice))));
         }
-        let shortest = cheapest(&|_, wait_ms| Some(Cost { queue_ms: wait_ms, ..Cost::default() })).unwrap_or(choice);
-        Err(PlacementError::Overloaded { retry_after: from_ms(waits.of(shortest) - max_ms) })
+        Err(self.retry_after_shortest(&waits, &by_use, max_ms))
+    }
+
+    /// Returns the error of a request that has waited in line for longer than `max_wait`.
+    pub(super) fn overloaded(&self, request: &PlacementRequest, max_wait: Duration, now: Instant) -> PlacementError {
+        let Ok(choice) = self.choice else { return PlacementError::Overloaded { retry_after: Duration::ZERO } };
+        let waits = Waits::new(self, self.waiting(request, choice), now);
+        self.retry_after_shortest(&waits, &waits.by_uses(), max_wait.as_secs_f64() * 1e3)
+    }
+
+    /// Returns the error of a request whose wait is longer than `max_ms` with every choice. After the difference to the shortest wait it is not.
+    fn retry_after_shortest(&self, waits: &Waits<'_>, by_use: &[WaitByUse], max_ms: f64) -> PlacementError {
+        let shortest = self.cheapest(by_use, |_, wait_ms| Some(Cost { queue_ms: wait_ms, ..Cost::default() }));
+        let wait_ms = shortest.map_or(0.0, |choice| waits.of(choice));
+        PlacementError::Overloaded { retry_after: from_ms(wait_ms - max_ms) }
+    }
+
+    /// Returns the choice of the lowest costs, which `cost` computes from the estimated cost and the wait of each use. A use without a cost is not
+    /// chosen.
+    fn cheapest(&self, by_use: &[WaitByUse], cost: impl Fn(Cost, f64) -> Option<Cost>) -> Option<Choice> {
+        let costs = self.costs.iter().zip(by_use).map(|(costs, wait)| CostsByUse {
+            prefill: costs.prefill.and_then(|of_use| cost(of_use, wait.prefill)),
+            decode: costs.decode.and_then(|of_use| cost(of_use, wait.decode)),
+            local: costs.local.and_then(|of_use| cost(of_use, wait.local)),
+        });
+        route::place(&costs.collect::<Vec<_>>(), &self.query, &self.candidates, self.seed).ok()
     }
 }
 
@@ -102,22 +118,37 @@ impl<'a> Waits<'a> {
     }
 
     /// Estimates the waits for one candidate. A line whose speed is not known is assumed to have the mean speed of the other lines of its role. If
-    /// none is known, the queued tokens are divided by a part of the worker's rate. The estimate of the cost, which
-    /// includes the wait for blocks, is used as well once an answer has ended. A cluster that has measured nothing refuses nothing.
+    /// none is known, the queued tokens are divided by a part of the worker's rate. A cluster that has measured nothing, and whose requests do not wait,
+    /// refuses nothing.
     fn by_use(&self, at: usize) -> WaitByUse {
-        let (member, costs) = (self.decision.members[at], self.decision.costs[at]);
+        let member = self.decision.members[at];
         let mean = if member.role == Role::Prefill { self.prefill_speed } else { self.decode_speed };
         let speed = member.line.speed(self.now).or(mean);
-        let line_ms = speed.map(|speed| member.line.wait(&self.request, speed).as_secs_f64() * 1e3);
-        let measured = self.decision.answers_measured && self.mean_rate.is_some();
-        let estimate = |cost: Option<Cost>| cost.filter(|_| measured).map_or(0.0, |cost| cost.queue_ms);
-        let queue_ms = || self.queue_ms(at);
-        WaitByUse {
-            prefill: line_ms.unwrap_or_else(|| estimate(costs.prefill).max(queue_ms())),
-            // The line of a prefill worker moves only as fast as decode workers take its prompts.
-            decode: if self.prefill_speed.is_some() { 0.0 } else { estimate(costs.decode) },
-            local: line_ms.unwrap_or_else(|| estimate(costs.local).max(queue_ms())),
-        }
+        let line = member.line.wait(&self.request, speed.unwrap_or(f64::INFINITY), self.now);
+        let line_ms = (line.as_secs_f64() * 1e3).max(if speed.is_some() { 0.0 } else { self.queue_ms(at) });
+        let place_ms = if member.role == Role::Decode { self.place(at).as_secs_f64() * 1e3 } else { 0.0 };
+        WaitByUse { prefill: line_ms, decode: place_ms, local: line_ms.max(place_ms) }
+    }
+
+    /// Estimates the wait for a place and for memory on one candidate that decodes.
+    fn place(&self, at: usize) -> Duration {
+        let Self { decision: Decision { members, candidates, query, pace, .. }, request, now, .. } = self;
+        let candidate = &candidates[at];
+        let known = u64::from(candidate.overlap_blocks);
+        let room = Room {
+            sequences_max: members[at].info.sequences_max,
+            sequences: candidate.sequences,
+            running: candidate.running,
+            in_use_blocks: candidate.in_use_blocks,
+            available_blocks: candidate.available_blocks,
+            wanted_blocks: u32::try_from(candidate.new_tokens(query, known).div_ceil(query.block_size.into()))
+                .unwrap_or(u32::MAX),
+        };
+        room.wait(members[at].bookings.answers(), request.owner(), *pace, *now)
+    }
+
+    fn by_uses(&self) -> Vec<WaitByUse> {
+        (0..self.decision.members.len()).map(|at| self.by_use(at)).collect()
     }
 
     /// Returns the time in which the queue of one candidate would be computed, at a part of the worker's rate or of the mean of the others. Zero before

@@ -9,9 +9,11 @@ use crate::{
     model::Source,
     settings::{EngineKind, EngineLimits},
 };
+use futures::FutureExt;
 use std::{
     convert::Infallible,
     fs, io, net,
+    panic::AssertUnwindSafe,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -265,7 +267,14 @@ impl Registration {
         self.shutdown.spawn(async move {
             tokio::select! {
                 () = until.draining() => {}
-                info = description(own) => discovery::register(etcd, MemberRecord::of_worker(&info, address), &metrics, &until).await,
+                info = description(own) => {
+                    let register = || discovery::register(etcd.clone(), MemberRecord::of_worker(&info, address.clone()), &metrics, &until);
+                    // Without its registration, a router that starts later would never find the worker.
+                    while AssertUnwindSafe(register()).catch_unwind().await.is_err() {
+                        tracing::error!("the registration in etcd failed, and begins again");
+                        sleep(PAUSES.0).await;
+                    }
+                }
             }
         });
         registered

@@ -29,9 +29,8 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Backend, Ledger, WorkerSettings};
 use tokio::{net::TcpListener, sync::mpsc, task::JoinSet, time::sleep};
 
-/// Time limit of a prefill worker's wait for a ticket. The decode worker may first have to wait for blocks that other requests release.
-const TICKET_WAIT: Duration = Duration::from_secs(10);
-/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time.
+/// Time limit of the wait for a first token. Clients and their proxies stop waiting within this time. A prefilled prompt waits for as long for a place
+/// on its decode worker, because another prefill would not make one free.
 const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 
 /// The pause between attempts to read the worker's own description, which is available once its engine runs.
@@ -324,7 +323,7 @@ impl WorkerPlan {
         let Self { role, settings: worker, advertise, remote_waiting_max, transfer_mode } = self;
         match role {
             Role::Prefill | Role::Unspecified => {
-                let settings = PrefillWorkerSettings { worker, ticket_wait: TICKET_WAIT, transfer_mode };
+                let settings = PrefillWorkerSettings { worker, ticket_wait: FIRST_TOKEN_WAIT, transfer_mode };
                 Ok(tandem_prefill_worker::run(listener, engine, settings, metrics, shutdown).await?)
             }
             Role::Decode => {

@@ -108,6 +108,13 @@ async fn exchange(network: &SimulatedNetwork, frontend: &Name, spec: &RequestSpe
 }
 
 impl Outcome {
+    /// Returns the status of the response, or that of the refusal with which a stream ended, and after how many seconds the client may try again.
+    pub(super) fn verdict(&self) -> (Option<u16>, Option<u64>) {
+        let answer = self.answer().ok().filter(|_| self.streamed);
+        let refused = answer.and_then(|answer| answer.frames.into_iter().find(|frame| frame["error"]["code"] == "overloaded"));
+        refused.map_or((self.status, self.retry_after), |frame| (Some(503), frame["error"]["retry_after"].as_u64()))
+    }
+
     /// Returns a line for the log: the end, the status and the size of the response.
     pub(super) fn summary(&self) -> String {
         format!("{:?}, status {:?}, {} bytes", self.end, self.status, self.body.len())

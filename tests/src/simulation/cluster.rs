@@ -36,9 +36,8 @@ use tandem_transfer::TransferMode;
 use tandem_worker::{Ledger, WorkerSettings};
 use tokio::{task::JoinSet, time::timeout};
 
-/// `TICKET_WAIT` and `FIRST_TOKEN_WAIT` have the same values as in production (`tandem/cluster/parts`).
-const TICKET_WAIT: Duration = Duration::from_secs(10);
-const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The same value as in production (`tandem/cluster/parts`).
+const FIRST_TOKEN_WAIT: Duration = Duration::from_secs(60);
 /// The host from which the router is queried; its links have no faults.
 const OBSERVER: &str = "observer";
 const SECRET: &[u8] = b"the secret of every simulated cluster";
@@ -157,7 +156,7 @@ impl SimulatedCluster {
             Role::Prefill => {
                 let settings = PrefillWorkerSettings {
                     worker,
-                    ticket_wait: TICKET_WAIT,
+                    ticket_wait: FIRST_TOKEN_WAIT,
                     transfer_mode: TransferMode::Simulated { block: sim.block_transfer() },
                 };
                 let engine = start_engine(&mut tasks);
@@ -168,7 +167,7 @@ impl SimulatedCluster {
                     worker,
                     advertise: Some(format!("{name}:1")),
                     remote_waiting_max: self.limits.sequences,
-                    receive_timeout: RECEIVE_TIMEOUT,
+                    receive_timeout: FIRST_TOKEN_WAIT,
                     transfer_mode: TransferMode::Tcp,
                 };
                 let engine = start_engine(&mut tasks);

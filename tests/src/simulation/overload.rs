@@ -133,15 +133,7 @@ impl Overload {
             let urgent = specs.into_iter().filter(|spec| spec.priority == URGENT);
             alone_first_tokens.extend(self.send(&cluster, urgent).await?.into_iter().filter_map(|(_, sent, _)| sent.first_event));
         }
-        let requests = outcomes.into_iter().map(|(spec, outcome, ended)| Sent {
-            at: spec.at,
-            priority: spec.priority,
-            first_token: outcome.first_event,
-            ended,
-            status: outcome.status,
-            retry_after: outcome.retry_after,
-            complete: outcome.end == End::Complete,
-        });
+        let requests = outcomes.into_iter().map(|(spec, outcome, ended)| sent(&spec, &outcome, ended));
         Ok(Overloaded {
             capacity,
             idle_first_tokens,
@@ -196,6 +188,103 @@ impl Overload {
     }
 }
 
+/// A cluster whose places or memory are taken by long answers when further requests arrive.
+#[derive(Clone, Copy, Debug)]
+pub struct Full {
+    /// Whether prompts are prefilled on prefill workers or on decode workers.
+    pub prefill: PrefillPlace,
+    /// The number of places of each worker.
+    pub batch_max: u32,
+    /// The number of KV blocks of each worker.
+    pub capacity_blocks: u32,
+    /// The number of long answers.
+    pub long: usize,
+    /// Whether the router can know how long they are.
+    pub known_length: bool,
+    /// The time for which a request may wait in line.
+    pub max_wait: Duration,
+}
+
+/// What happened to the requests that arrived at a full cluster.
+#[derive(Debug)]
+pub struct FullCluster {
+    /// The requests that arrived while the long answers ran.
+    pub requests: Vec<Sent>,
+    /// Whether all long answers are complete.
+    pub long_complete: bool,
+    /// Failed attempts of requests that had not waited for their whole limit.
+    pub failed_attempts: f64,
+    /// Findings of the audit of usage, ledger and metrics.
+    pub findings: Vec<String>,
+}
+
+/// The number of short answers before the long ones, from which the router learns how long answers are.
+const WARM: usize = 48;
+/// The number of tokens of a long answer.
+const LONG: u32 = 6_500;
+/// Short requests arrive for this time, one each half second.
+const ARRIVALS: Duration = Duration::from_secs(30);
+const ARRIVE_EVERY: Duration = Duration::from_millis(500);
+
+impl Full {
+    /// Runs the scenario in this thread.
+    ///
+    /// # Errors
+    /// Fails if the cluster does not become idle.
+    pub fn run(self) -> Result<FullCluster> {
+        fastrand::seed(1);
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?.block_on(self.arrivals())
+    }
+
+    async fn arrivals(self) -> Result<FullCluster> {
+        let folder = tempfile::tempdir()?;
+        let ledger = folder.path().join("ledger");
+        let Self { prefill, batch_max, capacity_blocks, max_wait, .. } = self;
+        let mut plan =
+            Overload { max_wait: None, load: 0.0, lasts: ARRIVALS, leaving_percent: 0, prefill, urgent_percent: 0 }.plan();
+        plan.engine.batch_max = batch_max;
+        plan.sim = SimSettings { capacity_blocks, speedup: 1.0, ..plan.sim };
+        let limits = Limits { max_wait: Some(max_wait), ..Limits::default() };
+        let cluster = SimulatedCluster::limited(&plan, &ledger, &mut Random::new(1), Log::new(), limits)?;
+        settled(&cluster).await?;
+        let short =
+            |number, at| RequestSpec { prompt: format!("{number:03} of the short requests; ").repeat(8), ..request(number, at) };
+        let mut outcomes = Vec::new();
+        for number in 0..WARM {
+            outcomes.push(exchange(&cluster, short(number, Duration::ZERO)).await.1);
+        }
+        let mut long = JoinSet::new();
+        for number in WARM..WARM + self.long {
+            let never = (!self.known_length).then(|| "a text that no answer has".to_owned());
+            long.spawn(exchange(&cluster, RequestSpec { max_tokens: LONG, stop: never, ..short(number, Duration::ZERO) }));
+        }
+        // All long answers have begun by then.
+        sleep_until(Instant::now() + Duration::from_secs(2)).await;
+        let mut arriving = JoinSet::new();
+        let started = Instant::now();
+        for at in 0..ARRIVALS.div_duration_f64(ARRIVE_EVERY) as usize {
+            sleep_until(started + ARRIVE_EVERY * at as u32).await;
+            arriving.spawn(exchange(&cluster, short(1_000 + at, started.elapsed())));
+        }
+        let mut requests = Vec::new();
+        while let Some(ended) = arriving.join_next().await {
+            let (spec, outcome, ended) = ended?;
+            requests.push(sent(&spec, &outcome, ended));
+            outcomes.push(outcome);
+        }
+        let ended: Vec<Outcome> = long.join_all().await.into_iter().map(|(_, outcome, _)| outcome).collect();
+        let long_complete = ended.iter().all(|outcome| outcome.end == End::Complete && outcome.status == Some(200));
+        outcomes.extend(ended);
+        settled(&cluster).await?;
+        let findings = audit_findings(outcomes.iter(), &ledger, &cluster.metrics)?;
+        let metrics = cluster.metrics.render();
+        let failed = |labels| crate::sum(&metrics, "tandem_frontend_attempts_failed_total", labels);
+        let failed_attempts = failed("") - failed(r#"reason="overloaded""#);
+        requests.sort_by_key(|sent| sent.at);
+        Ok(FullCluster { requests, long_complete, failed_attempts, findings })
+    }
+}
+
 /// Measures the capacity: a constant number of clients sends one request after the other.
 async fn capacity(cluster: &SimulatedCluster) -> Result<f64> {
     settled(cluster).await?;
@@ -246,6 +335,19 @@ fn request(number: usize, at: Duration) -> RequestSpec {
         stream: true,
         disconnect_after: None,
         priority: 0,
+    }
+}
+
+fn sent(spec: &RequestSpec, outcome: &Outcome, ended: Duration) -> Sent {
+    let (status, retry_after) = outcome.verdict();
+    Sent {
+        at: spec.at,
+        priority: spec.priority,
+        first_token: outcome.first_event.filter(|_| status == Some(200)),
+        ended,
+        status,
+        retry_after,
+        complete: outcome.end == End::Complete,
     }
 }
 

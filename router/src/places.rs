@@ -1,0 +1,237 @@
+//! Estimates when a request gets a place, and memory for its prompt, on the worker that decodes its answer.
+//!
+//! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If a worker's
+//! places and memory do not suffice for these, some of the answers that run have to end first. When an answer ends is not known. It is expected at the
+//! usual length of such answers. An answer that has outlived this time is expected to run for as long again as it has outlived it, so that a
+//! worker whose answers do not end is expected to stay full for longer and longer.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+use tandem_kv::Priority;
+use tokio::time::Instant;
+
+/// An answer that runs on a worker, or that will run there when its prompt is prefilled.
+#[derive(Clone, Debug)]
+pub(crate) struct BookedAnswer {
+    /// The account and the priority of the request; the defaults if another router has placed it.
+    pub(crate) account: Arc<str>,
+    pub(crate) priority: Priority,
+    pub(crate) length: Length,
+    pub(crate) samples: u32,
+    /// Time at which the router learned that the prompt was prefilled; `None`: the request still waits, or its prompt is being prefilled.
+    pub(crate) since: Option<Instant>,
+}
+
+/// What is known about the length of an answer, in tokens of one sample.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Length {
+    pub(crate) expected: f64,
+    pub(crate) min: u32,
+    /// 0: not known.
+    pub(crate) max: u32,
+}
+
+/// A worker's places and memory, in the eyes of one request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// The number of sequences that the worker computes at once; 0: not known.
+    pub(crate) sequences_max: u32,
+    /// The number of sequences that run or wait on the worker.
+    pub(crate) sequences: u32,
+    /// The number of sequences that have blocks.
+    pub(crate) running: u32,
+    pub(crate) in_use_blocks: u32,
+    pub(crate) available_blocks: u32,
+    /// The number of blocks that the request's prompt takes.
+    pub(crate) wanted_blocks: u32,
+}
+
+/// The speed of answers: what is known of those that have ended.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pace {
+    /// The mean time of an answer.
+    pub(crate) answer: Duration,
+    /// The mean time of a token.
+    pub(crate) token: Duration,
+}
+
+impl BookedAnswer {
+    /// Returns the number of tokens that the answer is expected to have, of all samples together.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.length.expected as u64 * u64::from(self.samples)
+    }
+
+    /// Returns the expected time until the answer ends; if it does not run yet, the time that it will take.
+    fn remaining(&self, pace: Pace, now: Instant) -> Duration {
+        let took = self.since.map_or(Duration::ZERO, |since| now.duration_since(since));
+        let Length { expected, min, max } = self.length;
+        let expected = pace.token.mul_f64(expected.max(min.into()));
+        if took <= expected {
+            return expected - took;
+        }
+        let longest = pace.token.saturating_mul(max).saturating_sub(took);
+        let outlived = took - expected;
+        // An answer that has also outlived its limit is slower than others, so the limit says nothing about it.
+        if longest.is_zero() { outlived } else { outlived.min(longest) }
+    }
+}
+
+impl Room {
+    /// Returns how long a request of this account and priority waits for a place and for its memory. `booked` has all answers on the worker.
+    pub(crate) fn wait<'a>(
+        &self,
+        booked: impl Iterator<Item = &'a BookedAnswer>,
+        (account, priority): (&str, Priority),
+        pace: Pace,
+        now: Instant,
+    ) -> Duration {
+        let Some(may_precede) = self.may_precede() else { return Duration::ZERO };
+        let (mut own, mut others) = (Preceding::default(), HashMap::<&str, Preceding>::new());
+        for answer in booked {
+            let same_account = *answer.account == *account;
+            // A sequence that runs keeps its place, whatever its priority.
+            if answer.since.is_some() || !priority.outranks(answer.priority, same_account) {
+                let of_account = if same_account { &mut own } else { others.entry(&answer.account).or_default() };
+                let ends = if answer.since.is_some() { &mut of_account.running } else { &mut of_account.waiting };
+                ends.push((answer.remaining(pace, now), answer.samples.into()));
+            }
+        }
+        let share = count(&own.running) + count(&own.waiting) + 1;
+        for other in others.into_values() {
+            let running = first(other.running, share);
+            own.waiting.extend(first(other.waiting, share - count(&running)));
+            own.running.extend(running);
+        }
+        own.time_until(may_precede, pace.answer)
+    }
+
+    /// Returns the number of sequences that may precede the request if it is to run; `None`: the worker is not full.
+    fn may_precede(&self) -> Option<u64> {
+        let Self { sequences_max, sequences, running, in_use_blocks, available_blocks, wanted_blocks } = *self;
+        let by_places = (sequences_max > 0 && sequences >= sequences_max).then(|| u64::from(sequences_max) - 1);
+        let lacks_memory = in_use_blocks > 0 && wanted_blocks > available_blocks;
+        let by_memory = lacks_memory.then(|| {
+            let left = (u64::from(in_use_blocks) + u64::from(available_blocks)).saturating_sub(wanted_blocks.into());
+            left * u64::from(running) / u64::from(in_use_blocks)
+        });
+        by_places.into_iter().chain(by_memory).min()
+    }
+}
+
+/// Numbers of sequences, each with the time after which they end.
+type Ends = Vec<(Duration, u64)>;
+
+/// The sequences that precede a request. The times of those that wait count from their start.
+#[derive(Default)]
+struct Preceding {
+    running: Ends,
+    waiting: Ends,
+}
+
+impl Preceding {
+    /// Returns the time until at most `may_precede` of the sequences are left. Those that wait first take the free places. Each further one takes the
+    /// place of one that ends, for the time `answer`.
+    fn time_until(mut self, may_precede: u64, answer: Duration) -> Duration {
+        let to_end = (count(&self.running) + count(&self.waiting)).saturating_sub(may_precede);
+        let free = (may_precede + 1).saturating_sub(count(&self.running));
+        self.running.extend(first(self.waiting, free));
+        let placed = count(&self.running);
+        if to_end == 0 || placed == 0 {
+            return Duration::ZERO;
+        }
+        let rounds = u32::try_from((to_end - 1) / placed).unwrap_or(u32::MAX);
+        let nth = (to_end - 1) % placed + 1;
+        let last = first(self.running, nth).last().map_or(Duration::ZERO, |(end, _)| *end);
+        last.saturating_add(answer.saturating_mul(rounds))
+    }
+}
+
+fn count(sequences: &Ends) -> u64 {
+    sequences.iter().map(|(_, count)| count).sum()
+}
+
+/// Returns those of the sequences that end first, at most `max` of them, in the order of their ends.
+fn first(mut sequences: Ends, mut max: u64) -> Ends {
+    sequences.sort_unstable();
+    for (_, count) in &mut sequences {
+        *count = (*count).min(max);
+        max -= *count;
+    }
+    sequences.retain(|(_, count)| *count > 0);
+    sequences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACE: Pace = Pace { answer: Duration::from_secs(2), token: Duration::from_millis(10) };
+
+    /// An answer of 200 tokens, which runs for this number of seconds already.
+    fn answer(account: &str, took: Option<u64>, now: Instant) -> BookedAnswer {
+        let length = Length { expected: 200.0, min: 0, max: 5_000 };
+        let since = took.map(|took| now - Duration::from_secs(took));
+        BookedAnswer { account: account.into(), priority: Priority::default(), length, samples: 1, since }
+    }
+
+    fn places(sequences_max: u32, sequences: usize) -> Room {
+        let sequences = sequences as u32;
+        Room { sequences_max, sequences, running: sequences, in_use_blocks: 0, available_blocks: 1_000, wanted_blocks: 10 }
+    }
+
+    fn wait(room: Room, booked: &[BookedAnswer], account: &str, pace: Pace, now: Instant) -> f64 {
+        room.wait(booked.iter(), (account, Priority::default()), pace, now).as_secs_f64()
+    }
+
+    fn now() -> Instant {
+        Instant::now() + Duration::from_secs(1_000)
+    }
+
+    #[test]
+    fn request_waits_until_an_answer_ends_if_all_places_are_taken() {
+        let now = now();
+        let two = [answer("a", Some(0), now), answer("a", Some(1), now)];
+        assert_eq!(wait(places(3, 2), &two, "a", PACE, now), 0.0, "a place is free");
+        assert_eq!(wait(places(0, 2), &two, "a", PACE, now), 0.0, "the number of places is not known");
+        assert_eq!(wait(places(2, 2), &two, "a", PACE, now), 1.0, "the older answer ends first");
+        let queue: Vec<_> = two.into_iter().chain((0..3).map(|_| answer("a", None, now))).collect();
+        // The places become free after 1 and 2 s, and again after 3 and 4 s.
+        assert_eq!(wait(places(2, 5), &queue, "a", PACE, now), 4.0);
+        // The queue fills the free places first. The first of the five ends after a second.
+        assert_eq!(wait(places(5, 5), &queue, "a", PACE, now), 1.0);
+        assert_eq!(wait(places(6, 5), &queue, "a", PACE, now), 0.0);
+    }
+
+    #[test]
+    fn answers_that_do_not_end_are_expected_to_run_for_longer_and_longer() {
+        let now = now();
+        let full = |took| [answer("a", Some(took), now), answer("a", Some(took), now)];
+        let waits = [2, 10, 20, 45].map(|took| wait(places(2, 2), &full(took), "a", PACE, now));
+        // At 10 ms a token, the limit of 5,000 tokens is reached after 50 s.
+        assert_eq!(waits, [0.0, 8.0, 18.0, 5.0]);
+        assert_eq!(wait(places(2, 2), &full(60), "a", PACE, now), 58.0, "slower than others");
+        assert_eq!(wait(places(2, 2), &full(7), "a", Pace::default(), now), 7.0, "nothing is measured yet");
+        let mut certain = full(1);
+        certain.iter_mut().for_each(|answer| answer.length.min = 3_000);
+        assert_eq!(wait(places(2, 2), &certain, "a", PACE, now), 29.0);
+    }
+
+    #[test]
+    fn account_waits_for_as_many_answers_of_another_account_as_of_its_own() {
+        let now = now();
+        let busy: Vec<_> = (0..8).map(|_| answer("a", Some(100), now)).collect();
+        assert_eq!(wait(places(8, 8), &busy, "b", PACE, now), 0.0, "the account has its share of the places");
+        let own = busy.into_iter().chain((0..4).map(|took| answer("b", Some(took), now))).collect::<Vec<_>>();
+        assert_eq!(wait(places(8, 12), &own, "b", PACE, now), 1.0, "four answers of its own and five others precede it");
+    }
+
+    #[test]
+    fn request_waits_for_memory() {
+        let now = now();
+        let booked = [answer("a", Some(0), now), answer("a", Some(1), now)];
+        let room =
+            Room { sequences_max: 64, sequences: 2, running: 2, in_use_blocks: 100, available_blocks: 9, wanted_blocks: 10 };
+        assert_eq!(wait(room, &booked, "a", PACE, now), 1.0);
+        assert_eq!(wait(Room { wanted_blocks: 9, ..room }, &booked, "a", PACE, now), 0.0);
+        assert_eq!(wait(Room { wanted_blocks: 90, ..room }, &booked, "a", PACE, now), 2.0, "both have to end");
+    }
+}
