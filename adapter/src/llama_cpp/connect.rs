@@ -15,6 +15,7 @@ use futures::FutureExt;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::{HashKey, TokenId};
+use tandem_node::Secret;
 
 /// The settings of the connection to a llama.cpp server.
 #[derive(Clone, Debug)]
@@ -22,7 +23,7 @@ pub struct LlamaCppSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
     /// The key that the server requires (its `--api-key`); `None` if it requires none.
-    pub key: Option<String>,
+    pub key: Option<Secret>,
     /// PEM certificates of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The number of tokens in a block of the cluster.
@@ -93,7 +94,7 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
 }
 
 fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {
-    Ok(HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?)
+    Ok(HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?)
 }
 
 async fn describe(http: &HttpClient) -> Result<Described, ConnectError> {

@@ -16,6 +16,7 @@ use futures::FutureExt;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
+use tandem_node::Secret;
 
 /// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -32,7 +33,7 @@ pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
     /// The key that the server requires (its `--api-key`); `None` if it requires none.
-    pub key: Option<String>,
+    pub key: Option<Secret>,
     /// Certificates (PEM) of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The data-parallel rank that this worker uses; `None` if the server has one rank.
@@ -101,7 +102,7 @@ impl From<InvalidEndpoint> for ConnectError {
 /// # Errors
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
-    let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let http = HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {
         http,
         rank: settings.rank,
@@ -124,7 +125,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
     let url = &settings.url;
-    let http = HttpClient::new(url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let http = HttpClient::new(url, settings.key.clone(), settings.ca.as_deref())?;
     let host = http.host().to_owned();
     let client = Client::new(ClientSettings {
         http,
