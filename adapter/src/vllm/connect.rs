@@ -8,7 +8,7 @@ use super::{
 use crate::{
     http::HttpClient,
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, Engine, EngineEnded, ServerDescription},
+    server::{self, ConnectError, Connected, Engine, EngineEnded, ModelDescription, ServerDescription},
     shared::Shared,
     slots::{SlotLimits, Slots},
 };
@@ -115,8 +115,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
     if ranks.is_empty() {
         return Err(ConnectError::NoCacheConfig { rank: settings.rank.unwrap_or(0) });
     }
-    let ServedModels { id: model, root, context_length, loras } = served;
-    Ok(ServerDescription { model, loras, root, context_length, ranks })
+    Ok(ServerDescription { model: model_description(&served), loras: served.loras, ranks })
 }
 
 /// Waits until the server answers, and connects to it.
@@ -136,7 +135,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let rank = settings.rank.unwrap_or(0);
     let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-    let ServedModels { id: model, context_length, loras, .. } = served.clone();
+    let (model, loras) = (model_description(&served), served.loras.clone());
     let client = Arc::new(client.with_models(served));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     // vLLM never stores KV in its first block.
@@ -167,7 +166,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         hits_are_reported: true,
         engine_blocks_max: MIRRORED_BLOCKS_MAX,
     })?;
-    let info = EngineInfo { vocab_size: usize::MAX, context_length, block_size, capacity_blocks, block_bytes: 0 };
+    let info =
+        EngineInfo { vocab_size: usize::MAX, context_length: model.context_length, block_size, capacity_blocks, block_bytes: 0 };
     let limits = SlotLimits { running: settings.running_max, blocks: capacity_blocks.into(), waiting: settings.waiting_max };
     let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, approximate));
     let family = settings.nixl.then(|| {
@@ -177,7 +177,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     tracing::info!(
         engine = %url,
         version,
-        model,
+        model = model.id,
         ?loras,
         engine_blocks = constants.blocks,
         engine_block_size = constants.block_size,
@@ -196,6 +196,10 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
     Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
+}
+
+fn model_description(served: &ServedModels) -> ModelDescription {
+    ModelDescription { id: served.id.clone(), root: served.root.clone(), context_length: served.context_length }
 }
 
 async fn describe(client: &Client) -> Result<(ServedModels, String, String), ConnectError> {

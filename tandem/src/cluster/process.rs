@@ -144,7 +144,7 @@ impl Process {
                 (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
             );
             let engine = config.server(url, &process.parts.key)?;
-            process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
+            process.parts.external_worker(plan, listener, engine, registration, None, &process.service)?;
             return Ok(process);
         }
         let loaded = config.clone().load().await?;
