@@ -66,6 +66,10 @@ fn workers_are_added_and_removed_by_the_list() {
     chat(&frontend, &prompt("late"));
     assert_eq!((placed("d1"), placed("d2")), (None, Some(1.0)));
     plan.list(&[]);
+    let kept = "the list of members has become empty";
+    until("the router warns of the empty list", || plan.log("router"), |log| log.contains(kept));
+    plan.joined(&["d2", "p"]);
+    plan.list(&[address()]);
     plan.joined(&[]);
     assert!(frontend.get("/ready").contains("no decode worker has joined"));
 }
