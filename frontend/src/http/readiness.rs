@@ -97,8 +97,12 @@ impl App {
         let mut logged = None;
         loop {
             // All routers are checked, even while this process drains: a running request may have to be booked with a recovered router.
-            let views = self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()));
-            let now = self.judge_all(views.collect::<Vec<_>>().await);
+            let views: Vec<_> = self.dispatcher.routers.views().map(|(_, view)| view).collect().await;
+            for served in self.models.iter() {
+                let workers = views.iter().flatten().flat_map(|view| &view.workers);
+                served.model.learn_context(workers.filter_map(|worker| worker.info.as_ref()));
+            }
+            let now = self.judge_all(views.iter().map(|view| self.judge(view.as_ref())));
             self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));
             for (at, (served, now)) in self.models.iter().zip(&now.0).enumerate() {
                 if logged.as_ref().is_some_and(|Readiness(before)| before[at] == *now) {
