@@ -59,7 +59,7 @@ impl App {
     /// Checks routers until requests for all models could be placed, or no router is left.
     pub(super) async fn readiness(&self) -> Readiness {
         let mut found = self.without_routers();
-        if !self.admission.shutdown.is_draining() {
+        if !self.admission.shutdown.is_announced() {
             let mut views = std::pin::pin!(self.dispatcher.routers.views());
             while found.0.iter().any(Result::is_err) {
                 let Some((_, view)) = views.next().await else { break };
@@ -82,12 +82,12 @@ impl App {
     /// Combines the results of [`App::judge`] for all routers.
     pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Readiness>) -> Readiness {
         let first = self.without_routers();
-        if self.admission.shutdown.is_draining() { first } else { answers.into_iter().fold(first, Readiness::or) }
+        if self.admission.shutdown.is_announced() { first } else { answers.into_iter().fold(first, Readiness::or) }
     }
 
-    /// Returns the result of the check before any router has answered: this process drains, or no router is reachable.
+    /// Returns the result of the check before any router has answered: this process drains or will soon, or no router is reachable.
     fn without_routers(&self) -> Readiness {
-        let why = if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router };
+        let why = if self.admission.shutdown.is_announced() { NotReady::Draining } else { NotReady::Router };
         Readiness(vec![Err(why); self.models.len()])
     }
 

@@ -254,6 +254,10 @@ impl Served for Process {
         self.parts.ended().await
     }
 
+    fn announce_drain(&self) {
+        self.service.announce();
+    }
+
     async fn drain(&self, grace: Duration) {
         self.registration.run(LEAVE_WAIT).await;
         self.service.run(grace).await;
