@@ -106,6 +106,22 @@ fn frontend_serves_for_its_drain_delay_while_it_is_not_ready() {
 }
 
 #[test]
+fn empty_variable_counts_as_unset() {
+    let printed = |value: Option<&str>| {
+        let mut command = tandem(&["frontend", "--engine", "sim", "--print-config"]);
+        let variables = ["TANDEM_MAX_WAIT", "TANDEM_ROUTER_WAIT", "TANDEM_CONFIG", "TANDEM_API_KEYS_FILE", "HF_TOKEN_FILE"];
+        for name in value.map(|_| variables).into_iter().flatten() {
+            command.env(name, value.unwrap_or_default());
+        }
+        let output = command.output().expect("the binary runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    assert_eq!(printed(None).0, Some(0));
+    assert_eq!(printed(Some("")), printed(None));
+    assert_eq!(printed(Some("x")).0, Some(2), "a wrong value is an error");
+}
+
+#[test]
 fn second_signal_ends_the_grace_period() {
     for (grace, second) in [("1", false), ("60", true)] {
         let up = sim(&["--grace-period", grace]);
