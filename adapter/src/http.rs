@@ -14,6 +14,7 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
+use parking_lot::Mutex;
 use rustls::{
     ClientConfig, RootCertStore,
     pki_types::{CertificateDer, pem::PemObject},
@@ -25,6 +26,7 @@ use std::{
     },
     time::Duration,
 };
+use tandem_node::Secret;
 use tokio::time::timeout;
 
 /// Time limit for opening a connection.
@@ -70,21 +72,34 @@ pub(crate) struct HttpClient {
     /// The beginning of every URL: the scheme, the authority and a path prefix without a slash at its end.
     base: Arc<str>,
     host: Arc<str>,
-    bearer: Option<HeaderValue>,
+    key: Option<Arc<Key>>,
+}
+
+/// The key that the server requires, and the header that has been made from it.
+struct Key {
+    secret: Secret,
+    bearer: Mutex<HeaderValue>,
+}
+
+impl Key {
+    /// Reads the secret again. Returns whether it has changed.
+    fn has_changed(&self) -> bool {
+        // A new key that no header can hold does not replace the last one.
+        let Ok(now) = bearer(&self.secret) else { return false };
+        let mut last = self.bearer.lock();
+        std::mem::replace(&mut *last, now.clone()) != now
+    }
 }
 
 impl HttpClient {
     /// Returns a client of the server at `url`. `ca` has PEM certificates of authorities that are trusted besides the public ones.
-    pub fn new(url: &str, key: Option<&str>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
+    pub fn new(url: &str, key: Option<Secret>, ca: Option<&[u8]>) -> Result<Self, ClientError> {
         let invalid = || ClientError::Url(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| invalid())?;
         let host = uri.host().filter(|_| matches!(uri.scheme_str(), Some("http" | "https")) && uri.query().is_none());
         let host = host.ok_or_else(invalid)?.into();
-        let bearer = key.map(|key| HeaderValue::try_from(format!("Bearer {key}"))).transpose().map_err(|_| ClientError::Key)?;
-        let bearer = bearer.map(|mut bearer| {
-            bearer.set_sensitive(true);
-            bearer
-        });
+        let with_header = |secret: Secret| Ok(Arc::new(Key { bearer: Mutex::new(bearer(&secret)?), secret }));
+        let key = key.map(with_header).transpose()?;
         let mut connector = HttpConnector::new();
         connector.enforce_http(false);
         connector.set_nodelay(true);
@@ -93,7 +108,7 @@ impl HttpClient {
             HttpsConnectorBuilder::new().with_tls_config(tls(ca)?).https_or_http().enable_http1().wrap_connector(connector);
         let client =
             Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_TIMEOUT).build(connector);
-        Ok(Self { client, base: url.trim_end_matches('/').into(), host, bearer })
+        Ok(Self { client, base: url.trim_end_matches('/').into(), host, key })
     }
 
     pub fn url(&self) -> &str {
@@ -104,7 +119,8 @@ impl HttpClient {
         &self.host
     }
 
-    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived.
+    /// Sends a request with a JSON body, or without one. Returns the answer when its head has arrived. If the server refuses the key and the key's file
+    /// has a new one, the request is sent again.
     ///
     /// # Errors
     /// Fails if the server cannot be reached, or if the connection is lost.
@@ -115,12 +131,28 @@ impl HttpClient {
         headers: &[(&'static str, String)],
         json: Option<Vec<u8>>,
     ) -> Result<Response<Incoming>, HttpError> {
-        let mut request = Request::new(Full::new(Bytes::from(json.unwrap_or_default())));
+        let json = Bytes::from(json.unwrap_or_default());
+        let answer = self.send_once(method.clone(), path, headers, json.clone()).await?;
+        let is_refused = matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        if is_refused && self.key.as_ref().is_some_and(|key| key.has_changed()) {
+            return self.send_once(method, path, headers, json).await;
+        }
+        Ok(answer)
+    }
+
+    async fn send_once(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&'static str, String)],
+        json: Bytes,
+    ) -> Result<Response<Incoming>, HttpError> {
+        let mut request = Request::new(Full::new(json));
         *request.method_mut() = method;
         *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
         let all = request.headers_mut();
         all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        all.extend(self.bearer.clone().map(|bearer| (AUTHORIZATION, bearer)));
+        all.extend(self.key.as_ref().map(|key| (AUTHORIZATION, key.bearer.lock().clone())));
         for (name, value) in headers {
             // A request id with characters that are not allowed in a header is not sent.
             all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
@@ -146,6 +178,12 @@ impl HttpClient {
         };
         timeout(limit, reading).await.unwrap_or(Err(HttpError::Timeout(limit)))
     }
+}
+
+fn bearer(key: &Secret) -> Result<HeaderValue, ClientError> {
+    let mut bearer = HeaderValue::try_from(format!("Bearer {}", key.expose())).map_err(|_| ClientError::Key)?;
+    bearer.set_sensitive(true);
+    Ok(bearer)
 }
 
 /// Returns the body of an answer.
@@ -200,8 +238,13 @@ pub(crate) mod testing {
     };
 
     /// Starts a server that answers each request without a body. `answer` returns the status, the length and the body for a path. Returns the URL.
-    #[allow(clippy::disallowed_methods, reason = "the end of the test's runtime ends the task")]
     pub(crate) async fn serve(mut answer: impl FnMut(&str) -> (u16, usize, String) + Send + 'static) -> String {
+        serve_heads(move |head| answer(head.split(' ').nth(1).unwrap())).await
+    }
+
+    /// Does the same, but `answer` has the whole head of a request.
+    #[allow(clippy::disallowed_methods, reason = "the end of the test's runtime ends the task")]
+    pub(crate) async fn serve_heads(mut answer: impl FnMut(&str) -> (u16, usize, String) + Send + 'static) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         tokio::spawn(async move {
@@ -210,7 +253,7 @@ pub(crate) mod testing {
                 let mut head = String::new();
                 while client.read_line(&mut head).await.is_ok_and(|length| length > 0) {
                     if head.ends_with("\r\n\r\n") {
-                        let (status, length, body) = answer(head.split(' ').nth(1).unwrap());
+                        let (status, length, body) = answer(&head);
                         let answer = format!("HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\r\n{body}");
                         // A client may close the connection in the middle of an answer.
                         drop(client.write_all(answer.as_bytes()).await);
@@ -230,12 +273,12 @@ mod tests {
     #[test]
     fn invalid_url_key_or_certificate_is_refused() {
         for url in ["http://engine:8000", "https://engine", "http://[::1]:8000/base/"] {
-            HttpClient::new(url, Some("secret"), None).expect(url);
+            HttpClient::new(url, Some(Secret::from("secret".to_owned())), None).expect(url);
         }
         for url in ["engine:8000", "ftp://engine", "/path", "http://", "http://engine?x=1", "tcp://engine:1"] {
             assert!(matches!(HttpClient::new(url, None, None), Err(ClientError::Url(_))), "{url}");
         }
-        assert!(matches!(HttpClient::new("http://e", Some("a\nb"), None), Err(ClientError::Key)));
+        assert!(matches!(HttpClient::new("http://e", Some(Secret::from("a\nb".to_owned())), None), Err(ClientError::Key)));
         let broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         assert!(matches!(HttpClient::new("http://e", None, Some(broken)), Err(ClientError::Certificate(_))));
     }
@@ -243,6 +286,31 @@ mod tests {
     async fn client(body: String) -> HttpClient {
         let url = testing::serve(move |_| (200, body.len(), body.clone())).await;
         HttpClient::new(&url, None, None).unwrap()
+    }
+
+    #[tokio::test]
+    async fn rotated_key_is_read_from_its_file_when_the_server_refuses_the_last_one() {
+        let accepted = Arc::new(Mutex::new("first"));
+        let key = Arc::clone(&accepted);
+        let url = testing::serve_heads(move |head| {
+            let is_accepted = head.lines().any(|line| line == format!("authorization: Bearer {}", key.lock()));
+            (if is_accepted { 200 } else { 401 }, 0, String::new())
+        })
+        .await;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let write = |key: &str| std::fs::write(file.path(), key).unwrap();
+        write("first\n");
+        let client = HttpClient::new(&url, Some(Secret::in_file(file.path().into()).unwrap()), None).unwrap();
+        let status = async || client.read(Method::GET, "/", None, Duration::from_secs(60)).await.unwrap().0;
+        assert_eq!(status().await, StatusCode::OK);
+        *accepted.lock() = "second";
+        assert_eq!(status().await, StatusCode::UNAUTHORIZED, "the file has no other key yet");
+        for unusable in ["", "a\nb"] {
+            write(unusable);
+            assert_eq!(status().await, StatusCode::UNAUTHORIZED, "{unusable:?}");
+        }
+        write("second\n");
+        assert_eq!(status().await, StatusCode::OK);
     }
 
     #[tokio::test]

@@ -21,5 +21,5 @@ pub use event::{BlocksRemoved, BlocksStored, EngineEvent, EngineHash, ExtraKeys,
 pub use http::ClientError;
 pub use mirror::{Mirror, MirrorSettings, PrefixTiers, Unroutable, WrongBlockSize};
 pub use salt::cache_salt;
-pub use server::{ConnectError, Connected, EngineEnded, ServerDescription};
+pub use server::{ConnectError, Connected, EngineEnded, ModelDescription, ServerDescription};
 pub use settings::ServerSettings;

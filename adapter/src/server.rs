@@ -73,17 +73,24 @@ pub enum EngineEnded {
     Restarted,
 }
 
-/// The description of a server.
+/// The description of a server's model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ServerDescription {
-    /// The id of the model that the server serves.
-    pub model: String,
-    /// The names of the model's LoRAs, which it serves as further models.
-    pub loras: Vec<String>,
-    /// The name or path from which the server loaded the model.
+pub struct ModelDescription {
+    /// The model's id.
+    pub id: String,
+    /// The name or path from which the server loaded the model; `None` if the server does not report it.
     pub root: Option<String>,
     /// The maximum length of a sequence in tokens.
     pub context_length: u32,
+}
+
+/// The description of a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerDescription {
+    /// The model that the server serves.
+    pub model: ModelDescription,
+    /// The names of the model's LoRAs, which it serves as further models.
+    pub loras: Vec<String>,
     /// The data-parallel ranks, each with the number of tokens that fit into its KV memory. There is at least one rank.
     pub ranks: Vec<(u32, u64)>,
 }
@@ -114,13 +121,13 @@ pub(crate) struct Engine {
 pub struct Connected {
     /// The back end for a worker, which calls the server.
     pub adapter: Adapter,
-    /// The id of the model that the server serves.
-    pub model: String,
+    /// The model that the server serves.
+    pub model: ModelDescription,
     follower: BoxFuture<'static, EngineEnded>,
 }
 
 impl Connected {
-    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: String, loras: Vec<String>) -> Self {
+    pub(crate) fn new<S: Api + Server>(server: Arc<S>, engine: Engine, model: ModelDescription, loras: Vec<String>) -> Self {
         let Engine { shared, family, instance, silence_max, events } = engine;
         let (hung, is_hung) = watch::channel(false);
         let api: Arc<dyn Api> = server.clone();

@@ -11,8 +11,9 @@ use crate::{
     Metrics, Secret,
     retry::{self, error_chain},
 };
-use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
+use async_nats::{Auth, AuthError, Client, ConnectOptions, Event, ServerAddr, Subscriber, connection::State};
 use futures::StreamExt;
+use nkeys::KeyPair;
 use parking_lot::Mutex;
 use prost::Message;
 use std::{
@@ -59,7 +60,7 @@ pub struct NatsSettings {
     pub pending_max: usize,
 }
 
-/// The means by which a process authenticates itself to NATS.
+/// The means by which a process authenticates itself to NATS. Files of secrets are read for each connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say what is used")]
 pub enum NatsAuth {
@@ -67,10 +68,38 @@ pub enum NatsAuth {
     /// The process has a user name and a password.
     User(String, Secret),
     Token(Secret),
-    /// The process has a credentials file, as written by `nsc`.
-    Credentials(PathBuf),
-    /// The process has a file with the seed of an nkey.
-    Nkey(PathBuf),
+    /// The process has the content of a credentials file, as written by `nsc`.
+    Credentials(Secret),
+    /// The process has the seed of an nkey.
+    Nkey(Secret),
+}
+
+impl NatsAuth {
+    /// Returns the answer to the nonce of a server, with the secrets that their files have now.
+    fn answer(&self, nonce: &[u8]) -> Result<Auth, NatsError> {
+        let mut answer = Auth::new();
+        let mut sign = |seed: &str| -> Result<String, NatsError> {
+            let pair = KeyPair::from_seed(seed.trim())?;
+            answer.signature = Some(pair.sign(nonce)?);
+            Ok(pair.public_key())
+        };
+        match self {
+            Self::None => {}
+            Self::User(name, password) => (answer.username, answer.password) = (Some(name.clone()), Some(password.expose())),
+            Self::Token(token) => answer.token = Some(token.expose()),
+            Self::Credentials(file) => {
+                let text = file.expose();
+                // Each of the two parts is one line, after a line such as `-----BEGIN NATS USER JWT-----`.
+                let marked = text.lines().zip(text.lines().skip(1)).filter(|(mark, _)| mark.starts_with("-----BEGIN "));
+                let (_, jwt) = marked.clone().next().ok_or(NatsError::Credentials)?;
+                let (_, seed) = marked.clone().nth(1).ok_or(NatsError::Credentials)?;
+                sign(seed)?;
+                answer.jwt = Some(jwt.trim().to_owned());
+            }
+            Self::Nkey(seed) => answer.nkey = Some(sign(&seed.expose())?),
+        }
+        Ok(answer)
+    }
 }
 
 /// The reason why NATS cannot be used.
@@ -79,8 +108,12 @@ pub enum NatsAuth {
 pub enum NatsError {
     #[error("the NATS server {server:?} cannot be used; write host:port, without user and password")]
     Server { server: String },
-    #[error("{} cannot be used for NATS; check --nats-creds, --nats-nkey, --nats-ca, --nats-cert and --nats-key", .path.display())]
+    #[error("{} cannot be used for NATS; check --nats-ca, --nats-cert and --nats-key", .path.display())]
     File { path: PathBuf, source: io::Error },
+    #[error("the credentials cannot be used for NATS; check that --nats-creds has a JWT and its seed, as `nsc` writes them")]
+    Credentials,
+    #[error("the seed of the nkey cannot be used for NATS; check --nats-creds and --nats-nkey")]
+    Seed(#[from] nkeys::error::Error),
     #[error("the connection to NATS cannot be set up; check the --nats settings")]
     Connect(#[from] async_nats::ConnectError),
     /// The NATS client has ended.
@@ -264,36 +297,36 @@ fn server_address(server: &str) -> Result<ServerAddr, NatsError> {
 }
 
 fn options(settings: &NatsSettings) -> Result<ConnectOptions, NatsError> {
-    let options = ConnectOptions::new()
+    let options = match settings.auth.clone() {
+        NatsAuth::None => ConnectOptions::new(),
+        auth => {
+            auth.answer(&[])?;
+            ConnectOptions::with_auth_callback(move |nonce| {
+                std::future::ready(auth.answer(&nonce).map_err(|error| AuthError::new(error_chain(&error))))
+            })
+        }
+    };
+    let mut options = options
         .name("tandem")
         .retry_on_initial_connect()
         .max_reconnects(None)
         .ping_interval(PING_INTERVAL)
         .subscription_capacity(settings.pending_max)
         .reconnect_delay_callback(|attempts| retry::delay(PAUSE_MIN, PAUSE_MAX, attempts.min(ATTEMPTS_MAX)));
-    let mut options = match &settings.auth {
-        NatsAuth::None => options,
-        NatsAuth::User(name, password) => options.user_and_password(name.clone(), password.expose().to_owned()),
-        NatsAuth::Token(token) => options.token(token.expose().to_owned()),
-        NatsAuth::Credentials(path) => {
-            options.credentials(&read(path)?).map_err(|source| NatsError::File { path: path.clone(), source })?
-        }
-        NatsAuth::Nkey(path) => options.nkey(read(path)?.trim().to_owned()),
-    };
     if let Some(ca) = &settings.ca {
-        read(ca)?;
+        check(ca)?;
         options = options.add_root_certificates(ca.clone()).require_tls(true);
     }
     if let Some((certificate, key)) = &settings.identity {
-        read(certificate)?;
-        read(key)?;
+        check(certificate)?;
+        check(key)?;
         options = options.add_client_certificate(certificate.clone(), key.clone());
     }
     Ok(options)
 }
 
-fn read(path: &Path) -> Result<String, NatsError> {
-    fs::read_to_string(path).map_err(|source| NatsError::File { path: path.to_owned(), source })
+fn check(path: &Path) -> Result<(), NatsError> {
+    fs::read_to_string(path).map(drop).map_err(|source| NatsError::File { path: path.to_owned(), source })
 }
 
 struct Monitor {
@@ -339,5 +372,23 @@ impl Monitor {
             }
             Event::LameDuckMode | Event::Draining => tracing::info!("NATS: {event}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn credentials_file_gives_its_jwt_and_signs_with_its_seed() {
+        let pair = KeyPair::new_user();
+        let seed = pair.seed().expect("the pair has a seed");
+        let text = format!(
+            "-----BEGIN NATS USER JWT-----\nejwt.x-y_z\n------END NATS USER JWT------\n\nKeep it secret.\n\n\
+             -----BEGIN USER NKEY SEED-----\r\n{seed}\r\n------END USER NKEY SEED------\n"
+        );
+        let answer = NatsAuth::Credentials(text.into()).answer(b"nonce").expect("the file is valid");
+        assert_eq!(answer.jwt.as_deref(), Some("ejwt.x-y_z"));
+        pair.verify(b"nonce", &answer.signature.expect("the nonce is signed")).expect("the signature is valid");
     }
 }

@@ -16,7 +16,7 @@ pub mod watched_file;
 
 pub use metrics::Metrics;
 pub use retry::Backoff;
-pub use secret::Secret;
+pub use secret::{Secret, read_secret_file};
 pub use shutdown::{Shutdown, supervise};
 
 /// Returns a new `instance_id`, which identifies one run of a process.

@@ -1,4 +1,4 @@
-//! Shutdown of a process: the announcements that it drains and that it stops, the tasks whose end it waits for, and tasks without an end.
+//! Shutdown of a process: the announcements that it will drain, that it drains and that it stops, the tasks whose end it waits for, and tasks without an end.
 
 use crate::Backoff;
 use futures::FutureExt;
@@ -8,6 +8,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 /// Announces that the process drains and that it stops, and waits for its tasks. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Shutdown {
+    announced: CancellationToken,
     draining: CancellationToken,
     stopped: CancellationToken,
     tasks: TaskTracker,
@@ -17,7 +18,12 @@ impl Shutdown {
     /// Returns the shutdown of a part of the process that may end before the process does. The part drains and stops with the process, and
     /// has its own tasks.
     pub fn child(&self) -> Self {
-        Self { draining: self.draining.child_token(), stopped: self.stopped.child_token(), tasks: TaskTracker::new() }
+        Self {
+            announced: self.announced.child_token(),
+            draining: self.draining.child_token(),
+            stopped: self.stopped.child_token(),
+            tasks: TaskTracker::new(),
+        }
     }
 
     /// Starts a task. If it still runs at the end of the grace period, it is dropped at its next await.
@@ -45,6 +51,17 @@ impl Shutdown {
             let dropping = runtime.spawn_blocking(|| drop(value));
             self.tasks.spawn_on(async { drop(dropping.await) }, &runtime);
         }
+    }
+
+    /// Announces that the process will drain soon. Until then it accepts work, but its readiness check fails, so that load balancers send the
+    /// work elsewhere.
+    pub fn announce(&self) {
+        self.announced.cancel();
+    }
+
+    /// Whether the process drains, or has announced that it will.
+    pub fn is_announced(&self) -> bool {
+        self.announced.is_cancelled() || self.is_draining()
     }
 
     /// Resolves when the process drains: from then on it must accept no new work.

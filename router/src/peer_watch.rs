@@ -1,7 +1,7 @@
 //! Receives the bookings of one peer router while it is connected.
 
 use crate::{
-    cluster::PeerId,
+    cluster::{Cluster, PeerId},
     replication::PeerReceiver,
     watch::{Lost, Remote, Watch},
 };
@@ -16,6 +16,10 @@ use tandem_proto::{
 pub(crate) struct PeerWatcher(pub(crate) Remote);
 
 impl Watch for PeerWatcher {
+    fn cluster(&self) -> &Cluster {
+        &self.0.cluster
+    }
+
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
         let Self(remote) = self;
         let mut router = RouterClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);

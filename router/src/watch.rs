@@ -63,6 +63,8 @@ impl Remote {
 
 /// Watches one worker or peer router.
 pub(crate) trait Watch {
+    fn cluster(&self) -> &Cluster;
+
     /// Receives messages until the connection is lost. Resets `backoff` once the connection works.
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost>;
 
@@ -77,11 +79,77 @@ pub(crate) trait Watch {
     {
         let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
         loop {
+            let mut departures = self.cluster().departures.subscribe();
             let Err(lost) = self.receive(&mut backoff).await;
             let reason = error_chain(&lost);
             let is_new = backoff.is_new_error(&reason);
             self.on_lost(&lost, reason, is_new);
-            sleep(if matches!(lost, Lost::Itself) { ITSELF_PAUSE } else { backoff.next_delay() }).await;
+            let pause = if matches!(lost, Lost::Itself) { ITSELF_PAUSE } else { backoff.next_delay() };
+            tokio::select! {
+                () = sleep(pause) => {}
+                // The worker that left may be the reason why this one cannot join, such as one with the same id.
+                Ok(()) = departures.changed(), if matches!(lost, Lost::Incompatible(_)) => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::RouterSettings;
+    use tandem_node::Metrics;
+    use tandem_proto::v1::{WorkerInfo, worker_info::Role};
+    use tokio::{
+        sync::mpsc::{UnboundedSender, unbounded_channel},
+        time::Instant,
+    };
+
+    fn instance(instance_id: &str) -> WorkerInfo {
+        WorkerInfo {
+            role: Role::Decode.into(),
+            worker_id: "same".to_owned(),
+            instance_id: instance_id.to_owned(),
+            model: "m".to_owned(),
+            block_size: 16,
+            capacity_blocks: 1,
+            ..Default::default()
+        }
+    }
+
+    /// A worker that can be reached, and joins when its id is free.
+    struct Reachable(Arc<Cluster>, UnboundedSender<Instant>);
+
+    impl Watch for Reachable {
+        fn cluster(&self) -> &Cluster {
+            &self.0
+        }
+
+        async fn receive(&self, _: &mut Backoff) -> Result<Infallible, Lost> {
+            self.0.lock().join_empty(instance("new"))?;
+            self.1.send(Instant::now()).expect("the test runs");
+            std::future::pending().await
+        }
+
+        fn on_lost(&self, _: &Lost, _: String, _: bool) {}
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn worker_with_a_taken_id_joins_at_once_when_the_member_with_that_id_leaves() {
+        let cluster = Arc::new(Cluster::new(RouterSettings::default(), Metrics::default()));
+        let old = cluster.lock().join_empty(instance("old")).expect("the id is free");
+        let (joined, mut joins) = unbounded_channel();
+        let leaving = async {
+            // By now the pauses between the tries have their full length.
+            sleep(Duration::from_secs(10)).await;
+            cluster.leave(old);
+            let left_at = Instant::now();
+            assert_eq!(joins.recv().await, Some(left_at));
+        };
+        tokio::select! {
+            biased;
+            never = Reachable(cluster.clone(), joined).run() => match never {},
+            () = leaving => {}
         }
     }
 }

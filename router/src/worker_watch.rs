@@ -6,7 +6,7 @@
 //! always arrive on the stream.
 
 use crate::{
-    cluster::{JoinError, MemberId},
+    cluster::{Cluster, JoinError, MemberId},
     metrics::WorkerSeries,
     subscription::{EventSource, KvSubscription, SubscriptionError, Update},
     watch::{Lost, Remote, Watch},
@@ -52,6 +52,10 @@ enum Resync {
 }
 
 impl Watch for WorkerWatcher {
+    fn cluster(&self) -> &Cluster {
+        &self.0.cluster
+    }
+
     async fn receive(&self, backoff: &mut Backoff) -> Result<Infallible, Lost> {
         let Self(remote) = self;
         let mut control = ControlClient::new(remote.connect().await?).max_decoding_message_size(channel::MESSAGE_BYTES_MAX);

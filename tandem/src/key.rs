@@ -124,7 +124,7 @@ fn add(file: &mut ApiKeyFile, args: AddArgs) -> Result<String> {
         cache: if own_cache { KeyCache::Key } else { KeyCache::Account },
     });
     let secret = secret.map_err(|problem| anyhow!("the key cannot be added: {problem}"))?;
-    Ok(secret.expose().to_owned())
+    Ok(secret.expose())
 }
 
 fn list(file: &ApiKeyFile) -> String {

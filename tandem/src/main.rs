@@ -41,15 +41,21 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> anyhow::Result<()> {
     match cli.command {
-        Command::Up(up) => return run_or_print("up", *up, |role| &role.common, Cluster::start),
-        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, Process::router),
+        Command::Up(up) => {
+            let delay = up.role.frontend.drain_delay;
+            return run_or_print("up", *up, |role| &role.common, delay, Cluster::start);
+        }
+        Command::Router(router) => return run_or_print("router", *router, |role| &role.common, 0, Process::router),
         Command::PrefillWorker(worker) => {
-            return run_or_print("prefill-worker", *worker, |role| &role.common, Process::prefill_worker);
+            return run_or_print("prefill-worker", *worker, |role| &role.common, 0, Process::prefill_worker);
         }
         Command::DecodeWorker(worker) => {
-            return run_or_print("decode-worker", *worker, |role| &role.common, Process::decode_worker);
+            return run_or_print("decode-worker", *worker, |role| &role.common, 0, Process::decode_worker);
         }
-        Command::Frontend(frontend) => return run_or_print("frontend", *frontend, |role| &role.common, Process::frontend),
+        Command::Frontend(frontend) => {
+            let delay = frontend.role.frontend.drain_delay;
+            return run_or_print("frontend", *frontend, |role| &role.common, delay, Process::frontend);
+        }
         #[cfg(feature = "model")]
         Command::Model { command: ModelCommand::Fetch { source, store } } => {
             let store = Store::new(store)?;
@@ -124,6 +130,7 @@ fn run_or_print<R, S, F>(
     role: &str,
     command: Serve<R>,
     common: fn(&R) -> &CommonArgs,
+    delay_s: u32,
     start: impl FnOnce(R) -> F,
 ) -> anyhow::Result<()>
 where
@@ -136,7 +143,8 @@ where
     }
     let changed = command.changed(role);
     let CommonArgs { telemetry, grace_period, .. } = common(&command.role).clone();
-    serve::run(&telemetry, Duration::from_secs(grace_period), &changed, start(command.role))
+    let (delay, grace) = (Duration::from_secs(delay_s.into()), Duration::from_secs(grace_period));
+    serve::run(&telemetry, (delay, grace), &changed, start(command.role))
 }
 
 /// Writes one line about a failure or an incomplete result.

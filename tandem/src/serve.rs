@@ -5,6 +5,7 @@ use crate::{
     settings::TelemetryArgs,
 };
 use anyhow::Context;
+use futures::future::OptionFuture;
 use std::{
     future::Future,
     io::{ErrorKind, Write, stdout},
@@ -13,14 +14,15 @@ use std::{
 use tandem_node::telemetry::{self, tell};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Serves until Ctrl-C or SIGTERM, then drains. A second signal ends the draining. `changed`: the settings that differ from the defaults, which
+/// Serves until Ctrl-C, SIGTERM or SIGHUP. Then the process announces its end, drains after `delay`, and gives running requests `grace`. A second
+/// signal ends this at once. `changed`: the settings that differ from the defaults, which
 /// are logged at the start.
 ///
 /// # Errors
 /// Fails if the log filter is invalid, if the start fails, if one of the process's services fails, or if a second signal ends the draining.
 pub fn run<S: Served>(
     telemetry: &TelemetryArgs,
-    grace: Duration,
+    (delay, grace): (Duration, Duration),
     changed: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
@@ -28,7 +30,7 @@ pub fn run<S: Served>(
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
-    let done = runtime.block_on(serve(grace, start));
+    let done = runtime.block_on(serve(delay, grace, start));
     // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.
     runtime.shutdown_background();
     done
@@ -47,7 +49,11 @@ pub(crate) fn raise_file_limit() {
     }
 }
 
-async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S, StartError>>) -> anyhow::Result<()> {
+async fn serve<S: Served>(
+    delay: Duration,
+    grace: Duration,
+    start: impl Future<Output = Result<S, StartError>>,
+) -> anyhow::Result<()> {
     let mut signals = Signals::new().context("the process cannot receive signals")?;
     let mut served = tokio::select! {
         served = start => served?,
@@ -62,9 +68,14 @@ async fn serve<S: Served>(grace: Duration, start: impl Future<Output = Result<S,
         error = served.failed() => return Err(error.into()),
         () = signals.next() => {}
     }
-    tracing::info!(grace_s = grace.as_secs(), "draining; a second signal stops immediately");
+    tracing::info!(delay_s = delay.as_secs(), grace_s = grace.as_secs(), "draining; a second signal stops immediately");
+    let draining = async {
+        served.announce_drain();
+        tokio::time::sleep(delay).await;
+        served.drain(grace).await;
+    };
     tokio::select! {
-        () = served.drain(grace) => Ok(()),
+        () = draining => Ok(()),
         () = signals.next() => anyhow::bail!("stopped by a second signal; running requests were aborted"),
     }
 }
@@ -90,19 +101,31 @@ pub fn print(text: &str) -> anyhow::Result<()> {
 pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    /// SIGHUP, which a closed terminal sends; `None` if `nohup` has made the process ignore it.
+    hangup: Option<Signal>,
 }
 
 impl Signals {
     pub(crate) fn new() -> std::io::Result<Self> {
-        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+        let hangup = (!hangup_is_ignored()).then(|| signal(SignalKind::hangup())).transpose()?;
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())?, hangup })
     }
 
     pub(crate) async fn next(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
+            Some(_) = OptionFuture::from(self.hangup.as_mut().map(Signal::recv)) => {}
         }
     }
+}
+
+/// Returns whether the process ignores SIGHUP. Where the system does not tell, SIGHUP keeps its effect.
+fn hangup_is_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    // Bit 0 stands for signal 1.
+    mask.is_none_or(|mask| mask & 1 << (SignalKind::hangup().as_raw_value() - 1) != 0)
 }
 
 #[cfg(test)]

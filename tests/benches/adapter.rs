@@ -85,7 +85,8 @@ async fn worker(url: String) -> Result<SocketAddr> {
         silence_max: Duration::from_secs(60),
     };
     let connected = connect(settings).await?;
-    let worker = WorkerSettings { worker_id: "decode".to_owned(), model: connected.model.clone(), ..WorkerSettings::default() };
+    let worker =
+        WorkerSettings { worker_id: "decode".to_owned(), model: connected.model.id.clone(), ..WorkerSettings::default() };
     let (adapter, follower) = connected.into_parts();
     let shutdown = Shutdown::default();
     shutdown.spawn(async move {

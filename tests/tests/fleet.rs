@@ -87,6 +87,17 @@ async fn until(what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Resu
     timeout(LIMIT, polling).await.with_context(|| format!("in vain: {what}"))?
 }
 
+/// Starts a server at the port of an earlier one, as soon as that one has released it.
+async fn start_again(settings: FakeSettings) -> Result<FakeVllm> {
+    let mut started = None;
+    until("the port is free", async || {
+        started = FakeVllm::start(settings.clone()).await.ok();
+        Ok(started.is_some())
+    })
+    .await?;
+    started.context("the server has started")
+}
+
 /// Returns the text with which the fake model continues `prompt`.
 fn continuation(prompt: &str, tokens: usize) -> String {
     continuation_of("", prompt, tokens)
@@ -195,6 +206,29 @@ async fn restarted_server_is_a_new_instance_of_the_same_worker() -> Result<()> {
     until("a new instance has joined", async || Ok(instance(&cluster, "decode-0").await?.is_some_and(|now| now != second)))
         .await?;
     assert_eq!(complete(&cluster, &text).await?["choices"], before["choices"]);
+    cluster.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_returns_with_another_model_does_not_serve_under_the_old_name() -> Result<()> {
+    let mut fleet = Fleet::start(1).await?;
+    let cluster = Cluster::start(fleet.settings()).await?;
+    let before = complete(&cluster, "hello").await?;
+    let port = fleet.engines.remove(0).port();
+    let settings = FakeSettings { port, ..fleet.settings.clone() };
+    let other = start_again(FakeSettings { model: "other".to_owned(), ..settings.clone() }).await?;
+    let reason = "the restarted engine serves the model other (loaded from";
+    until("the router knows why the worker is not a member", async || {
+        Ok(view(&cluster).await?.unavailable.iter().any(|worker| worker.reason.contains(reason)))
+    })
+    .await?;
+    assert!(complete(&cluster, "hello").await.is_err(), "no engine serves the model");
+    assert_eq!(other.seen().len(), 0, "the other model has computed nothing");
+    drop(other);
+    fleet.engines.push(start_again(settings).await?);
+    until("the worker has joined again", async || Ok(instance(&cluster, "decode-0").await?.is_some())).await?;
+    assert_eq!(complete(&cluster, "hello").await?["choices"], before["choices"]);
     cluster.stop().await;
     Ok(())
 }

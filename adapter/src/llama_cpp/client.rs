@@ -116,9 +116,11 @@ impl Server for Client {
 }
 
 impl Props {
-    /// Returns a value that differs between two runs of a server at one address.
-    pub fn instance(self) -> Instance {
-        self.media_marker
+    /// Returns a value that differs between two runs of a server at one address. Older servers have no marker; of them, only runs with another model
+    /// or context differ.
+    pub fn instance(&self) -> Instance {
+        let context = self.default_generation_settings.as_ref().map(|slot| slot.n_ctx);
+        Some(format!("{:?}", (&self.media_marker, &self.model_path, context)))
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     http::HttpClient,
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, Engine, ServerDescription},
+    server::{self, ConnectError, Connected, Engine, ModelDescription, ServerDescription},
     shared::Shared,
     slots::{SlotLimits, Slots},
 };
@@ -15,6 +15,7 @@ use futures::FutureExt;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::{HashKey, TokenId};
+use tandem_node::Secret;
 
 /// The settings of the connection to a llama.cpp server.
 #[derive(Clone, Debug)]
@@ -22,7 +23,7 @@ pub struct LlamaCppSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
     /// The key that the server requires (its `--api-key`); `None` if it requires none.
-    pub key: Option<String>,
+    pub key: Option<Secret>,
     /// PEM certificates of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The number of tokens in a block of the cluster.
@@ -46,14 +47,21 @@ struct Described {
     end_token: Option<TokenId>,
 }
 
+impl Described {
+    fn model(&self) -> ModelDescription {
+        let root = self.props.model_path.clone();
+        ModelDescription { id: self.model.id.clone(), root, context_length: self.context_length }
+    }
+}
+
 /// Waits until the server answers, and returns the server's description.
 ///
 /// # Errors
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, ConnectError> {
-    let Described { model, props, slots, context_length, .. } = describe(&http(settings)?).await?;
-    let ranks = vec![(0, u64::from(slots) * u64::from(context_length))];
-    Ok(ServerDescription { model: model.id, loras: Vec::new(), root: props.model_path, context_length, ranks })
+    let described = describe(&http(settings)?).await?;
+    let ranks = vec![(0, u64::from(described.slots) * u64::from(described.context_length))];
+    Ok(ServerDescription { model: described.model(), loras: Vec::new(), ranks })
 }
 
 /// Waits until the server answers, and connects to it.
@@ -63,7 +71,9 @@ pub async fn inspect(settings: &LlamaCppSettings) -> Result<ServerDescription, C
 pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectError> {
     let http = http(&settings)?;
     let LlamaCppSettings { url, block_size, hash_key, waiting_max, prefix_caching, silence_max, .. } = settings;
-    let Described { model, props, slots, context_length, end_token } = describe(&http).await?;
+    let described = describe(&http).await?;
+    let of_model = described.model();
+    let Described { model, props, slots, context_length, end_token } = described;
     let capacity_blocks = (context_length / block_size.max(1)).saturating_mul(slots);
     let mirror = Mirror::new(MirrorSettings {
         hash_key,
@@ -89,11 +99,11 @@ pub async fn connect(settings: LlamaCppSettings) -> Result<Connected, ConnectErr
     let client = Client::new(http, BodySettings { context_length, prefix_caching, end_token });
     let events = std::future::pending().boxed();
     let engine = Engine { shared, family: None, instance: props.instance(), silence_max, events };
-    Ok(Connected::new(Arc::new(client), engine, model.id, Vec::new()))
+    Ok(Connected::new(Arc::new(client), engine, of_model, Vec::new()))
 }
 
 fn http(settings: &LlamaCppSettings) -> Result<HttpClient, ConnectError> {
-    Ok(HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?)
+    Ok(HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?)
 }
 
 async fn describe(http: &HttpClient) -> Result<Described, ConnectError> {

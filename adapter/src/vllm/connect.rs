@@ -8,7 +8,7 @@ use super::{
 use crate::{
     http::HttpClient,
     mirror::{Mirror, MirrorSettings},
-    server::{self, ConnectError, Connected, Engine, EngineEnded, ServerDescription},
+    server::{self, ConnectError, Connected, Engine, EngineEnded, ModelDescription, ServerDescription},
     shared::Shared,
     slots::{SlotLimits, Slots},
 };
@@ -16,6 +16,7 @@ use futures::FutureExt;
 use std::{sync::Arc, time::Duration};
 use tandem_engine::EngineInfo;
 use tandem_kv::HashKey;
+use tandem_node::Secret;
 
 /// Time limit for connecting the event socket, and for the arrival of each batch of a replay.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -32,7 +33,7 @@ pub struct VllmSettings {
     /// The server's address: `http://HOST:PORT`, or `https://`.
     pub url: String,
     /// The key that the server requires (its `--api-key`); `None` if it requires none.
-    pub key: Option<String>,
+    pub key: Option<Secret>,
     /// Certificates (PEM) of authorities that may identify the server, in addition to the public authorities.
     pub ca: Option<Vec<u8>>,
     /// The data-parallel rank that this worker uses; `None` if the server has one rank.
@@ -101,7 +102,7 @@ impl From<InvalidEndpoint> for ConnectError {
 /// # Errors
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, ConnectError> {
-    let http = HttpClient::new(&settings.url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let http = HttpClient::new(&settings.url, settings.key.clone(), settings.ca.as_deref())?;
     let client = Client::new(ClientSettings {
         http,
         rank: settings.rank,
@@ -114,8 +115,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
     if ranks.is_empty() {
         return Err(ConnectError::NoCacheConfig { rank: settings.rank.unwrap_or(0) });
     }
-    let ServedModels { id: model, root, context_length, loras } = served;
-    Ok(ServerDescription { model, loras, root, context_length, ranks })
+    Ok(ServerDescription { model: model_description(&served), loras: served.loras, ranks })
 }
 
 /// Waits until the server answers, and connects to it.
@@ -124,7 +124,7 @@ pub async fn inspect(settings: &VllmSettings) -> Result<ServerDescription, Conne
 /// Fails if the settings are invalid, or if the server cannot be used.
 pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> {
     let url = &settings.url;
-    let http = HttpClient::new(url, settings.key.as_deref(), settings.ca.as_deref())?;
+    let http = HttpClient::new(url, settings.key.clone(), settings.ca.as_deref())?;
     let host = http.host().to_owned();
     let client = Client::new(ClientSettings {
         http,
@@ -135,7 +135,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let rank = settings.rank.unwrap_or(0);
     let (served, version, metrics) = describe(&client).await?;
     let constants = EngineConstants::parse(&metrics, rank).ok_or(ConnectError::NoCacheConfig { rank })?;
-    let ServedModels { id: model, context_length, loras, .. } = served.clone();
+    let (model, loras) = (model_description(&served), served.loras.clone());
     let client = Arc::new(client.with_models(served));
     let block_size = settings.block_size.unwrap_or(constants.block_size);
     // vLLM never stores KV in its first block.
@@ -166,7 +166,8 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
         hits_are_reported: true,
         engine_blocks_max: MIRRORED_BLOCKS_MAX,
     })?;
-    let info = EngineInfo { vocab_size: usize::MAX, context_length, block_size, capacity_blocks, block_bytes: 0 };
+    let info =
+        EngineInfo { vocab_size: usize::MAX, context_length: model.context_length, block_size, capacity_blocks, block_bytes: 0 };
     let limits = SlotLimits { running: settings.running_max, blocks: capacity_blocks.into(), waiting: settings.waiting_max };
     let shared = Arc::new(Shared::new(info, Slots::new(limits), mirror, approximate));
     let family = settings.nixl.then(|| {
@@ -176,7 +177,7 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     tracing::info!(
         engine = %url,
         version,
-        model,
+        model = model.id,
         ?loras,
         engine_blocks = constants.blocks,
         engine_block_size = constants.block_size,
@@ -195,6 +196,10 @@ pub async fn connect(settings: VllmSettings) -> Result<Connected, ConnectError> 
     let (events, silence_max) = (follow_events(Arc::clone(&shared), subscription).boxed(), settings.silence_max);
     let instance = Some(constants.started.to_string());
     Ok(Connected::new(client, Engine { shared, family, instance, silence_max, events }, model, loras))
+}
+
+fn model_description(served: &ServedModels) -> ModelDescription {
+    ModelDescription { id: served.id.clone(), root: served.root.clone(), context_length: served.context_length }
 }
 
 async fn describe(client: &Client) -> Result<(ServedModels, String, String), ConnectError> {

@@ -45,7 +45,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         let (encoder, encodings) = (Arc::clone(&model), incoming.encodings(&model, &options.cache_salt));
         let encode = move || input.encode(echo, adds_bos, &encoder, &encodings);
         let (mut tokens, mut text) = incoming.encode(all_bytes, encode).await?;
-        let fitting = model.context_length.saturating_sub(max_tokens) as usize;
+        let fitting = model.usable_context().saturating_sub(max_tokens) as usize;
         if options.truncation.is_some_and(|truncation| truncation.apply(&mut tokens, fitting)) && echo {
             text = Some(model.tokenizer.decode(&tokens));
         }

@@ -42,7 +42,7 @@ pub(super) fn check_texts(
     truncated: bool,
     param: &'static str,
 ) -> Result<(), ApiError> {
-    let (context_length, mut all) = (model.context_length, 0_usize);
+    let (context_length, mut all) = (model.usable_context(), 0_usize);
     for bytes in texts_bytes {
         let tokens_min = model.tokenizer.tokens_min(bytes);
         if tokens_min > context_length as usize && !truncated {
@@ -64,7 +64,7 @@ pub(super) fn check_context(
     param: &'static str,
     limit_param: &'static str,
 ) -> Result<(), ApiError> {
-    let context_length = model.context_length;
+    let context_length = model.usable_context();
     let prompt_tokens = u32::try_from(prompt_tokens).unwrap_or(u32::MAX);
     if u64::from(prompt_tokens) + u64::from(new_tokens) <= u64::from(context_length) {
         return Ok(());

@@ -35,7 +35,7 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
         (None, min_tokens) => (min_tokens, "min_tokens"),
     };
     if let Some(truncation) = chat.options.truncation {
-        truncation.apply(&mut tokens, served.model.context_length.saturating_sub(new_tokens) as usize);
+        truncation.apply(&mut tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
     }
     check_context(&served.model, tokens.len(), new_tokens, "messages", limit_param)?;
     let prompt = incoming.prompt(&served, 0, tokens, &chat.options, chat.options.prompt_logprobs);

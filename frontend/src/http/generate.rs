@@ -32,7 +32,7 @@ async fn prepare(incoming: &mut Incoming, body: Bytes) -> Result<Job, ApiError> 
         None => (options.sampling.min_tokens.max(1), "sampling_params.min_tokens"),
     };
     if let Some(truncation) = options.truncation {
-        truncation.apply(&mut tokens, served.model.context_length.saturating_sub(new_tokens) as usize);
+        truncation.apply(&mut tokens, served.model.usable_context().saturating_sub(new_tokens) as usize);
     }
     check_context(&served.model, tokens.len(), new_tokens, "token_ids", limit_param)?;
     incoming.reserve(1, &options)?;

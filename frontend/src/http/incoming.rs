@@ -191,7 +191,7 @@ impl Incoming {
         prompt_logprobs: Option<u32>,
     ) -> Prompt {
         let namespace = self.namespace(model, &options.cache_salt);
-        let rest_of_context = model.context_length.saturating_sub(tokens.len() as u32);
+        let rest_of_context = model.usable_context().saturating_sub(tokens.len() as u32);
         let max_tokens = options.sampling.max_tokens.unwrap_or(rest_of_context);
         Prompt {
             request_id: format!("{}-{index}", self.id).into(),

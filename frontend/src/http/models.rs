@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// Returns the model's description. `max_model_len` is vLLM's name for the context length.
 fn describe(app: &App, model: &ServedModel) -> Value {
-    let (id, max_model_len) = (&model.id, model.context_length);
+    let (id, max_model_len) = (&model.id, model.usable_context());
     json!({ "id": id, "object": "model", "created": app.since, "owned_by": "tandem", "max_model_len": max_model_len })
 }
 

@@ -59,7 +59,7 @@ impl App {
     /// Checks routers until requests for all models could be placed, or no router is left.
     pub(super) async fn readiness(&self) -> Readiness {
         let mut found = self.without_routers();
-        if !self.admission.shutdown.is_draining() {
+        if !self.admission.shutdown.is_announced() {
             let mut views = std::pin::pin!(self.dispatcher.routers.views());
             while found.0.iter().any(Result::is_err) {
                 let Some((_, view)) = views.next().await else { break };
@@ -82,12 +82,12 @@ impl App {
     /// Combines the results of [`App::judge`] for all routers.
     pub(super) fn judge_all(&self, answers: impl IntoIterator<Item = Readiness>) -> Readiness {
         let first = self.without_routers();
-        if self.admission.shutdown.is_draining() { first } else { answers.into_iter().fold(first, Readiness::or) }
+        if self.admission.shutdown.is_announced() { first } else { answers.into_iter().fold(first, Readiness::or) }
     }
 
-    /// Returns the result of the check before any router has answered: this process drains, or no router is reachable.
+    /// Returns the result of the check before any router has answered: this process drains or will soon, or no router is reachable.
     fn without_routers(&self) -> Readiness {
-        let why = if self.admission.shutdown.is_draining() { NotReady::Draining } else { NotReady::Router };
+        let why = if self.admission.shutdown.is_announced() { NotReady::Draining } else { NotReady::Router };
         Readiness(vec![Err(why); self.models.len()])
     }
 
@@ -97,8 +97,12 @@ impl App {
         let mut logged = None;
         loop {
             // All routers are checked, even while this process drains: a running request may have to be booked with a recovered router.
-            let views = self.dispatcher.routers.views().map(|(_, view)| self.judge(view.as_ref()));
-            let now = self.judge_all(views.collect::<Vec<_>>().await);
+            let views: Vec<_> = self.dispatcher.routers.views().map(|(_, view)| view).collect().await;
+            for served in self.models.iter() {
+                let workers = views.iter().flatten().flat_map(|view| &view.workers);
+                served.model.learn_context(workers.filter_map(|worker| worker.info.as_ref()));
+            }
+            let now = self.judge_all(views.iter().map(|view| self.judge(view.as_ref())));
             self.metrics.ready.set(f64::from(u8::from(now.of_any().is_ok())));
             for (at, (served, now)) in self.models.iter().zip(&now.0).enumerate() {
                 if logged.as_ref().is_some_and(|Readiness(before)| before[at] == *now) {

@@ -56,7 +56,7 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
     };
     let texts = request.return_token_strs.unwrap_or(false);
     let token_strs = texts.then(|| tokens.iter().map(|token| token_text(&model, *token)).collect::<Vec<_>>());
-    let (count, max_model_len) = (tokens.len(), model.context_length);
+    let (count, max_model_len) = (tokens.len(), model.usable_context());
     let answer = json!({ "count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": token_strs });
     Ok(Json(answer).into_response())
 }
@@ -75,5 +75,5 @@ async fn decode(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErr
 
 /// Checks the size of a prompt's text. Unlike a prompt that is to be answered, it may have more tokens than the context.
 fn check_bytes(model: &ServedModel, bytes: usize, param: &'static str) -> Result<(), ApiError> {
-    at_most(param, bytes, prompt_bytes_max(model.context_length), "bytes of text")
+    at_most(param, bytes, prompt_bytes_max(model.usable_context()), "bytes of text")
 }

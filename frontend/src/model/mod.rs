@@ -10,9 +10,13 @@ use crate::{
     chat::{ReasoningParser, ToolCallParser},
     prompt::{ChatTemplate, Tokenizer},
 };
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
 use tandem_kv::TokenId;
 use tandem_model::{Gguf, HfDirectory, HfTokenizer, ModelFile, sim};
+use tandem_proto::v1::{WorkerInfo, worker_info::Role};
 
 /// Names of control tokens that end an answer in the supported model families, in addition to those that a model's files name.
 const ANSWER_ENDS: [&str; 5] = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"];
@@ -24,8 +28,10 @@ pub struct ServedModel {
     pub id: String,
     /// Identifies the weights and the arithmetic that computes with them. It is one element of the cache namespace.
     pub revision: String,
-    /// The maximum length of a sequence, in tokens.
+    /// The maximum length of a sequence that the model permits, in tokens.
     pub context_length: u32,
+    /// The longest sequence that a worker of the model can hold, in tokens; `u32::MAX` until a router has reported it.
+    held_max: Arc<AtomicU32>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
     /// The tokens that end an answer.
@@ -100,7 +106,8 @@ impl ServedModel {
             template.as_ref().map_or(ReasoningParser::None, |template| ReasoningParser::of_template(template.source()));
         let (revision, tokenizer, template) = (revision.to_owned(), tokenizer.into(), template.map(Arc::new));
         let (stop_tokens, bos) = (Vec::new(), None);
-        Self { id, revision, context_length, tokenizer, stop_tokens, template, bos, tool_call_parser, reasoning_parser }
+        let held_max = Arc::new(AtomicU32::new(u32::MAX));
+        Self { id, revision, context_length, held_max, tokenizer, stop_tokens, template, bos, tool_call_parser, reasoning_parser }
     }
 
     /// Returns the same model with other parsers of its answers. `None`: the parser that follows from the chat template.
@@ -123,13 +130,32 @@ impl ServedModel {
 
     /// Returns a model that differs only in its id: a LoRA of this one.
     pub fn named(&self, id: impl Into<String>) -> Self {
-        Self { id: id.into(), ..self.clone() }
+        Self { id: id.into(), held_max: Arc::new(AtomicU32::new(u32::MAX)), ..self.clone() }
     }
 
     /// Returns the same model with its context limited to this many tokens.
     pub fn with_context_length(mut self, tokens: u32) -> Self {
         self.context_length = self.context_length.min(tokens);
         self
+    }
+
+    /// Returns the maximum length of a sequence, in tokens, that the model permits and a worker can hold.
+    pub(crate) fn usable_context(&self) -> u32 {
+        self.context_length.min(self.held_max.load(Ordering::Relaxed))
+    }
+
+    /// Learns from the routers' views what the largest decode worker of the model can hold. Without a worker, what was known stays.
+    pub(crate) fn learn_context<'a>(&self, workers: impl Iterator<Item = &'a WorkerInfo>) {
+        let of_model =
+            workers.filter(|info| info.role() == Role::Decode && (info.model == self.id || info.loras.contains(&self.id)));
+        let held = of_model.map(|info| {
+            // 0 stands for a context without a limit.
+            let context = if info.context_length == 0 { u32::MAX } else { info.context_length };
+            info.capacity_blocks.saturating_mul(info.block_size).min(context)
+        });
+        if let Some(held) = held.max().filter(|held| *held > 0) {
+            self.held_max.store(held, Ordering::Relaxed);
+        }
     }
 
     /// Returns the length in bytes beyond which a rendered conversation cannot fit into the context. The factor 4 is for guard characters

@@ -223,8 +223,8 @@ impl Chat {
             RenderError::Refused(source) => ApiError::Template(source),
             RenderError::Steps => ApiError::TemplateSteps,
             RenderError::TooLong => {
-                let tokens_min = model.context_length as usize + 1;
-                ApiError::PromptLength { context_length: model.context_length, tokens_min, param: "messages" }
+                let tokens_min = model.usable_context() as usize + 1;
+                ApiError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }
             }
         })?;
         if conversation.template.continue_final_message && !cut_at_end(&mut text, &end) {

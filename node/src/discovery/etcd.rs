@@ -28,7 +28,8 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct EtcdSettings {
     /// `host:port` of the etcd servers. One server that can be reached suffices.
     pub endpoints: Vec<String>,
-    /// User name and password; `None` disables authentication.
+    /// User name and password; `None` disables authentication. A password's file is read for each connection, and a connection that etcd no
+    /// longer authenticates is replaced.
     pub user: Option<(String, Secret)>,
     /// Settings of TLS; `None` leaves the connections unencrypted.
     pub tls: Option<EtcdTls>,

@@ -1,6 +1,6 @@
 //! A member list that is static, or is in a file that is polled while the process runs.
 //!
-//! If the file becomes invalid, the last valid list stays in use.
+//! If the file becomes invalid or empty, the last valid list stays in use: a file that lost its content must not remove all members.
 
 use super::{ADDRESSES_MAX, DiscoveryError};
 use crate::watched_file::WatchedFile;
@@ -31,6 +31,10 @@ impl Watched {
         loop {
             let changed = self.file.changed().await;
             match changed.map_err(|error| unreadable(&self.path, &error)).and_then(|text| parsed(&text)) {
+                Ok(listed) if listed.is_empty() => tracing::warn!(
+                    file = %self.path.display(),
+                    "the list of members has become empty, so the last one stays in use; to remove all members, stop them"
+                ),
                 Ok(listed) if listed != *now => return listed,
                 Ok(_) => {}
                 Err(error) => tracing::warn!("the last valid list of members stays in use: {error}"),
@@ -104,21 +108,23 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn changes_of_a_member_file_are_detected_and_an_invalid_file_changes_no_members() {
+    async fn changes_of_a_member_file_are_detected_and_an_invalid_or_empty_file_changes_no_members() {
         let folder = tempfile::tempdir().expect("the system can create a temporary folder");
         let path = folder.path().join("workers");
         write(&path, "a:1\n");
         let mut members = open(MemberSource::File(path.clone())).expect("the member source is valid");
-        for (text, then) in [("a:1\nb:2\n", list(&["a:1", "b:2"])), ("b:2\n", list(&["b:2"])), ("", list(&[]))] {
+        for (text, then) in [("a:1\nb:2\n", list(&["a:1", "b:2"])), ("b:2\n", list(&["b:2"]))] {
             write(&path, text);
             members.changed().await;
             assert_eq!(*members.now(), then, "{text:?}");
         }
-        write(&path, "nonsense");
-        assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
+        for text in ["nonsense", "", "\n", "# b:2\n"] {
+            write(&path, text);
+            assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err(), "{text:?}");
+        }
         std::fs::remove_file(&path).expect("the folder is writable");
         assert!(tokio::time::timeout(POLL_INTERVAL * 5, members.changed()).await.is_err());
-        assert_eq!(*members.now(), list(&[]));
+        assert_eq!(*members.now(), list(&["b:2"]));
         write(&path, "c:3");
         members.changed().await;
         assert_eq!(*members.now(), list(&["c:3"]));

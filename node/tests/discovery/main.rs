@@ -11,7 +11,7 @@ use proxy::Proxy;
 use servers::{Server, TIMEOUT};
 use std::{collections::BTreeSet, time::Duration};
 use tandem_node::{
-    Metrics, Shutdown,
+    Metrics, Secret, Shutdown,
     discovery::{EtcdSettings, EtcdTls, MemberRecord, MemberSource, Members, Role, register},
 };
 use tandem_proto::ClusterKey;
@@ -314,6 +314,39 @@ async fn client_authenticates_by_password() {
         refused.connected(false).await;
     }
     assert!(!format!("{:?}", with("hidden")).contains("hidden"));
+}
+
+#[tokio::test]
+async fn rotated_password_is_read_from_its_file_when_etcd_refuses_the_last_one() {
+    let server = Server::etcd(&[]);
+    let mut client = admin(&server).await;
+    client.user_add("root", "first", None).await.expect("etcd answers");
+    client.user_grant_role("root", "root").await.expect("etcd answers");
+    client.auth_enable().await.expect("etcd answers");
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let file = folder.path().join("password");
+    std::fs::write(&file, "first\n").expect("the folder is writable");
+    let password = Secret::in_file(file.clone()).expect("the file holds a secret");
+    let settings = EtcdSettings {
+        user: Some(("root".to_owned(), password)),
+        lease_ttl: Duration::from_secs(1),
+        ..settings(&[server.address()])
+    };
+    let process = Registered::start(&settings, Role::DecodeWorker, "d:1");
+    process.connected().await;
+    let mut running = Watcher::start(&settings);
+    running.expect_members(&["d:1"]).await;
+
+    let options = etcd_client::ConnectOptions::new().with_user("root", "first");
+    let mut client = etcd_client::Client::connect([server.address()], Some(options)).await.expect("etcd listens");
+    client.user_change_password("root", "second").await.expect("etcd answers");
+    wait_until(&process.metrics, "tandem_discovery_etcd_connected{for=\"registration\"}", 0.0).await;
+    running.expect_members(&[]).await;
+    std::fs::write(&file, "second\n").expect("the folder is writable");
+    process.connected().await;
+    running.expect_members(&["d:1"]).await;
+    // A router that starts now finds the process.
+    Watcher::start(&settings).expect_members(&["d:1"]).await;
 }
 
 #[tokio::test]

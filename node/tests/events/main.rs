@@ -11,7 +11,7 @@ use servers::{Server, TIMEOUT};
 use std::{fs, path::Path, sync::Arc, time::Duration};
 use tandem_kv::{Change, KvBatch, KvEvent, SequenceHash, StoredChain};
 use tandem_node::{
-    Metrics,
+    Metrics, Secret,
     events::{Broker, NatsAuth, NatsSettings, Published},
 };
 use tandem_proto::{ClusterKey, event_batch, v1::KvEventBatch};
@@ -198,8 +198,7 @@ async fn slow_subscriber_detects_gap() {
 async fn client_authenticates_by_password_token_or_nkey() {
     let folder = tempfile::tempdir().expect("the system can create a temporary folder");
     // The test's key pair was made with `nk -gen user -pubout`.
-    let seed = folder.path().join("seed");
-    fs::write(&seed, "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n").expect("the folder is writable");
+    let seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY\n".to_owned();
     let nkey = folder.path().join("nkey.conf");
     fs::write(&nkey, "authorization { users: [ { nkey: UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4 } ] }")
         .expect("the folder is writable");
@@ -209,7 +208,7 @@ async fn client_authenticates_by_password_token_or_nkey() {
     for (args, good, bad) in [
         (&["--user=u", "--pass=right"][..], user("right"), user("wrong")),
         (&["--auth=right"], token("right"), token("wrong")),
-        (&[&*config], NatsAuth::Nkey(seed.clone()), NatsAuth::None),
+        (&[&*config], NatsAuth::Nkey(seed.into()), NatsAuth::None),
     ] {
         let server = Server::nats(args);
         let (refused, metrics) = open(&NatsSettings { auth: bad, ..settings(&server) }).await;
@@ -219,6 +218,35 @@ async fn client_authenticates_by_password_token_or_nkey() {
         assert_eq!(value(&metrics, "tandem_events_nats_connected"), Some(0.0));
     }
     assert!(!format!("{:?}", user("hidden")).contains("hidden"));
+}
+
+/// Rotates the secret with which a process authenticates itself. `accepted` is what the server's configuration says of each secret.
+async fn rotate(auth: impl FnOnce(Secret) -> NatsAuth, accepted: [&str; 2], secrets: [&str; 2]) {
+    let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+    let (config, file) = (folder.path().join("nats.conf"), folder.path().join("secret"));
+    let write = |path: &Path, text: &str| fs::write(path, text).expect("the folder is writable");
+    let accept = |one: &str| write(&config, &format!("authorization {{ {one} }}"));
+    accept(accepted[0]);
+    write(&file, secrets[0]);
+    let server = Server::nats(&[&format!("--config={}", config.display())]);
+    let auth = auth(Secret::in_file(file.clone()).expect("the file holds a secret"));
+    let broker = connected(&NatsSettings { auth, ..settings(&server) }).await;
+    accept(accepted[1]);
+    server.signal("-HUP");
+    timeout(TIMEOUT, broker.until(false)).await.expect("NATS closes the connection");
+    write(&file, secrets[1]);
+    timeout(TIMEOUT, broker.until(true)).await.expect("NATS accepts the new secret");
+}
+
+#[tokio::test]
+async fn rotated_secret_is_read_from_its_file_when_nats_refuses_the_last_one() {
+    let user = |password| NatsAuth::User("u".to_owned(), password);
+    rotate(user, ["user: u, password: first", "user: u, password: second"], ["first", "second"]).await;
+    rotate(NatsAuth::Token, ["token: first", "token: second"], ["first", "second"]).await;
+    let pairs = [nkeys::KeyPair::new_user(), nkeys::KeyPair::new_user()];
+    let accepted = pairs.each_ref().map(|pair| format!("users: [ {{ nkey: {} }} ]", pair.public_key()));
+    let seeds = pairs.each_ref().map(|pair| pair.seed().expect("the pair has a seed"));
+    rotate(NatsAuth::Nkey, accepted.each_ref().map(String::as_str), seeds.each_ref().map(String::as_str)).await;
 }
 
 #[tokio::test]
@@ -253,8 +281,8 @@ async fn open_rejects_invalid_settings() {
         (NatsSettings { servers: vec!["http://h:1".to_owned()], ..good.clone() }, "write host:port"),
         (NatsSettings { ca: Some(none.to_owned()), ..good.clone() }, "/none"),
         (NatsSettings { identity: Some((none.to_owned(), none.to_owned())), ..good.clone() }, "/none"),
-        (NatsSettings { auth: NatsAuth::Credentials(none.to_owned()), ..good.clone() }, "/none"),
-        (NatsSettings { auth: NatsAuth::Nkey(none.to_owned()), ..good.clone() }, "/none"),
+        (NatsSettings { auth: NatsAuth::Credentials("x".to_owned().into()), ..good.clone() }, "check that --nats-creds"),
+        (NatsSettings { auth: NatsAuth::Nkey("x".to_owned().into()), ..good.clone() }, "--nats-nkey"),
     ] {
         let error = Broker::open(&bad, ClusterKey::default(), &Metrics::default())
             .await

@@ -44,7 +44,10 @@ use std::{convert::Infallible, sync::Arc};
 use tandem_kv::{InstanceId, KvBatch, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::v1::{self, WorkerInfo};
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 
 /// The router's state, shared by its tasks.
 pub(crate) struct Cluster {
@@ -56,6 +59,8 @@ pub(crate) struct Cluster {
     blocks_left: Notify,
     /// Notifies one waiter each time that a worker leaves. Without a waiter the notification is kept.
     pub(crate) member_left: Notify,
+    /// Shows all subscribers that a worker has left.
+    pub(crate) departures: watch::Sender<()>,
     /// Notifies one waiter each time that a peer is removed, like `member_left`.
     pub(crate) peer_left: Notify,
 }
@@ -90,7 +95,8 @@ impl Cluster {
         };
         let index = state.members.index.clone();
         let state = Mutex::new(state);
-        Self { settings, state, index, blocks_left: Notify::new(), member_left: Notify::new(), peer_left: Notify::new() }
+        let [blocks_left, member_left, peer_left] = [const { Notify::const_new() }; 3];
+        Self { settings, state, index, blocks_left, member_left, departures: watch::channel(()).0, peer_left }
     }
 
     /// Locks the state. The lock must be held only briefly and never across an await.
@@ -155,6 +161,7 @@ impl Cluster {
     pub(crate) fn leave(&self, id: MemberId) {
         self.lock().leave(id);
         self.member_left.notify_one();
+        self.departures.send_replace(());
         self.blocks_left.notify_one();
     }
 

@@ -14,12 +14,12 @@ use std::{
 
 impl Cli {
     /// Reads the command line, the environment and the configuration file that `--config` names. `otel_endpoint` is the value of
-    /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces.
+    /// OTEL_EXPORTER_OTLP_ENDPOINT, the standard variable for the address of a collector of traces. An empty variable is as good as none.
     ///
     /// # Errors
     /// A flag, a variable or a key of the file is unknown or has a wrong value, or settings exclude each other.
     pub fn read(args: Vec<OsString>, otel_endpoint: Option<OsString>) -> Result<Self, clap::Error> {
-        let mut command = Self::command();
+        let mut command = without_empty_variables(Self::command());
         if let Some(endpoint) = otel_endpoint.filter(|endpoint| !endpoint.is_empty()) {
             let endpoint = endpoint.to_string_lossy().into_owned();
             command = command.mut_subcommands(|role| {
@@ -43,6 +43,12 @@ impl Cli {
         }
         Ok(cli)
     }
+}
+
+/// Returns the command without its variables of the environment that are empty. Compose files set variables so that have no value.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |arg: &clap::Arg| arg.get_env().and_then(std::env::var_os).is_some_and(|value| value.is_empty());
+    command.mut_args(|arg| if is_empty(&arg) { arg.env(None::<&str>) } else { arg }).mut_subcommands(without_empty_variables)
 }
 
 /// Returns whether the subcommand is a role. Only roles have settings.

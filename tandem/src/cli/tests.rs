@@ -325,7 +325,7 @@ fn etcd_replaces_member_lists_and_passwords_are_not_shown() {
     let settings = router(&args.split(' ').collect::<Vec<_>>()).expect("the settings are valid");
     let MemberSource::Etcd(etcd, roles) = settings.role.workers() else { panic!("etcd is set") };
     assert_eq!((etcd.endpoints.join(" "), &*etcd.cluster, etcd.lease_ttl.as_secs()), ("e:1 f:2".to_owned(), "c", 10));
-    assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden")));
+    assert_eq!(etcd.user.as_ref().map(|(name, password)| (&**name, password.expose())), Some(("u", "hidden".to_owned())));
     assert!(etcd.tls.is_some_and(|tls| tls.identity.is_some()));
     assert_eq!(roles, [Member::PrefillWorker, Member::DecodeWorker]);
     let printed = settings.to_toml();

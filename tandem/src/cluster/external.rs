@@ -10,6 +10,7 @@ use crate::{
     settings::{EngineKind, EngineLimits},
 };
 use futures::FutureExt;
+use parking_lot::Mutex;
 use std::{
     convert::Infallible,
     fs, io, net,
@@ -18,7 +19,7 @@ use std::{
     sync::Arc,
     time::Duration,
 };
-use tandem_adapter::{ConnectError, Connected, ServerDescription, ServerSettings};
+use tandem_adapter::{ConnectError, Connected, ModelDescription, ServerDescription, ServerSettings};
 use tandem_decode_worker::DecodeWorkerError;
 use tandem_node::{
     Backoff, Metrics, Shutdown,
@@ -69,6 +70,18 @@ pub(super) struct ExternalWorker {
     pub(super) socket: net::TcpListener,
     pub(super) network: Network,
     pub(super) registration: Option<Registration>,
+    /// What the frontend of this process has announced of the server's model; `None` if the frontend is another process.
+    pub(super) announced: Option<Announced>,
+}
+
+/// What the frontend has announced of a server's model. A server that returns with another model must not compute under its name.
+pub(super) struct Announced {
+    /// The server's model at the start.
+    pub(super) model: ModelDescription,
+    /// Whether --served-model-name declares the name, under which the server may then serve any model.
+    pub(super) name_is_declared: bool,
+    /// The context length in the list of models.
+    pub(super) context_length: u32,
 }
 
 pub(super) struct Registration {
@@ -87,11 +100,12 @@ impl Parts {
         socket: TcpListener,
         engine: ServerSettings,
         registration: Option<Registration>,
+        announced: Option<Announced>,
         shutdown: &Shutdown,
     ) -> Result<(), StartError> {
         let socket = socket.into_std().map_err(StartError::LocalAddress)?;
         let (id, metrics, stop) = (plan.id(), self.metrics.clone(), shutdown.clone());
-        let worker = ExternalWorker { plan, engine, socket, network: self.network(), registration };
+        let worker = ExternalWorker { plan, engine, socket, network: self.network(), registration, announced };
         self.spawn(&id, shutdown, worker.run(metrics, stop));
         Ok(())
     }
@@ -133,7 +147,7 @@ pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettin
 
 /// Returns the directory or repository from which the server loaded its model. The tokenizer can be loaded from there.
 pub(super) fn source(server: &ServerDescription) -> Option<Source> {
-    let root = server.root.as_deref().unwrap_or(&server.model);
+    let root = server.model.root.as_deref().unwrap_or(&server.model.id);
     if Path::new(root).exists() {
         return Some(Source::Path(root.into()));
     }
@@ -149,16 +163,35 @@ fn pause_after(lived: Duration, backoff: &mut Backoff) -> Duration {
     Duration::ZERO
 }
 
+impl Announced {
+    /// Returns what forbids this model of a server that has returned; `None` if the server can serve what was announced.
+    fn difference(&self, now: &ModelDescription) -> Option<String> {
+        let named = |model: &ModelDescription| {
+            format!("{} (loaded from {})", model.id, model.root.as_deref().unwrap_or("an unknown place"))
+        };
+        let what = if !self.name_is_declared && (&now.id, &now.root) != (&self.model.id, &self.model.root) {
+            format!("serves the model {}, not {} as at the start of this cluster", named(now), named(&self.model))
+        } else if now.context_length < self.context_length {
+            format!("has a context of {} tokens, but {} are announced to clients", now.context_length, self.context_length)
+        } else {
+            return None;
+        };
+        Some(format!("the restarted engine {what}; restart `tandem up`, or start the engine as it was"))
+    }
+}
+
 impl ExternalWorker {
     /// Runs an instance of the worker for each connection to its server, until the process drains.
     pub(super) async fn run(self, metrics: Metrics, shutdown: Shutdown) -> Result<(), ExternalError> {
         let (mut backoff, mut has_connected, mut pause) = (Backoff::new(PAUSES.0, PAUSES.1), false, Duration::ZERO);
         loop {
+            let reason = format!("the worker waits until its engine at {} answers", self.engine.url());
+            let waiting = Waiting(Arc::new(Mutex::new(reason)));
             let connected = tokio::select! {
                 biased;
                 () = shutdown.draining() => return Ok(()),
-                connected = self.connect(pause, &mut backoff, has_connected) => connected?,
-                refusing = self.refuse_calls() => match refusing? {},
+                connected = self.connect(pause, &mut backoff, has_connected, &waiting) => connected?,
+                refusing = self.refuse_calls(waiting.clone()) => match refusing? {},
             };
             let name = &self.plan.settings.model;
             if connected.adapter.loras().contains(name) {
@@ -176,27 +209,37 @@ impl ExternalWorker {
     }
 
     /// Waits for the pause and until the server answers, and connects to it. An error at the first connection ends the worker, so that the operator sees
-    /// that the settings are wrong or that the server is of another kind. Errors of later connections are retried.
-    async fn connect(&self, pause: Duration, backoff: &mut Backoff, has_connected: bool) -> Result<Connected, ExternalError> {
+    /// that the settings are wrong or that the server is of another kind. Errors of later connections are retried, and so is a server that does not
+    /// serve what was announced.
+    async fn connect(
+        &self,
+        pause: Duration,
+        backoff: &mut Backoff,
+        has_connected: bool,
+        waiting: &Waiting,
+    ) -> Result<Connected, ExternalError> {
         sleep(pause).await;
         loop {
             let error = match self.engine.clone().connect().await {
-                Ok(connected) => return Ok(connected),
+                Ok(connected) => match self.announced.as_ref().and_then(|announced| announced.difference(&connected.model)) {
+                    None => return Ok(connected),
+                    Some(difference) => difference,
+                },
                 Err(error) if !has_connected => return Err(error.into()),
                 Err(error) => error_chain(&error),
             };
             if backoff.is_new_error(&error) {
                 tracing::warn!(engine = self.engine.url(), %error, "the restarted engine cannot be used; trying again");
             }
+            *waiting.0.lock() = error;
             sleep(backoff.next_delay()).await;
         }
     }
 
-    /// Refuses calls to the worker while its server does not answer, so that routers need not wait for a timeout.
-    async fn refuse_calls(&self) -> Result<Infallible, ExternalError> {
-        let reason = format!("the worker waits until its engine at {} answers", self.engine.url());
+    /// Refuses calls to the worker while its server cannot be used, so that routers need not wait for a timeout.
+    async fn refuse_calls(&self, waiting: Waiting) -> Result<Infallible, ExternalError> {
         let listener = Listener::new(Arrivals::Tcp(TcpListener::from_std(self.socket.try_clone()?)?), self.network.clone());
-        let routes = Routes::new(ControlServer::new(Waiting(reason)));
+        let routes = Routes::new(ControlServer::new(waiting));
         listener.serve(channel::server(), routes, Arc::new(|| {}), std::future::pending()).await?;
         Err(io::Error::other("the socket is closed").into())
     }
@@ -204,7 +247,7 @@ impl ExternalWorker {
     async fn run_instance(&self, connected: Connected, metrics: &Metrics, shutdown: &Shutdown) -> Result<(), DecodeWorkerError> {
         let mut plan = self.plan.clone();
         if plan.settings.model.is_empty() {
-            plan.settings.model.clone_from(&connected.model);
+            plan.settings.model.clone_from(&connected.model.id);
         }
         let (adapter, follower) = connected.into_parts();
         let listener = TcpListener::from_std(self.socket.try_clone()?)?;
@@ -230,12 +273,13 @@ impl ExternalWorker {
     }
 }
 
-/// The `Control` service of a worker whose server does not answer. It refuses all calls with the text as the reason.
-struct Waiting(String);
+/// The `Control` service of a worker whose server cannot be used. It refuses all calls with the text as the reason.
+#[derive(Clone)]
+struct Waiting(Arc<Mutex<String>>);
 
 impl Waiting {
     fn refuse<T>(&self) -> Result<Response<T>, Status> {
-        Err(Status::unavailable(&self.0))
+        Err(Status::unavailable(self.0.lock().clone()))
     }
 }
 
@@ -284,6 +328,29 @@ impl Registration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn model_of_a_returned_server_must_be_the_announced_one_with_at_least_its_context() {
+        let model = |id: &str, root: &str, context_length| ModelDescription {
+            id: id.to_owned(),
+            root: Some(root.to_owned()),
+            context_length,
+        };
+        let announced = |name_is_declared| Announced { model: model("m", "/m", 4_096), name_is_declared, context_length: 2_048 };
+        for (now, problem) in [
+            (model("m", "/m", 4_096), None),
+            (model("m", "/m", 2_048), None),
+            (model("m", "/m", 256), Some("a context of 256 tokens, but 2048 are announced")),
+            (model("o", "/m", 4_096), Some("the model o (loaded from /m), not m (loaded from /m)")),
+            (model("m", "/o", 4_096), Some("the model m (loaded from /o), not m (loaded from /m)")),
+        ] {
+            let found = announced(false).difference(&now);
+            assert_eq!(found.is_some(), problem.is_some(), "{found:?}");
+            assert!(found.unwrap_or_default().contains(problem.unwrap_or_default()), "{problem:?}");
+        }
+        assert_eq!(announced(true).difference(&model("o", "/o", 4_096)), None, "the operator has declared the name");
+        assert!(announced(true).difference(&model("o", "/o", 256)).is_some(), "a longer context is announced to clients");
+    }
 
     #[test]
     fn instances_that_end_soon_are_followed_by_longer_pauses() {

@@ -1,6 +1,10 @@
 //! The workers of `tandem up` for servers that are running already, and the models of these servers.
 
-use super::{EngineConfig, Parts, StartError, Worker, external, local_address, loopback, weights};
+use super::{
+    EngineConfig, Parts, StartError, Worker,
+    external::{self, Announced},
+    local_address, loopback, weights,
+};
 use crate::{
     model::Source,
     settings::{KvConnector, UpSettings},
@@ -30,7 +34,8 @@ pub(super) async fn workers(
     let inspections =
         inspections.map(|(role, engine)| async move { Ok::<_, StartError>((role, external::inspect(engine?).await?)) });
     let servers = futures::future::try_join_all(inspections).await?;
-    let model_of = |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.clone());
+    let model_of =
+        |server: &ServerDescription| settings.common.served_model_name.clone().unwrap_or_else(|| server.model.id.clone());
     let mut models = Models(Vec::new());
     for (_, (engines, server)) in &servers {
         models.add(settings, engines[0].0.url(), &model_of(server), server).await?;
@@ -41,13 +46,19 @@ pub(super) async fn workers(
     let mut workers: Vec<Worker> = Vec::new();
     for (role, (engines, server)) in servers {
         let (model, loras) = (model_of(&server), server.loras);
-        let revision = models.position(&model).map_or("", |at| &models.0[at].0.revision);
+        let served = models.position(&model).map(|at| &models.0[at].0);
+        let (revision, context_length) = served.map_or(("", 0), |served| (&served.revision, served.context_length));
         for (engine, kv_tokens) in engines {
             let listener = loopback().await?;
             let index = workers.iter().filter(|worker| worker.role == role).count();
             let (id, address) = (format!("{}-{index}", role.name()), local_address(&listener)?);
             let plan = parts.plan((&id, role), None, config, (&model, revision));
-            parts.external_worker(plan, listener, engine, None, shutdown)?;
+            let announced = Announced {
+                model: server.model.clone(),
+                name_is_declared: settings.common.served_model_name.is_some(),
+                context_length,
+            };
+            parts.external_worker(plan, listener, engine, None, Some(announced), shutdown)?;
             let (model, loras) = (model.clone(), loras.clone());
             workers.push(Worker { id, role, address, advertise: None, model, loras, engine: None, kv_tokens });
         }
@@ -64,21 +75,21 @@ impl Models {
 
     /// Adds the model `id` of a server, and the model's LoRAs. Their tokenizers are those that the settings name, or the server's own.
     async fn add(&mut self, settings: &UpSettings, url: &str, id: &str, server: &ServerDescription) -> Result<(), StartError> {
-        let base = match self.known(id, None, server.context_length)? {
+        let base = match self.known(id, None, server.model.context_length)? {
             Some(base) => base,
             None => {
                 let first = settings.model.model.clone().filter(|_| self.0.is_empty());
                 let source = tokenizer_of(settings, id).or(first).or_else(|| external::source(server));
                 let source = source.ok_or_else(|| StartError::UnknownModel { url: url.to_owned() })?;
-                let served = load(settings, source, id).await?.with_context_length(server.context_length);
+                let served = load(settings, source, id).await?.with_context_length(server.model.context_length);
                 self.0.push((served.clone(), None));
                 served
             }
         };
         for lora in &server.loras {
-            if self.known(lora, Some(id), server.context_length)?.is_none() {
+            if self.known(lora, Some(id), server.model.context_length)?.is_none() {
                 let served = match tokenizer_of(settings, lora) {
-                    Some(source) => load(settings, source, lora).await?.with_context_length(server.context_length),
+                    Some(source) => load(settings, source, lora).await?.with_context_length(server.model.context_length),
                     None => base.named(lora),
                 };
                 self.0.push((served, Some(id.to_owned())));

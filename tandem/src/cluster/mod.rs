@@ -41,6 +41,8 @@ pub trait Served {
     fn introduction(&self) -> String;
     /// Resolves when a part has failed, so that the process can no longer serve. This method is cancel-safe.
     fn failed(&mut self) -> impl Future<Output = StartError>;
+    /// Makes the readiness check fail, so that load balancers send new work elsewhere. The work that still arrives is done.
+    fn announce_drain(&self);
     /// Refuses new work, lets running work finish for `grace`, then stops everything.
     fn drain(&self, grace: Duration) -> impl Future<Output = ()>;
 }
@@ -233,6 +235,10 @@ impl Served for Cluster {
 
     async fn failed(&mut self) -> StartError {
         self.parts.ended().await
+    }
+
+    fn announce_drain(&self) {
+        self.front.announce();
     }
 
     async fn drain(&self, grace: Duration) {

@@ -144,7 +144,7 @@ impl Process {
                 (settings.common.served_model_name.as_deref().unwrap_or_default(), ""),
             );
             let engine = config.server(url, &process.parts.key)?;
-            process.parts.external_worker(plan, listener, engine, registration, &process.service)?;
+            process.parts.external_worker(plan, listener, engine, registration, None, &process.service)?;
             return Ok(process);
         }
         let loaded = config.clone().load().await?;
@@ -252,6 +252,10 @@ impl Served for Process {
 
     async fn failed(&mut self) -> StartError {
         self.parts.ended().await
+    }
+
+    fn announce_drain(&self) {
+        self.service.announce();
     }
 
     async fn drain(&self, grace: Duration) {

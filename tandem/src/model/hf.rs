@@ -92,7 +92,7 @@ struct Lfs {
 struct Hub<'a> {
     agent: Agent,
     endpoint: &'a str,
-    token: Option<&'a str>,
+    token: Option<String>,
     source: &'a Source,
 }
 
@@ -116,7 +116,7 @@ impl<'a> Hub<'a> {
 
     /// Requests a path of the hub, from this byte on. Fails if the status is none of success.
     fn get(&self, path: &str, from: u64) -> Result<Response<Body>, ureq::Error> {
-        let mut request = with_key(self.agent.get(format!("{}/{path}", self.endpoint)), self.token);
+        let mut request = with_key(self.agent.get(format!("{}/{path}", self.endpoint)), self.token.as_deref());
         if from > 0 {
             request = request.header("range", format!("bytes={from}-"));
         }

@@ -39,7 +39,7 @@ pub struct StoreArgs {
     #[serde(skip)]
     pub hf_token: Option<Secret>,
 
-    /// File with the Hugging Face token, read once at the start
+    /// File with the Hugging Face token
     #[arg(long, env = "HF_TOKEN_FILE", value_name = "FILE", value_parser = secret_file, conflicts_with = "hf_token")]
     #[serde(skip)]
     pub hf_token_file: Option<Secret>,

@@ -38,7 +38,7 @@ pub struct DiscoveryArgs {
     #[serde(skip)]
     pub etcd_password: Option<Secret>,
 
-    /// File with the etcd password, read once at the start
+    /// File with the etcd password, read again for each connection
     #[arg(long, env = "TANDEM_ETCD_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
     #[serde(skip)]
     pub etcd_password_file: Option<Secret>,

@@ -1,7 +1,7 @@
 //! Settings of NATS, which carries KV events in place of the workers' own streams.
 
 use super::common::with_commas;
-use crate::secrets::secret_file;
+use crate::secrets::{path, secret_file};
 use clap::Args;
 use serde::{Serialize, Serializer};
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ pub struct NatsArgs {
     #[serde(skip)]
     pub nats_password: Option<Secret>,
 
-    /// File with the NATS password, read once at the start
+    /// File with the NATS password, read again for each connection
     #[arg(long, env = "TANDEM_NATS_PASSWORD_FILE", value_name = "FILE", value_parser = secret_file)]
     #[serde(skip)]
     pub nats_password_file: Option<Secret>,
@@ -49,13 +49,15 @@ pub struct NatsArgs {
     #[serde(skip)]
     pub nats_token: Option<Secret>,
 
-    /// NATS credentials file (a JWT and its seed, as `nsc` writes it), in place of a user
-    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE")]
-    pub nats_creds: Option<PathBuf>,
+    /// NATS credentials file (a JWT and its seed, as `nsc` writes it), in place of a user; read again for each connection
+    #[arg(long, env = "TANDEM_NATS_CREDS", value_name = "FILE", value_parser = secret_file)]
+    #[serde(serialize_with = "path")]
+    pub nats_creds: Option<Secret>,
 
-    /// File with the seed of an nkey, in place of a user
-    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE")]
-    pub nats_nkey: Option<PathBuf>,
+    /// File with the seed of an nkey, in place of a user; read again for each connection
+    #[arg(long, env = "TANDEM_NATS_NKEY", value_name = "FILE", value_parser = secret_file)]
+    #[serde(serialize_with = "path")]
+    pub nats_nkey: Option<Secret>,
 
     /// CA certificate (PEM) for verifying NATS; turns on TLS, even if the servers do not require it
     #[arg(long, env = "TANDEM_NATS_CA", value_name = "FILE")]
@@ -124,27 +126,32 @@ mod tests {
     fn at_most_one_kind_of_nats_authentication_is_accepted_and_secrets_are_not_shown() {
         let file = tempfile::NamedTempFile::new().expect("the system can create a temporary file");
         std::fs::write(file.path(), "hidden\n").expect("the folder is writable");
-        let from_file = format!("--nats-user u --nats-password-file {}", file.path().display());
+        let with_file = |flags: &str| format!("{flags} {}", file.path().display());
+        let from_file = with_file("--nats-user u --nats-password-file");
         for (args, auth) in [
             ("", NatsAuth::None),
             ("--nats-user u --nats-password hidden", NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
             (&from_file, NatsAuth::User("u".to_owned(), "hidden".to_owned().into())),
             ("--nats-token hidden", NatsAuth::Token("hidden".to_owned().into())),
-            ("--nats-creds f", NatsAuth::Credentials("f".into())),
-            ("--nats-nkey f", NatsAuth::Nkey("f".into())),
+            (&with_file("--nats-creds"), NatsAuth::Credentials("hidden".to_owned().into())),
+            (&with_file("--nats-nkey"), NatsAuth::Nkey("hidden".to_owned().into())),
         ] {
             let flags = read(&format!("--nats h:1,i:2 {args}")).expect("the settings are valid");
             let settings = flags.settings("c");
             assert_eq!((settings.servers.len(), &settings.auth), (2, &auth));
             let printed = toml::to_string(&flags).expect("the settings can be serialized");
             assert!(!printed.contains("hidden") && !format!("{flags:?}").contains("hidden"), "{printed}");
+            let is_path = args.starts_with("--nats-creds") || args.starts_with("--nats-nkey");
+            assert_eq!(printed.contains(&file.path().display().to_string()), is_path, "{printed}");
         }
         for bad in [
             "--nats-token t",
             "--nats h:1 --nats-user u",
             "--nats h:1 --nats-password p",
             "--nats h:1 --nats-user u --nats-password-file /nonexistent",
-            "--nats h:1 --nats-token t --nats-creds f",
+            "--nats h:1 --nats-creds /nonexistent",
+            "--nats h:1 --nats-nkey /nonexistent",
+            &with_file("--nats h:1 --nats-token t --nats-creds"),
             "--nats h:1 --nats-cert f",
         ] {
             assert!(read(bad).is_err(), "{bad}");

@@ -37,7 +37,7 @@ pub struct ExternalArgs {
     #[arg(long, env = "TANDEM_ENGINE_EVENTS_TOPIC", value_name = "TOPIC", default_value = "")]
     pub engine_events_topic: String,
 
-    /// File with the server's --api-key, read once at the start
+    /// File with the server's --api-key; read again for each connection to the server, and when the server refuses the key
     #[arg(long, env = "TANDEM_ENGINE_KEY_FILE", value_name = "FILE", value_parser = secret_file)]
     #[serde(skip)]
     pub engine_key_file: Option<Secret>,
@@ -85,7 +85,7 @@ impl ExternalArgs {
         };
         VllmSettings {
             url: url.to_owned(),
-            key: self.engine_key_file.as_ref().map(|key| key.expose().to_owned()),
+            key: self.engine_key_file.clone(),
             ca,
             rank: self.engine_rank,
             events,
@@ -103,7 +103,7 @@ impl ExternalArgs {
     pub(crate) fn llama_cpp(&self, url: &str, ca: Option<Vec<u8>>, hash_key: HashKey, limits: &EngineLimits) -> LlamaCppSettings {
         LlamaCppSettings {
             url: url.to_owned(),
-            key: self.engine_key_file.as_ref().map(|key| key.expose().to_owned()),
+            key: self.engine_key_file.clone(),
             ca,
             block_size: limits.block_size,
             hash_key,

@@ -1,6 +1,5 @@
 //! The secret that all processes of a cluster share.
 
-use crate::secrets;
 use clap::Args;
 use serde::Serialize;
 use std::{
@@ -10,7 +9,7 @@ use std::{
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
 };
-use tandem_node::retry::error_chain;
+use tandem_node::{read_secret_file, retry::error_chain};
 use tandem_proto::ClusterKey;
 
 /// Permission bits that let all users read a file, and that let its group read it.
@@ -51,7 +50,7 @@ impl KeyArgs {
     pub fn read(&self) -> Result<ClusterKey, KeyFileError> {
         let Some(path) = &self.cluster_key_file else { return Ok(ClusterKey::default()) };
         let unusable = |source| KeyFileError { path: path.clone(), source };
-        let content = secrets::read(path).map_err(|error| unusable(error.into()))?;
+        let content = read_secret_file(path).map_err(|error| unusable(error.into()))?;
         let file = fs::metadata(path).map_err(|error| unusable(error.into()))?;
         let mode = file.mode();
         if is_too_open(mode, file.uid()) {

@@ -1,10 +1,13 @@
 //! Tests of the binary's output, answers and exit codes.
 
-use crate::up::{Up, tandem};
+use crate::{
+    cluster::until,
+    up::{Up, tandem},
+};
 use std::{
     io::{BufRead, BufReader, Read},
     net::{TcpListener, TcpStream},
-    process::{Output, Stdio},
+    process::{Command, Output, Stdio},
     time::Duration,
 };
 
@@ -60,6 +63,62 @@ fn drain_finishes_running_answers() {
     answer.read_to_string(&mut rest).expect("the answer is UTF-8");
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "the answer is incomplete");
     assert_eq!(up.wait().0.code(), Some(0));
+}
+
+#[test]
+fn closed_terminal_drains_a_process_unless_it_ignores_hangups() {
+    let body = LONG.replace("60000", "2000");
+    let up = sim(&["--sim-speedup", "20"]);
+    let mut answer = running(&up, &body);
+    up.signal("-HUP");
+    let mut rest = String::new();
+    answer.read_to_string(&mut rest).expect("the answer is UTF-8");
+    assert!(rest.contains("data: [DONE]"), "the answer is incomplete");
+    assert_eq!(up.wait().0.code(), Some(0));
+
+    let direct = tandem(&["up", "--engine", "sim", "--listen", "127.0.0.1:0"]);
+    let mut under_nohup = Command::new("nohup");
+    under_nohup.arg(direct.get_program()).args(direct.get_args());
+    for (name, _) in direct.get_envs() {
+        under_nohup.env_remove(name);
+    }
+    let up = Up::of(under_nohup.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    up.signal("-HUP");
+    assert!(up.get("/ready").starts_with("HTTP/1.1 200"), "nohup has made the process ignore hangups");
+    up.signal("-TERM");
+    assert_eq!(up.wait().0.code(), Some(0));
+}
+
+#[test]
+fn frontend_serves_for_its_drain_delay_while_it_is_not_ready() {
+    let up = sim(&["--drain-delay", "3600"]);
+    up.signal("-TERM");
+    let is_draining = |answer: &String| answer.starts_with("HTTP/1.1 503") && answer.contains("draining");
+    until("the process is not ready", || up.get("/ready"), is_draining);
+    let answer = up.answer(CHAT, &LONG.replace("60000", "5"));
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("data: [DONE]"), "{answer}");
+    up.signal("-TERM");
+    assert_eq!(up.wait().0.code(), Some(1), "a second signal stops the process");
+
+    let up = sim(&["--drain-delay", "1"]);
+    up.signal("-TERM");
+    assert_eq!(up.wait().0.code(), Some(0));
+}
+
+#[test]
+fn empty_variable_counts_as_unset() {
+    let printed = |value: Option<&str>| {
+        let mut command = tandem(&["frontend", "--engine", "sim", "--print-config"]);
+        let variables = ["TANDEM_MAX_WAIT", "TANDEM_ROUTER_WAIT", "TANDEM_CONFIG", "TANDEM_API_KEYS_FILE", "HF_TOKEN_FILE"];
+        for name in value.map(|_| variables).into_iter().flatten() {
+            command.env(name, value.unwrap_or_default());
+        }
+        let output = command.output().expect("the binary runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    assert_eq!(printed(None).0, Some(0));
+    assert_eq!(printed(Some("")), printed(None));
+    assert_eq!(printed(Some("x")).0, Some(2), "a wrong value is an error");
 }
 
 #[test]

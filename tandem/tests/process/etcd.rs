@@ -8,6 +8,7 @@ use crate::{
     talk::{chat, metric},
     up::Up,
 };
+use etcd_client::{Client, ConnectOptions};
 use servers::Server;
 use std::net::SocketAddr;
 
@@ -53,6 +54,61 @@ fn processes_find_each_other_through_etcd_and_survive_the_loss_of_etcd() {
     let view = plan.joined(&["d2", "p"]);
     assert_eq!(view.unavailable, [], "the drained worker is deregistered");
     chat(&frontend, "without the first");
+}
+
+#[test]
+fn restarted_router_finds_all_workers_after_the_passwords_of_etcd_and_nats_were_rotated() {
+    let (etcd, plan, anywhere) = (Server::etcd(&[]), Plan::new(), SocketAddr::from(([127, 0, 0, 1], 0)));
+    let (at, file, config) = (etcd.address(), plan.file("password"), plan.file("nats.conf"));
+    let (file, config) = (file.to_str().expect("the path is UTF-8"), config.to_str().expect("the path is UTF-8"));
+    let set_nats = |password: &str| plan.secret("nats.conf", &format!("authorization {{ user: u, password: {password} }}"));
+    let set_etcd = |last: Option<&str>, password: &str| {
+        let set = async {
+            let options = last.map(|last| ConnectOptions::new().with_user("root", last));
+            let mut client = Client::connect([&at], options).await?;
+            if last.is_some() {
+                return client.user_change_password("root", password).await.map(drop);
+            }
+            client.user_add("root", password, None).await?;
+            client.user_grant_role("root", "root").await?;
+            client.auth_enable().await.map(drop)
+        };
+        plan.runtime.block_on(set).expect("etcd answers");
+    };
+    plan.secret("password", "first");
+    set_etcd(None, "first");
+    set_nats("first");
+    let nats = Server::nats(&["--config", config]);
+    let (etcd_at, nats_at) = (etcd.address(), nats.address());
+    let discovery = ["--etcd", &etcd_at, "--lease-ttl", "2", "--etcd-user", "root", "--etcd-password-file", file];
+    let with_nats = [&discovery[..], &["--nats", &nats_at, "--nats-user", "u", "--nats-password-file", file]].concat();
+    let router = router_by(&plan, &with_nats);
+    let workers = [plan.worker("prefill", "p", anywhere, &with_nats), plan.worker("decode", "d", anywhere, &with_nats)];
+    let frontend = frontend_by(&plan, &discovery);
+    plan.joined(&["d", "p"]);
+    ready(&frontend);
+    let all_become = |what: &str, series: &str, value: f64| {
+        for process in workers.iter().chain([&router]) {
+            until(what, || metric(process, series), |now| *now == Some(value));
+        }
+    };
+    let registered = r#"tandem_discovery_etcd_connected{for="registration"}"#;
+    all_become("NATS is connected", "tandem_events_nats_connected", 1.0);
+
+    set_etcd(Some("first"), "second");
+    set_nats("second");
+    nats.signal("-HUP");
+    all_become("etcd refuses the first password", registered, 0.0);
+    all_become("NATS refuses the first password", "tandem_events_nats_connected", 0.0);
+    chat(&frontend, "while the passwords differ");
+    plan.secret("password", "second");
+    all_become("the process registers with the second password", registered, 1.0);
+    all_become("NATS accepts the second password", "tandem_events_nats_connected", 1.0);
+    router.signal("-TERM");
+    assert_eq!(router.wait().0.code(), Some(0));
+    let _router = router_by(&plan, &with_nats);
+    plan.joined(&["d", "p"]);
+    chat(&frontend, "after the rotation");
 }
 
 #[test]

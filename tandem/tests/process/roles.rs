@@ -66,8 +66,30 @@ fn workers_are_added_and_removed_by_the_list() {
     chat(&frontend, &prompt("late"));
     assert_eq!((placed("d1"), placed("d2")), (None, Some(1.0)));
     plan.list(&[]);
+    let kept = "the list of members has become empty";
+    until("the router warns of the empty list", || plan.log("router"), |log| log.contains(kept));
+    plan.joined(&["d2", "p"]);
+    plan.list(&[address()]);
     plan.joined(&[]);
     assert!(frontend.get("/ready").contains("no decode worker has joined"));
+}
+
+#[test]
+fn listed_context_is_what_the_largest_decode_worker_can_hold() {
+    let plan = Plan::new();
+    let at = [address(), address(), address()];
+    plan.list(&at);
+    let (_router, frontend) = (plan.router(&[]), plan.frontend(&[]));
+    let _workers = [
+        plan.worker("prefill", "p", at[0], &["--kv-capacity-tokens", "8192"]),
+        plan.worker("decode", "small", at[1], &["--kv-capacity-tokens", "512"]),
+        plan.worker("decode", "large", at[2], &["--kv-capacity-tokens", "1024"]),
+    ];
+    plan.joined(&["large", "p", "small"]);
+    let listed = |models: &String| models.contains(r#""max_model_len":1024"#);
+    until("the frontend knows what the workers hold", || frontend.get("/v1/models"), listed);
+    let answer = frontend.answer("/v1/chat/completions", &chat_body(&"x".repeat(2_000), 8, false));
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("context_length_exceeded"), "{answer}");
 }
 
 #[test]

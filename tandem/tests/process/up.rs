@@ -25,7 +25,13 @@ pub struct Up {
 
 impl Up {
     pub fn spawn(args: &[&str], stderr: impl Into<Stdio>) -> Self {
-        let mut process = tandem(args).stderr(stderr).spawn().expect("the binary runs");
+        let mut command = tandem(args);
+        command.stderr(stderr);
+        Self::of(&mut command)
+    }
+
+    pub fn of(command: &mut Command) -> Self {
+        let mut process = command.spawn().expect("the binary runs");
         let mut stdout = BufReader::new(process.stdout.take().expect("stdout is piped"));
         let mut introduction = String::new();
         while !introduction.contains("Ctrl-C") {

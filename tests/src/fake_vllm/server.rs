@@ -51,6 +51,8 @@ pub struct FakeSettings {
     pub fabric: Fabric,
     /// The id of the engine's model.
     pub model: String,
+    /// The maximum length of a sequence in tokens.
+    pub context_length: u32,
     /// The names of the LoRAs that the engine serves besides its model (`--lora-modules`).
     pub loras: Vec<String>,
     /// The directory from which the engine reports to have loaded its model; `None` if it reports none.
@@ -71,12 +73,16 @@ impl Default for FakeSettings {
             lease: Duration::from_secs(30),
             fabric: Fabric::default(),
             model: "fake".to_owned(),
+            context_length: 4_096,
             loras: Vec::new(),
             root: None,
             port: 0,
         }
     }
 }
+
+/// The time of the next start that a server reports. Each server has another one, as real servers have.
+static STARTS: AtomicU64 = AtomicU64::new(1_000);
 
 /// A fake vLLM server, which runs until this value is dropped.
 pub struct FakeVllm {
@@ -136,7 +142,7 @@ impl FakeVllm {
             id: format!("engine-{}", address.port()),
             loras: Mutex::new(settings.loras.clone()),
             settings,
-            started: AtomicU64::new(1_000),
+            started: AtomicU64::new(STARTS.fetch_add(1_000, Ordering::SeqCst)),
             ranks,
             running: Mutex::default(),
             requests: AtomicUsize::new(0),
@@ -231,7 +237,7 @@ impl FakeVllm {
 
 async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
     let FakeSettings { model, root, .. } = &engine.settings;
-    let base = json!({ "id": model, "root": root, "parent": null, "max_model_len": 4096 });
+    let base = json!({ "id": model, "root": root, "parent": null, "max_model_len": engine.settings.context_length });
     let loras = engine.loras.lock();
     let lora = |name: &String| json!({ "id": name, "root": format!("/loras/{name}"), "parent": model, "max_model_len": null });
     Json(json!({ "data": std::iter::once(base).chain(loras.iter().map(lora)).collect::<Vec<_>>() }))

@@ -224,7 +224,9 @@ async fn adapter_waits_until_the_model_is_loaded() -> Result<()> {
     assert!(timeout(Duration::from_millis(50), &mut inspected).await.is_err());
     fake.load(false);
     let server = timeout(LIMIT, inspected).await??;
-    assert_eq!((&*server.model, server.root.as_deref(), server.ranks), ("fake", Some("/models/fake.gguf"), vec![(0, 4_096)]));
+    let model = server.model;
+    assert_eq!((&*model.id, model.root.as_deref(), server.ranks), ("fake", Some("/models/fake.gguf"), vec![(0, 4_096)]));
+    assert_eq!(connect(settings.clone()).await?.model, model, "a connection describes the model as well");
     Ok(())
 }
 
