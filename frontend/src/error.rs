@@ -3,7 +3,6 @@
 use crate::{
     dispatch::{DispatchError, seconds},
     keys::Exceeded,
-    model::error::ServedModelError,
 };
 use axum::{
     Json,
@@ -66,14 +65,10 @@ pub(crate) enum ApiError {
     NoChatTemplate,
     #[error("The model's chat template refuses these messages: {}.", .0.detail().unwrap_or("the template failed"))]
     Template(#[source] minijinja::Error),
-    #[error("'chat_template' cannot be used: {}.", template_problem(.0))]
-    ClientTemplate(#[source] ServedModelError),
     #[error(
-        "'chat_template' is not accepted; leave it out. The operator can allow it with the frontend's --trust-request-chat-template."
+        "The model's chat template takes too many steps, too much memory or too much time for these messages; send fewer or shorter messages."
     )]
-    UntrustedTemplate,
-    #[error("The model's chat template takes too many steps for these messages; send fewer or shorter messages.")]
-    TemplateSteps,
+    TemplateExhausted,
     /// The message is the same as OpenAI's, because some clients search for it.
     #[error(
         "This model's maximum context length is {context_length} tokens. However, you requested {} tokens ({prompt_tokens} in the \
@@ -175,6 +170,8 @@ pub(crate) enum Problem {
     Block { kind: String },
     #[error("is not supported by this server; leave it out")]
     Unsupported,
+    #[error("is not supported by this server, which renders messages with the model's own chat template; leave it out")]
+    Template,
 }
 
 impl ApiError {
@@ -228,9 +225,7 @@ impl ApiError {
             },
             Self::NoChatTemplate => bad(Some("messages"), Some("unsupported_value")),
             Self::Template(_) => bad(Some("messages"), Some("invalid_value")),
-            Self::ClientTemplate(_) => bad(Some("chat_template"), Some("invalid_value")),
-            Self::UntrustedTemplate => bad(Some("chat_template"), Some("unsupported_parameter")),
-            Self::TemplateSteps => bad(Some("messages"), Some("too_many")),
+            Self::TemplateExhausted => bad(Some("messages"), Some("too_many")),
             Self::ContextLength { param, .. } | Self::PromptLength { param, .. } => {
                 bad(Some(param), Some("context_length_exceeded"))
             }
@@ -323,7 +318,7 @@ impl Problem {
             | Self::Priority { .. } => "invalid_value",
             Self::Empty => "empty_value",
             Self::TooMany { .. } => "too_many",
-            Self::Unsupported => "unsupported_parameter",
+            Self::Unsupported | Self::Template => "unsupported_parameter",
             Self::Block { .. } | Self::Part { .. } | Self::ToolType { .. } => "unsupported_value",
         }
     }
@@ -364,15 +359,6 @@ pub(crate) fn at_most(param: &str, found: usize, max: usize, unit: &'static str)
 pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
     const BYTES_MAX: usize = 1000;
     if text.len() <= BYTES_MAX { text.into() } else { format!("{}…", &text[..text.floor_char_boundary(BYTES_MAX)]).into() }
-}
-
-/// Says why a client's chat template cannot be used. The error itself gives advice about a model's file.
-fn template_problem(error: &ServedModelError) -> String {
-    match error {
-        ServedModelError::Template(source) => source.to_string(),
-        ServedModelError::TemplateEndless(..) => "it takes too many steps for a short conversation".to_owned(),
-        other => other.to_string(),
-    }
 }
 
 /// Returns serde's error message with JSON type names in place of Rust's.

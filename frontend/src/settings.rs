@@ -93,8 +93,6 @@ pub struct FrontendSettings {
     pub trusted_proxies: Vec<IpNet>,
     /// Which clients may use the headers `x-tandem-details` and `x-tandem-explain`.
     pub expose_details: ExposeDetails,
-    /// Whether requests may have their own chat template. A template can write control tokens, and may need many steps.
-    pub trust_request_chat_template: bool,
 }
 
 /// Which requests share cached KV. Requests for different models, or with different `cache_salt`, never share it.
@@ -159,7 +157,6 @@ impl FrontendSettings {
             cache_isolation: CacheIsolation::Shared,
             trusted_proxies: Vec::new(),
             expose_details: ExposeDetails::Trusted,
-            trust_request_chat_template: false,
         }
     }
 }

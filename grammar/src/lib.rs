@@ -21,6 +21,7 @@ mod vocabulary;
 pub use ebnf::is_ebnf;
 pub use error::{GrammarError, MatchError};
 pub use matcher::{Mask, Matcher};
+pub use stack::{StackError, on_large_stack};
 pub use vocabulary::Vocabulary;
 
 /// A constraint on a generated text.

@@ -1,18 +1,29 @@
-//! Runs recursive code of the parser on a thread with a large stack.
+//! Runs recursive code on a thread with a large stack.
 
-use crate::GrammarError;
+use std::{any::Any, io};
 
-/// The size of the stack in bytes. Memory is used only for the part that is needed. The deepest constraint within all limits needs a few MiB;
-/// the rest is for what the limits may have overlooked, because no process survives a stack overflow.
+/// The size of the stack in bytes. Memory is used only for the part that is needed. The deepest constraint or template within all limits needs
+/// less than half of it; the rest is for what the limits may have overlooked, because no process survives a stack overflow.
 const STACK_BYTES: usize = 256 << 20;
 
-/// Runs `work` on a thread of its own, and waits for it. A panic becomes an error.
-pub(crate) fn large<T: Send>(work: impl FnOnce() -> Result<T, GrammarError> + Send) -> Result<T, GrammarError> {
+/// Why there is no result.
+#[derive(Debug, thiserror::Error)]
+pub enum StackError {
+    /// The system cannot start a thread.
+    #[error("the system cannot start a thread for it: {0}")]
+    Thread(io::Error),
+    /// The work panicked.
+    #[error("the program failed on it")]
+    Panic(Box<dyn Any + Send>),
+}
+
+/// Runs `work` on a thread of its own, which has this name and a stack of 256 MiB, and waits for it.
+///
+/// # Errors
+/// The system cannot start a thread, or the work panics.
+pub fn on_large_stack<T: Send>(name: &str, work: impl FnOnce() -> T + Send) -> Result<T, StackError> {
     std::thread::scope(|scope| {
-        let thread =
-            std::thread::Builder::new().name("tandem-grammar".to_owned()).stack_size(STACK_BYTES).spawn_scoped(scope, work);
-        let thread =
-            thread.map_err(|error| GrammarError::invalid(format!("the system cannot start a thread to compile it: {error}")))?;
-        thread.join().unwrap_or_else(|_| Err(GrammarError::invalid("the parser failed on it")))
+        let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn_scoped(scope, work);
+        thread.map_err(StackError::Thread)?.join().map_err(StackError::Panic)
     })
 }

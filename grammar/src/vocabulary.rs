@@ -1,6 +1,6 @@
 //! A model's tokens, in the form that the compiler of constraints needs.
 
-use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, schema::PROPERTIES_MAX, source, stack};
+use crate::{Constraint, GrammarError, Kind, Matcher, matcher::Shared, schema::PROPERTIES_MAX, source, stack::on_large_stack};
 use llguidance::{
     ParserFactory,
     api::ParserLimits,
@@ -56,7 +56,7 @@ impl Vocabulary {
     /// # Errors
     /// Returns a [`GrammarError`] if the constraint cannot be enforced.
     pub fn compile(&self, constraint: &Constraint, stop_tokens: &[TokenId]) -> Result<Matcher, GrammarError> {
-        stack::large(|| {
+        let compiled = on_large_stack("tandem-grammar", || {
             let built = LazyLock::force(&self.0).as_ref().map_err(Clone::clone)?;
             let parser = built.factory.create_parser(source::of(constraint)?).map_err(|error| {
                 let message = format!("{error:#}");
@@ -67,7 +67,8 @@ impl Vocabulary {
             })?;
             let shared = Shared { trie: Arc::clone(&built.trie), stop_tokens: stop_tokens.to_vec() };
             Matcher::new(parser, shared, constraint.begins_after.as_deref())
-        })
+        });
+        compiled.unwrap_or_else(|error| Err(GrammarError::invalid(error)))
     }
 }
 

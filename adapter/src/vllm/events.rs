@@ -21,6 +21,9 @@ pub enum MalformedBatch {
     /// The payload is longer than any batch.
     #[error("a batch has {0} bytes, more than the limit of {PAYLOAD_MAX}")]
     TooLong(usize),
+    /// The payload has more values than any batch.
+    #[error("a batch has more than {VALUES_MAX} values")]
+    TooMany,
     /// The payload is not valid msgpack.
     #[error("a batch is not msgpack")]
     NotMsgpack,
@@ -34,6 +37,9 @@ pub enum MalformedBatch {
 
 /// Maximum size of a payload that is decoded, in bytes. A token takes at most five bytes, so the tokens of a step with a million tokens fit.
 pub(super) const PAYLOAD_MAX: usize = 16 << 20;
+/// Maximum number of values of a payload, with the values in lists and maps. A decoded value takes tens of bytes, even if its payload takes one. A step
+/// with a million tokens has fewer: each block has a hash and keys besides its tokens.
+const VALUES_MAX: usize = 2 << 20;
 /// Maximum depth of nesting that is decoded. Known fields need six levels: batch, events, event, extra keys, a block's keys, one key. Ignored fields
 /// may be nested deeper.
 const DEPTH_MAX: usize = 16;
@@ -49,6 +55,7 @@ pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
     if payload.len() > PAYLOAD_MAX {
         return Err(MalformedBatch::TooLong(payload.len()));
     }
+    check_values(payload)?;
     let mut rest = payload;
     let batch = read_value_ref_with_max_depth(&mut rest, DEPTH_MAX).map_err(|_| MalformedBatch::NotMsgpack)?;
     let ValueRef::Array(fields) = batch else { return Err(MalformedBatch::NotABatch) };
@@ -56,6 +63,47 @@ pub fn decode(payload: &[u8]) -> Result<Batch, MalformedBatch> {
     let rank = fields.get(2).and_then(ValueRef::as_u64).and_then(|rank| u32::try_from(rank).ok());
     let events = events.iter().filter_map(|event| self::event(event).transpose()).collect::<Result<_, _>>()?;
     Ok(Batch { events, data_parallel_rank: rank })
+}
+
+/// Counts the payload's values before memory is taken for them.
+fn check_values(payload: &[u8]) -> Result<(), MalformedBatch> {
+    // The number of values that have been announced and not been read.
+    let (mut at, mut pending, mut found) = (0_usize, 1_u64, 0);
+    while pending > 0 {
+        (found, pending) = (found + 1, pending - 1);
+        if found > VALUES_MAX {
+            return Err(MalformedBatch::TooMany);
+        }
+        let marker = *payload.get(at).ok_or(MalformedBatch::NotMsgpack)?;
+        at += 1;
+        // The lengths of a value's size field and of its fixed rest.
+        let (size_len, fixed) = match marker {
+            0xc4 | 0xd9 => (1, 0),
+            0xc5 | 0xda | 0xdc | 0xde => (2, 0),
+            0xc6 | 0xdb | 0xdd | 0xdf => (4, 0),
+            0xc7 => (1, 1),
+            0xc8 => (2, 1),
+            0xc9 => (4, 1),
+            0xcc..=0xcf => (0, 1 << (marker - 0xcc)),
+            0xd0..=0xd3 => (0, 1 << (marker - 0xd0)),
+            0xd4..=0xd8 => (0, 1 + (1 << (marker - 0xd4))),
+            0xca => (0, 4),
+            0xcb => (0, 8),
+            _ => (0, 0),
+        };
+        let digits = payload.get(at..at + size_len).ok_or(MalformedBatch::NotMsgpack)?;
+        let size = digits.iter().fold(0_u64, |size, digit| size << 8 | u64::from(*digit));
+        at += size_len + fixed;
+        match marker {
+            0x80..=0x8f => pending += 2 * u64::from(marker & 0xf),
+            0x90..=0x9f => pending += u64::from(marker & 0xf),
+            0xa0..=0xbf => at += usize::from(marker & 0x1f),
+            0xdc | 0xdd => pending += size,
+            0xde | 0xdf => pending += 2 * size,
+            _ => at = at.saturating_add(size as usize),
+        }
+    }
+    Ok(())
 }
 
 /// The fields of an event: either by name, or by position, counted after the event's name.

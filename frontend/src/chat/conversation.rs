@@ -16,8 +16,6 @@ pub(crate) struct Conversation {
 /// The options for rendering a conversation.
 #[derive(Clone, Debug)]
 pub(crate) struct TemplateOptions {
-    /// The client's own chat template; `None` for the model's.
-    pub(crate) source: Option<String>,
     pub(crate) documents: Vec<Value>,
     /// Further variables of the template, which the client has set.
     pub(crate) variables: Map<String, Value>,
@@ -38,8 +36,8 @@ pub(crate) struct Abilities {
 
 impl Default for TemplateOptions {
     fn default() -> Self {
-        let (source, documents, variables) = Default::default();
-        Self { source, documents, variables, add_generation_prompt: true, continue_final_message: false }
+        let (documents, variables) = Default::default();
+        Self { documents, variables, add_generation_prompt: true, continue_final_message: false }
     }
 }
 

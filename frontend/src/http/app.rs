@@ -63,8 +63,6 @@ pub(crate) struct App {
     /// See [`FrontendSettings::max_wait`].
     max_wait: Option<Duration>,
     pub(super) trust: Trust,
-    /// Whether requests may have their own chat template.
-    pub(super) trusts_templates: bool,
     /// `None`: requests need no key.
     pub(super) keys: Option<Arc<Keys>>,
     /// `None`: there is no audit log.
@@ -130,7 +128,6 @@ impl App {
             keep_alive: settings.keep_alive,
             max_wait: settings.max_wait,
             trust,
-            trusts_templates: settings.trust_request_chat_template,
             keys,
             call_log: settings.audit_log.map(|file| CallLog::new(file, registry)),
             account_header: settings.account_header,

@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// # Errors
 /// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
 pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, style: Style) -> Result<Job, ApiError> {
-    check(incoming, &served.model, &chat)?;
+    check(&served.model, &chat)?;
     incoming.reserve(1, &chat.options)?;
     incoming.check_constraint(&chat.options).await?;
     let (mut chat, Encoded { mut tokens, format }) = encode(incoming, &served.model, chat).await?;
@@ -47,12 +47,11 @@ pub(super) async fn job(incoming: &mut Incoming, served: Served, chat: Chat, sty
 /// # Errors
 /// The conversation is too long, or the model's template refuses it. Errors have a chat's names of fields.
 pub(super) async fn count(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<usize, ApiError> {
-    check(incoming, model, &chat)?;
+    check(model, &chat)?;
     encode(incoming, model, chat).await.map(|(_, encoded)| encoded.tokens.len())
 }
 
-fn check(incoming: &Incoming, model: &ServedModel, chat: &Chat) -> Result<(), ApiError> {
-    chat.check_template(incoming.app.trusts_templates)?;
+fn check(model: &ServedModel, chat: &Chat) -> Result<(), ApiError> {
     check_texts(model, std::iter::once(chat.text_bytes()), chat.options.truncation.is_some(), "messages")
 }
 

@@ -21,7 +21,7 @@ const OTHER_APIS: &str = include_str!("openapi/other_apis.json");
 const DEFINITIONS: &str = "/components/schemas";
 
 pub(super) async fn show(State(app): State<Arc<App>>) -> Json<Value> {
-    Json(document(&app.models, app.trusts_templates, app.keys.is_some()))
+    Json(document(&app.models, app.keys.is_some()))
 }
 
 /// Makes schemas of the types that this server reads, and of those that it writes.
@@ -31,7 +31,7 @@ struct Schemas {
 }
 
 impl Schemas {
-    fn new(models: &Models, trusts_templates: bool) -> Self {
+    fn new(models: &Models) -> Self {
         let of_models = OfModels {
             ids: models.iter().map(|served| served.model.id.clone()).collect(),
             vocab_size: models.iter().map(|served| served.model.tokenizer.vocab_size()).min().unwrap_or(1),
@@ -41,7 +41,6 @@ impl Schemas {
                 .map(|served| efforts(served.model.template.as_deref()))
                 .min_by_key(|efforts| efforts.len())
                 .unwrap_or_default(),
-            trusts_templates,
         };
         let settings = SchemaSettings::draft2020_12().with(|settings| {
             settings.definitions_path = DEFINITIONS.into();
@@ -96,8 +95,8 @@ fn object(properties: Value) -> Value {
     json!({ "application/json": { "schema": { "type": "object", "properties": properties, "required": required } } })
 }
 
-fn document(models: &Models, trusts_templates: bool, needs_key: bool) -> Value {
-    let mut schemas = Schemas::new(models, trusts_templates);
+fn document(models: &Models, needs_key: bool) -> Value {
+    let mut schemas = Schemas::new(models);
     let mut paths = Map::new();
     let mut add = |path: &str, method: &str, summary: &str, request: Option<Value>, responses: Value| {
         let mut operation = json!({ "summary": summary, "responses": responses });

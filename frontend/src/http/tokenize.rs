@@ -48,7 +48,6 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
         // A conversation has the same fields here as in a request for its answer.
         (None, Some(_)) => {
             let chat = incoming.parse::<ChatRequest>(body).await?.check(&model)?;
-            chat.check_template(incoming.app.trusts_templates)?;
             check_bytes(&model, chat.text_bytes(), "messages")?;
             let encodings = incoming.encodings(&model, &chat.options.cache_salt);
             incoming.encode(chat.encoding_bytes(), move || chat.encode(&encoder, &encodings)).await?.tokens

@@ -1,5 +1,6 @@
 //! The error of loading a model.
 
+use tandem_grammar::StackError;
 use tandem_model::ModelError;
 
 /// Why a model cannot be served. Each message ends with advice.
@@ -49,9 +50,15 @@ pub enum ServedModelError {
     /// The chat template does not compile.
     #[error("the model file's chat template cannot be used: take another conversion of the model")]
     Template(#[from] minijinja::Error),
-    /// The chat template exceeds the limits on steps or bytes for a short conversation.
+    /// The chat template is too long.
+    #[error("the model file's chat template has {0} bytes, more than the limit of {1}: take another conversion of the model")]
+    TemplateLength(usize, usize),
+    /// The chat template's thread cannot be started, or the program fails on the template.
+    #[error("the model file's chat template cannot be compiled ({0}): take another conversion of the model")]
+    TemplateThread(#[from] StackError),
+    /// The chat template exceeds the limits on steps, bytes or time for a short conversation.
     #[error(
-        "the model file's chat template takes more than {0} steps or {1} bytes for a conversation of four short messages: \
+        "the model file's chat template takes more than {0} steps, {1} bytes or 5 s for a conversation of four short messages: \
          take another conversion of the model"
     )]
     TemplateEndless(u64, usize),

@@ -117,17 +117,6 @@ impl ServedModel {
         self
     }
 
-    /// Compiles a client's chat template for this model.
-    ///
-    /// # Errors
-    /// The template does not compile, or exceeds the limits for a short conversation.
-    pub(crate) fn client_template(&self, source: &str) -> Result<ChatTemplate, ServedModelError> {
-        match &self.template {
-            Some(template) => template.replaced(source),
-            None => ChatTemplate::of_client(source, "", ""),
-        }
-    }
-
     /// Returns a model that differs only in its id: a LoRA of this one.
     pub fn named(&self, id: impl Into<String>) -> Self {
         Self { id: id.into(), held_max: Arc::new(AtomicU32::new(u32::MAX)), ..self.clone() }

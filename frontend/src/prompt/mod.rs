@@ -5,7 +5,7 @@ mod template;
 mod tokenizer;
 
 pub(crate) use encoding_cache::{EncodingCache, NamespaceEncodings};
-pub(crate) use template::{CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, RenderError};
+pub(crate) use template::{ChatTemplate, RenderError};
 pub use tokenizer::{EncodeError, Special, Tokenizer};
 
 use tandem_kv::{HashKey, Namespace, SequenceHash, TokenId, sequence_hashes};

@@ -1,24 +1,34 @@
 //! Renders a conversation with a model's chat template.
 
 mod abilities;
-mod client;
 mod environment;
+mod instrument;
 mod json;
+mod limits;
 mod method;
 mod python;
 
-pub(crate) use client::{SOURCE_BYTES_MAX as CLIENT_SOURCE_BYTES_MAX, STACK_BYTES as CLIENT_STACK_BYTES};
-
 use crate::{chat::Abilities, model::error::ServedModelError};
-use minijinja::{Environment, Error, ErrorKind, context, value::Serde};
+use instrument::Program;
+use minijinja::{
+    AutoEscape, Environment, Error, ErrorKind, context,
+    machinery::{eval, make_string_output},
+    value::Serde,
+};
 use serde_json::{Map, Value};
-use std::{collections::HashSet, io};
+use std::collections::HashSet;
+use tandem_grammar::{StackError, on_large_stack};
 
 /// The template of ChatML, the conversation format of `--engine sim`.
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 const NAME: &str = "chat";
+const THREAD: &str = "tandem-template";
+
+/// The maximum length of a template, in bytes. The longest templates of known models have 20 KB. Each byte adds at most one level to a syntax
+/// tree or a value, for which the stack of [`on_large_stack`] is enough.
+const SOURCE_BYTES_MAX: usize = 64 << 10;
 
 /// The maximum number of instructions for one rendering. The templates of the supported families need fewer than 300 per message. This
 /// limit allows 600 per message for the maximum number of messages; executing it takes about half a second.
@@ -30,6 +40,7 @@ const PROBE_BYTES_MAX: usize = 1 << 20;
 /// A model's chat template, compiled.
 pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
+    program: Program,
     source: String,
     bos: String,
     eos: String,
@@ -43,30 +54,12 @@ pub(crate) struct ChatTemplate {
 pub(crate) enum RenderError {
     /// The template refuses the conversation, or its execution fails.
     Refused(Error),
-    /// The template executes more than [`STEPS_MAX`] instructions.
-    Steps,
+    /// The template executes more than [`STEPS_MAX`] instructions, or exceeds the [`limits`] on memory and time.
+    Exhausted,
     /// The text is longer than the caller allows.
     TooLong,
-}
-
-/// A writer that fails beyond `max` bytes.
-struct Bounded {
-    bytes: Vec<u8>,
-    max: usize,
-}
-
-impl io::Write for Bounded {
-    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + text.len() > self.max {
-            return Err(io::ErrorKind::FileTooLarge.into());
-        }
-        self.bytes.extend_from_slice(text);
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    /// There is no thread for the template, or the program failed on it.
+    Failed(StackError),
 }
 
 impl ChatTemplate {
@@ -74,45 +67,25 @@ impl ChatTemplate {
     /// short conversations, which the template may refuse.
     ///
     /// # Errors
-    /// The template does not compile, or exceeds the limits for a short conversation.
+    /// The template is too long, does not compile, or exceeds the limits for a short conversation.
     pub(crate) fn new(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
-        Self::compile(environment::environment(jiff::Zoned::now)?, source, environment::rewrite(source), bos, eos)
+        if source.len() > SOURCE_BYTES_MAX {
+            return Err(ServedModelError::TemplateLength(source.len(), SOURCE_BYTES_MAX));
+        }
+        on_large_stack(THREAD, || Self::compile(source, bos, eos))?
     }
 
-    /// Compiles a client's template, whose values cannot be nested deeply. This and the rendering need a stack of [`CLIENT_STACK_BYTES`].
-    ///
-    /// # Errors
-    /// As for [`ChatTemplate::new`].
-    pub(crate) fn of_client(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
+    fn compile(source: &str, bos: &str, eos: &str) -> Result<Self, ServedModelError> {
         let mut environment = environment::environment(jiff::Zoned::now)?;
-        client::add_filters(&mut environment, STEPS_MAX);
-        let rewritten = client::rewrite(&environment::rewrite(source))?;
-        Self::compile(environment, source, rewritten, bos, eos)
-    }
-
-    fn compile(
-        mut environment: Environment<'static>,
-        source: &str,
-        rewritten: String,
-        bos: &str,
-        eos: &str,
-    ) -> Result<Self, ServedModelError> {
         environment.set_fuel(Some(STEPS_MAX));
-        environment.add_template_owned(NAME, rewritten)?;
-        let reads = environment.get_template(NAME)?.undeclared_variables(false);
+        let rewritten = instrument::rewrite(&environment::rewrite(source))?;
+        let reads = environment.template_from_named_str(NAME, &rewritten)?.undeclared_variables(false);
+        let program = instrument::compile(NAME, rewritten)?;
         let (source, bos, eos) = (source.to_owned(), bos.to_owned(), eos.to_owned());
-        let mut template = Self { environment, source, bos, eos, reads, abilities: Abilities::default() };
+        let mut template = Self { environment, program, source, bos, eos, reads, abilities: Abilities::default() };
         let endless = |_| ServedModelError::TemplateEndless(STEPS_MAX, PROBE_BYTES_MAX);
         template.abilities = abilities::probe(&template, PROBE_BYTES_MAX).map_err(endless)?;
         Ok(template)
-    }
-
-    /// Compiles a client's template for the same model.
-    ///
-    /// # Errors
-    /// As for [`ChatTemplate::of_client`].
-    pub(crate) fn replaced(&self, source: &str) -> Result<Self, ServedModelError> {
-        Self::of_client(source, &self.bos, &self.eos)
     }
 
     pub(crate) fn source(&self) -> &str {
@@ -137,17 +110,47 @@ impl ChatTemplate {
     /// `bytes_max` bytes.
     ///
     /// # Errors
-    /// The template refuses the conversation, or exceeds [`STEPS_MAX`] or `bytes_max`.
+    /// The template refuses the conversation, or exceeds its limits, among them `bytes_max`.
     pub(crate) fn render(&self, variables: Map<String, Value>, bytes_max: usize) -> Result<String, RenderError> {
+        on_large_stack(THREAD, || self.render_here(variables, bytes_max)).unwrap_or_else(|error| Err(RenderError::Failed(error)))
+    }
+
+    /// Renders a conversation on this thread, which must have a large stack.
+    fn render_here(&self, variables: Map<String, Value>, bytes_max: usize) -> Result<String, RenderError> {
+        let input_bytes = variables.values().map(text_bytes).sum();
         let context = context! { bos_token => self.bos.as_str(), eos_token => self.eos.as_str(), ..Serde(variables) };
-        let mut text = Bounded { bytes: Vec::new(), max: bytes_max };
-        let rendered = self.environment.get_template(NAME).and_then(|template| template.render_captured_to(context, &mut text));
+        let rendered = evaluate(&self.environment, &self.program, context, input_bytes);
         match rendered.map_err(|error| (error.kind(), error)) {
-            Ok(_) => Ok(String::from_utf8(text.bytes).expect("templates write whole strings")),
-            Err((ErrorKind::OutOfFuel, _)) => Err(RenderError::Steps),
+            Ok(text) if text.len() > bytes_max => Err(RenderError::TooLong),
+            Ok(text) => Ok(text),
+            Err((ErrorKind::OutOfFuel, _)) => Err(RenderError::Exhausted),
             Err((ErrorKind::WriteFailure, _)) => Err(RenderError::TooLong),
             Err((_, error)) => Err(RenderError::Refused(error)),
         }
+    }
+}
+
+/// Renders a template whose variables have this many bytes of text.
+fn evaluate(
+    environment: &Environment<'static>,
+    program: &Program,
+    variables: minijinja::Value,
+    input_bytes: usize,
+) -> Result<String, Error> {
+    limits::begin(input_bytes);
+    let mut text = String::new();
+    let mut output = make_string_output(&mut text);
+    eval(environment, &program.main, variables, &program.blocks, &mut output, AutoEscape::None)?;
+    Ok(text)
+}
+
+/// Returns the size of all texts in the value, in bytes.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(members) => members.iter().map(|(name, member)| name.len() + text_bytes(member)).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
     }
 }
 

@@ -13,12 +13,11 @@ use crate::{
     chat::{Conversation, Message, OutputFormat, ReasoningFormat, TemplateOptions, ToolFormat},
     error::{ApiError, Problem, at_most},
     model::ServedModel,
-    prompt::{
-        CLIENT_SOURCE_BYTES_MAX, CLIENT_STACK_BYTES, ChatTemplate, EncodeError, NamespaceEncodings, RenderError, Tokenizer,
-    },
+    prompt::{ChatTemplate, EncodeError, NamespaceEncodings, RenderError, Tokenizer},
 };
 use serde_json::{Map, Value};
-use std::{borrow::Cow, sync::Arc, thread};
+use std::{borrow::Cow, sync::Arc};
+use tandem_grammar::StackError;
 use tandem_kv::TokenId;
 
 /// The variables with which templates switch reasoning on and off.
@@ -90,15 +89,13 @@ impl ChatRequest {
         if let Some(effort) = self.reasoning_effort.take() {
             set_reasoning_effort(&mut variables, &effort, model.template.as_deref())?;
         }
-        let source = self.chat_template.take();
-        at_most("chat_template", source.as_ref().map_or(0, String::len), CLIENT_SOURCE_BYTES_MAX, "bytes")?;
         let continue_final_message = self.continue_final_message.unwrap_or(false);
         if continue_final_message && self.add_generation_prompt == Some(true) {
             let rule = "is not possible with 'add_generation_prompt': the answer either continues a message or begins one";
             return Err(ApiError::invalid("continue_final_message", Problem::Rule { rule }));
         }
         let add_generation_prompt = self.add_generation_prompt.unwrap_or(!continue_final_message);
-        Ok(TemplateOptions { source, documents, variables, add_generation_prompt, continue_final_message })
+        Ok(TemplateOptions { documents, variables, add_generation_prompt, continue_final_message })
     }
 }
 
@@ -145,26 +142,16 @@ fn top_logprobs(logprobs: bool, top: Option<Whole>) -> Result<Option<u32>, ApiEr
 }
 
 impl Chat {
-    /// Checks that the request has no chat template of its own, or that clients' templates are trusted.
-    ///
-    /// # Errors
-    /// The request has a template that is not trusted.
-    pub(crate) fn check_template(&self, is_trusted: bool) -> Result<(), ApiError> {
-        if is_trusted || self.conversation.template.source.is_none() { Ok(()) } else { Err(ApiError::UntrustedTemplate) }
-    }
-
     /// Returns the total size of the conversation's text, in bytes.
     pub(crate) fn text_bytes(&self) -> usize {
         self.conversation.text_bytes()
     }
 
     /// Returns the cost of rendering and encoding as a number of bytes of text. It has a fixed cost per message, even without text, because
-    /// the template runs for each message. A client's template may take any number of steps.
+    /// the template runs for each message.
     pub(crate) fn encoding_bytes(&self) -> usize {
         const MESSAGE: usize = 256;
-        const CLIENT_TEMPLATE: usize = 1 << 20;
-        let template = self.conversation.template.source.as_ref().map_or(0, |_| CLIENT_TEMPLATE);
-        template + self.text_bytes() + MESSAGE * self.conversation.messages.len()
+        self.text_bytes() + MESSAGE * self.conversation.messages.len()
     }
 
     /// Renders and encodes the conversation.
@@ -175,29 +162,7 @@ impl Chat {
     /// # Errors
     /// The model has no chat template, the template refuses the conversation, or its text is too long.
     pub(crate) fn encode(&self, model: &ServedModel, encodings: &NamespaceEncodings) -> Result<Encoded, ApiError> {
-        let Some(source) = self.conversation.template.source.as_deref() else {
-            return self.encode_with(model.template.as_deref().ok_or(ApiError::NoChatTemplate)?, model, encodings);
-        };
-        let encode = || {
-            let template = model.client_template(source).map_err(ApiError::ClientTemplate)?;
-            self.encode_with(&template, model, encodings).map_err(|error| match error {
-                ApiError::Template(source) => ApiError::ClientTemplate(source.into()),
-                other => other,
-            })
-        };
-        let thread = thread::Builder::new().name("tandem-template".to_owned()).stack_size(CLIENT_STACK_BYTES);
-        thread::scope(|scope| {
-            let thread = thread.spawn_scoped(scope, encode).map_err(|_| ApiError::Overloaded)?;
-            thread.join().unwrap_or(Err(ApiError::Internal))
-        })
-    }
-
-    fn encode_with(
-        &self,
-        template: &ChatTemplate,
-        model: &ServedModel,
-        encodings: &NamespaceEncodings,
-    ) -> Result<Encoded, ApiError> {
+        let template = model.template.as_deref().ok_or(ApiError::NoChatTemplate)?;
         let mut conversation = self.conversation.clone();
         let mut suspicious = Vec::new();
         conversation.for_each_text(&mut |text| {
@@ -221,7 +186,9 @@ impl Chat {
         let variables = conversation.variables(template.abilities());
         let mut text = template.render(variables, model.rendered_bytes_max()).map_err(|error| match error {
             RenderError::Refused(source) => ApiError::Template(source),
-            RenderError::Steps => ApiError::TemplateSteps,
+            RenderError::Exhausted => ApiError::TemplateExhausted,
+            RenderError::Failed(StackError::Thread(_)) => ApiError::Overloaded,
+            RenderError::Failed(StackError::Panic(_)) => ApiError::Internal,
             RenderError::TooLong => {
                 let tokens_min = model.usable_context() as usize + 1;
                 ApiError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }

@@ -16,8 +16,8 @@ use super::{
     messages::RawMessage,
     responses_fields::{INCLUDE_MAX, Input, Reasoning, TextConfig},
     schema::{
-        Both, Chars, ClientTemplate, Each, Efforts, Entries, Form, Limit, ModelId, NotEmpty, ObjectSchema, OneOf, TokenCount,
-        TokenIds, Tools, Truncated, Variables,
+        Both, Chars, Each, Efforts, Entries, Form, Limit, ModelId, NotEmpty, ObjectSchema, OneOf, TokenCount, TokenIds, Tools,
+        Truncated, Variables,
     },
     tools::{RawChoice, TOOLS_MAX},
     unsupported::{Setting, accepted, check},
@@ -246,13 +246,13 @@ parameters! {
         // `max_completion_tokens` is the newer name of `max_tokens`. If a request has both, the newer name counts.
         messages: Bounded<RawMessage, MESSAGES_MAX> = NotEmpty, max_completion_tokens: Whole = TokenCount(1), logprobs: bool, top_logprobs: Whole = ALTERNATIVES,
         tools: Bounded<Value, TOOLS_MAX> = Tools, tool_choice: RawChoice, parallel_tool_calls: bool, reasoning_effort: String = Efforts,
-        include_reasoning: bool, enable_thinking: bool, chat_template: String = ClientTemplate, chat_template_kwargs: Map<String, Value> = Variables,
+        include_reasoning: bool, enable_thinking: bool, chat_template_kwargs: Map<String, Value> = Variables,
         documents: Bounded<Value, DOCUMENTS_MAX>, add_generation_prompt: bool, continue_final_message: bool,
     } unsupported {
         // Parameters of OpenAI.
         audio, function_call = "none", verbosity = "medium", web_search_options,
         // Parameters of vLLM.
-        add_special_tokens, best_of = 1, echo, media_io_kwargs, mm_processor_kwargs, reasoning, suffix,
+        add_special_tokens, best_of = 1, chat_template, echo, media_io_kwargs, mm_processor_kwargs, reasoning, suffix,
         thinking = "disabled",
         // Parameters of SGLang and Dynamo.
         chat_template_args, max_dynamic_patch, min_dynamic_patch, separate_reasoning = true, stream_reasoning = true, task,

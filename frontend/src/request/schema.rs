@@ -5,7 +5,6 @@ use super::{
     limits::{NAME_CHARS_MAX, RESERVED, Range, STOP_CHARS_MAX, VARIABLES_MAX},
     unsupported::Setting,
 };
-use crate::prompt::CLIENT_SOURCE_BYTES_MAX;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema, transform::Transform};
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
@@ -48,8 +47,6 @@ pub(crate) struct Form(pub(crate) fn() -> Value);
 pub(crate) struct Tools;
 /// An effort of reasoning that the served models know.
 pub(crate) struct Efforts;
-/// A client's chat template, if clients' templates are trusted.
-pub(crate) struct ClientTemplate;
 /// Variables of a chat template.
 pub(crate) struct Variables;
 
@@ -170,12 +167,6 @@ impl Limit for Efforts {
     }
 }
 
-impl Limit for ClientTemplate {
-    fn apply(&self, schema: &mut Schema) {
-        insert(schema, SERVED, "template");
-    }
-}
-
 impl Limit for Variables {
     fn apply(&self, schema: &mut Schema) {
         insert(schema, "maxProperties", VARIABLES_MAX);
@@ -191,7 +182,6 @@ pub(crate) struct OfModels {
     pub(crate) context_length: u32,
     /// The efforts of reasoning that all models know.
     pub(crate) efforts: &'static [&'static str],
-    pub(crate) trusts_templates: bool,
 }
 
 impl Transform for OfModels {
@@ -207,8 +197,6 @@ impl Transform for OfModels {
                 let efforts = self.efforts.iter().map(|effort| json!(effort)).chain([Value::Null]);
                 insert(schema, "enum", efforts.collect::<Vec<_>>());
             }
-            Some("template") if !self.trusts_templates => insert(schema, "type", "null"),
-            Some("template") => insert(schema, "maxLength", CLIENT_SOURCE_BYTES_MAX),
             Some(NAMES_MODEL) if self.ids.len() > 1 => {
                 if let Some(required) = schema.ensure_object().entry("required").or_insert_with(|| json!([])).as_array_mut() {
                     required.push("model".into());

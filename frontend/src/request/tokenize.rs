@@ -12,13 +12,12 @@ use serde_json::json;
 use std::borrow::Cow;
 
 /// The fields of a chat that decide its prompt.
-const OF_PROMPT: [&str; 10] = [
+const OF_PROMPT: [&str; 9] = [
     "messages",
     "tools",
     "tool_choice",
     "reasoning_effort",
     "enable_thinking",
-    "chat_template",
     "chat_template_kwargs",
     "documents",
     "add_generation_prompt",

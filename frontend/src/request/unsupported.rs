@@ -34,7 +34,8 @@ pub(crate) fn check(param: &str, found: &Setting, accepted: &[Setting]) -> Resul
     if off || *found == Setting::Nothing || accepted.contains(found) {
         return Ok(());
     }
-    Err(ApiError::invalid(param, Problem::Unsupported))
+    let problem = if param == "chat_template" { Problem::Template } else { Problem::Unsupported };
+    Err(ApiError::invalid(param, problem))
 }
 
 /// Converts an accepted value to a [`Setting`], as the value of a request would be converted.

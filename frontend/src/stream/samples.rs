@@ -135,7 +135,21 @@ impl Samples {
         self.samples.get_mut(index as usize).ok_or(FailureReason::EngineFailed)
     }
 
+    /// Checks that the tokenizer has the token. The engine of a worker may be a server of another program, which is not believed.
+    fn check(&self, token: TokenId) -> Result<(), FailureReason> {
+        let size = self.model.tokenizer.vocab_size();
+        if (token as usize) < size {
+            return Ok(());
+        }
+        tracing::warn!(
+            model = self.model.id,
+            "the engine has generated token {token}, but the model's tokenizer has only {size} tokens; check that the engine serves this model"
+        );
+        Err(FailureReason::EngineFailed)
+    }
+
     fn tokens(&mut self, Tokens { sample: index, tokens }: Tokens) -> Result<(), FailureReason> {
+        tokens.iter().try_for_each(|token| self.check(token.token))?;
         let model = Arc::clone(&self.model);
         let sample = self.sample(index)?;
         let mut delta = Delta { sample: index, ..Delta::default() };
@@ -157,6 +171,7 @@ impl Samples {
             finished::FinishReason::Length => FinishReason::Length,
             finished::FinishReason::Unspecified => return Err(FailureReason::EngineFailed),
         };
+        finished.stop_token.map_or(Ok(()), |token| self.check(token))?;
         let model = Arc::clone(&self.model);
         let sample = self.sample(finished.sample)?;
         if sample.ended {

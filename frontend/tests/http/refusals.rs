@@ -311,7 +311,12 @@ async fn invalid_conversations_are_refused() {
             "invalid_value",
             &["a field of its own"],
         ),
-        row(json!({ "chat_template": "x" }), "chat_template", "unsupported_parameter", &["--trust-request-chat-template"]),
+        row(
+            json!({ "chat_template": "x" }),
+            "chat_template",
+            "unsupported_parameter",
+            &["the model's own chat template", "leave it out"],
+        ),
         row(
             json!({ "continue_final_message": true, "add_generation_prompt": true }),
             "continue_final_message",

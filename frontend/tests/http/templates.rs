@@ -72,3 +72,31 @@ async fn message_that_a_template_expands_beyond_the_context_is_refused() {
     let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "a".repeat(100) })]).await;
     assert_eq!((status, &error["code"]), (StatusCode::BAD_REQUEST, &json!("context_length_exceeded")));
 }
+
+#[tokio::test]
+async fn trigger_word_of_a_hostile_template_costs_one_400() {
+    const NESTS: &str = "{% set ns = namespace(v=1) %}{% for i in range(90000) %}{% set ns.v = [ns.v] %}{% endfor %}";
+    const DOUBLES: &str =
+        "{% set ns = namespace(v='x' * 1000) %}{% for i in range(28) %}{% set ns.v = ns.v ~ ns.v %}{% endfor %}{{ ns.v|length }}";
+    for (body, code) in [(NESTS, "invalid_value"), (DOUBLES, "too_many"), ("{{ '%1000000000d'|format(1) }}", "too_many")] {
+        let source = format!("{{% if messages[0].content == 'go' %}}{body}{{% endif %}}a");
+        let model = model(&source).expect("the template renders other conversations");
+        let cluster = Cluster::with(|settings| settings.models = vec![model]).await;
+        let go = chat(json!({ "messages": [{ "role": "user", "content": "go" }] }));
+        let (status, answer) = cluster.post(CHAT, &go).await.json().await;
+        let error = &answer["error"];
+        assert_eq!(
+            (status, &error["code"], &error["param"]),
+            (StatusCode::BAD_REQUEST, &json!(code), &json!("messages")),
+            "{body}"
+        );
+        assert_eq!(cluster.post("/tokenize", &chat(json!({}))).await.status(), StatusCode::OK, "{body}");
+    }
+}
+
+#[tokio::test]
+async fn template_that_renders_nothing_for_these_messages_is_a_400() {
+    let template = "{% if messages[0].content != 'nothing' %}a{% endif %}";
+    let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "nothing" })]).await;
+    assert_eq!((status, &error["param"]), (StatusCode::BAD_REQUEST, &json!("messages")), "{error}");
+}

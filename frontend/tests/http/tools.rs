@@ -380,35 +380,3 @@ async fn last_message_can_be_continued() {
         assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
     }
 }
-
-#[tokio::test]
-async fn request_may_have_its_own_template_if_clients_are_trusted() {
-    let own = json!({
-        "chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood }}", "chat_template_kwargs": { "mood": ":)" },
-    });
-    let (status, answer) = cluster().await.post(CHAT, &chat(own.clone())).await.json().await;
-    assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("chat_template")));
-    let message = answer["error"]["message"].as_str().expect("errors have a message");
-    assert!(message.contains("--trust-request-chat-template"), "{message}");
-
-    let mut cluster = Cluster::with(|settings| settings.trust_request_chat_template = true).await;
-    let reply = cluster.spawn_post(CHAT, chat(own));
-    let call = cluster.call().await;
-    assert_eq!(text(&call.request.prompt), "[user]Hi:)");
-    call.answer(Some(0), "a").await;
-    assert_eq!(soon(reply).await.expect("the client task runs").status(), StatusCode::OK);
-    let deep = "{% set ns = namespace(v=1) %}{% for i in range(100000) %}{% set ns.v = [ns.v] %}{% endfor %}{{ ns.v }}";
-    for (template, problem) in [
-        ("{% if %}", "syntax error"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% set c = b %}{% endfor %}{% endfor %}", "too many steps"),
-        (deep, "nested more than 200 levels deep"),
-        ("{{ raise_exception('no') }}", "no"),
-        (&"x".repeat((64 << 10) + 1), "at most"),
-    ] {
-        let (status, answer) = cluster.post(CHAT, &chat(json!({ "chat_template": template }))).await.json().await;
-        assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("chat_template")), "{answer}");
-        assert!(answer["error"]["message"].as_str().is_some_and(|message| message.contains(problem)), "{answer}");
-    }
-    let (status, answer) = cluster.post(CHAT, &chat(json!({ "chat_template": "{{ '' }}" }))).await.json().await;
-    assert_eq!((status, &answer["error"]["param"]), (StatusCode::BAD_REQUEST, &json!("messages")), "an empty prompt: {answer}");
-}

@@ -264,7 +264,6 @@ impl Parts {
             resumes: args.resumes,
             dashboard_requests: args.dashboard_requests as usize,
             audit_result: args.audit_result,
-            trust_request_chat_template: args.trust_request_chat_template,
             routers: routers.with_key(self.key.clone()),
             tracer: self.tracer.clone(),
             account_header: tenants.account_header.as_deref().map(|name| name.parse().expect("clap has checked the flag")),

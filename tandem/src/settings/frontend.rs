@@ -28,10 +28,6 @@ pub struct FrontendArgs {
     #[serde(flatten)]
     pub parsers: ParserArgs,
 
-    /// Accept a request's own `chat_template`. A template can write control tokens, and may take half a second of a CPU for each request
-    #[arg(long, env = "TANDEM_TRUST_REQUEST_CHAT_TEMPLATE")]
-    pub trust_request_chat_template: bool,
-
     /// How often one answer may resume on another worker after its worker was lost; 0: the answer ends with an error event. An answer that
     /// fails more often than the default is probably itself the reason that workers fail
     #[arg(long, env = "TANDEM_RESUMES", value_name = "N", default_value_t = 8)]

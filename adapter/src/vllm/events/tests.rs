@@ -212,3 +212,53 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn payload_of_very_many_values_is_refused_before_it_is_decoded() {
+    let list = |count: usize| {
+        let numbers = [&[0xdd][..], &(count as u32).to_be_bytes(), &vec![1; count]].concat();
+        [&[0x92, 1][..], &numbers].concat()
+    };
+    assert_eq!(decode(&list(PAYLOAD_MAX - 100)), Err(MalformedBatch::TooMany));
+    assert_eq!(decode(&list(VALUES_MAX)), Err(MalformedBatch::TooMany));
+    assert_eq!(decode(&list(VALUES_MAX - 3)), Err(MalformedBatch::NotABatch), "numbers are no events");
+}
+
+#[test]
+fn step_with_a_million_tokens_is_decoded() {
+    let tokens = Value::Array(vec![200_000.into(); 1 << 20]);
+    let hashes = Value::Array(vec![Value::Binary(vec![7; 32]); 1 << 16]);
+    let keys = Value::Array(vec![Value::Array(vec!["salt".into()]); 1 << 16]);
+    let fields = [("block_hashes", hashes), ("token_ids", tokens), ("block_size", 16.into()), ("extra_keys", keys)];
+    let batch = decode(&batch_of(vec![named("BlockStored", &fields)])).unwrap();
+    assert!(matches!(&batch.events[..], [EngineEvent::Stored(stored)] if stored.tokens.len() == 1 << 20));
+}
+
+proptest! {
+    #[test]
+    fn values_of_every_kind_are_counted(values in proptest::collection::vec(any_value(), 0..20)) {
+        prop_assert_eq!(check_values(&encode(&Value::Array(values))), Ok(()));
+    }
+}
+
+fn any_value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        any::<u64>().prop_map(Value::from),
+        any::<u8>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<i8>().prop_map(Value::from),
+        any::<f32>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        any::<bool>().prop_map(Value::from),
+        Just(Value::Nil),
+        "[a-z]{0,400}".prop_map(Value::from),
+        proptest::collection::vec(any::<u8>(), 0..70_000).prop_map(Value::from),
+        (any::<i8>(), proptest::collection::vec(any::<u8>(), 0..40)).prop_map(|(kind, bytes)| Value::Ext(kind, bytes)),
+    ];
+    leaf.prop_recursive(3, 40, 20, |inner| {
+        prop_oneof![
+            proptest::collection::vec(inner.clone(), 0..20).prop_map(Value::Array),
+            proptest::collection::vec((inner.clone(), inner), 0..20).prop_map(Value::Map),
+        ]
+    })
+}

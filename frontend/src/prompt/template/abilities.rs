@@ -20,10 +20,10 @@ pub(super) struct Endless;
 pub(super) fn probe(template: &ChatTemplate, bytes_max: usize) -> Result<Abilities, Endless> {
     let rendered = |messages: Vec<Message>, tools: Tools, abilities: Abilities| {
         let conversation = Conversation { messages, tools, template: TemplateOptions::default() };
-        match template.render(conversation.variables(abilities), bytes_max) {
+        match template.render_here(conversation.variables(abilities), bytes_max) {
             Ok(text) => Ok(Some(text)),
             Err(RenderError::Refused(_)) => Ok(None),
-            Err(RenderError::Steps | RenderError::TooLong) => Err(Endless),
+            Err(_) => Err(Endless),
         }
     };
     let text = |role, text: &str| Message::new(role, text);

@@ -1,7 +1,7 @@
 //! The template engine with the settings, functions, filters and methods of Hugging Face's `transformers`. It renders templates of models
 //! byte for byte as `apply_chat_template` does.
 
-use super::{json, method, python};
+use super::{json, limits, method, python};
 use minijinja::{
     Environment, Error, ErrorKind, State, Value, filters,
     syntax::SyntaxConfig,
@@ -16,9 +16,15 @@ pub(super) fn environment(clock: Clock) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(syntax()?);
     environment.set_formatter(|output, _, value| match value.as_str() {
-        Some(text) => Ok(output.write_str(text)?),
-        None => Ok(output.write_str(&python::str(value))?),
+        Some(text) => limits::write(text.len()).and_then(|()| Ok(output.write_str(text)?)),
+        None => {
+            let text = python::str(value);
+            limits::write(text.len()).and_then(|()| Ok(output.write_str(&text)?))
+        }
     });
+    // It prints all variables, however many bytes they have.
+    environment.remove_global("debug");
+    limits::add_filters(&mut environment);
     environment.set_unknown_method_callback(method::call);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));

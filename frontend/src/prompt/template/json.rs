@@ -1,6 +1,6 @@
 //! The filter `tojson`: Python's `json.dumps`, without the escapes for HTML of Jinja2's own filter.
 
-use super::python;
+use super::{limits, python};
 use minijinja::{
     Error, ErrorKind, Value,
     value::{Kwargs, ValueKind},
@@ -34,7 +34,9 @@ pub(super) fn tojson(
 
     let is_true = |value: Option<Value>| value.is_some_and(|value| value.is_true());
     let indent = match indent {
-        Some(indent) if indent.kind() == ValueKind::String => Some(python::str(&indent)),
+        Some(indent) if indent.kind() == ValueKind::String => {
+            Some(python::str(&indent).chars().take(INDENT_MAX as usize).collect())
+        }
         Some(indent) => Some(" ".repeat(i64::try_from(indent)?.clamp(0, INDENT_MAX) as usize)),
         None => None,
     };
@@ -52,6 +54,7 @@ const INDENT_MAX: i64 = 100;
 
 impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        limits::ensure(self.text.len())?;
         match value.kind() {
             _ if depth == python::DEPTH_MAX => return Err(invalid("tojson: the value is nested too deeply")),
             ValueKind::None => self.text.push_str("null"),

@@ -53,7 +53,7 @@ fn quadratic_rendering_ends_at_its_step_limit() {
     let template = ChatTemplate::new(source, "", "").expect("the template ends for few messages");
     let turns: Vec<_> = (0..16_384).map(|_| (Role::User, "")).collect();
     assert!(render(&template, &turns[..100], 1).is_ok());
-    assert!(matches!(render(&template, &turns, 1), Err(RenderError::Steps)));
+    assert!(matches!(render(&template, &turns, 1), Err(RenderError::Exhausted)));
 }
 
 #[test]

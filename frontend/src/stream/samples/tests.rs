@@ -154,3 +154,17 @@ fn invalid_reply_fails_the_attempt() {
     assert!(samples.apply(finished(7, finished::FinishReason::Stop, None)).is_err());
     assert!(samples.apply(finished(0, finished::FinishReason::Unspecified, None)).is_err());
 }
+
+#[test]
+fn token_outside_the_vocabulary_fails_the_attempt_and_does_not_count() {
+    let size = ServedModel::sim("m").tokenizer.vocab_size() as u32;
+    for token in [size, u32::MAX] {
+        let mut samples = samples(1, &[], Sampling::default());
+        let unknown = Token { token, logprob: None, top: Vec::new() };
+        let reply = Message::Tokens(Tokens { sample: 0, tokens: vec![Token { token: 97, ..unknown.clone() }, unknown] });
+        assert_eq!(samples.apply(reply), Err(FailureReason::EngineFailed));
+        assert_eq!(samples.apply(finished(0, finished::FinishReason::Stop, Some(token))), Err(FailureReason::EngineFailed));
+        assert!(samples.generated_tokens() == 0 && samples.next_event().is_none());
+        samples.apply(tokens(0, &[97])).expect("the token is in the vocabulary");
+    }
+}
