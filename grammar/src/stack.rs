@@ -1,6 +1,6 @@
 //! Runs recursive code on a thread with a large stack.
 
-use std::{any::Any, io};
+use std::io;
 
 /// The size of the stack in bytes. Memory is used only for the part that is needed. The deepest constraint or template within all limits needs
 /// less than half of it; the rest is for what the limits may have overlooked, because no process survives a stack overflow.
@@ -14,7 +14,7 @@ pub enum StackError {
     Thread(io::Error),
     /// The work panicked.
     #[error("the program failed on it")]
-    Panic(Box<dyn Any + Send>),
+    Panic,
 }
 
 /// Runs `work` on a thread of its own, which has this name and a stack of 256 MiB, and waits for it.
@@ -24,6 +24,6 @@ pub enum StackError {
 pub fn on_large_stack<T: Send>(name: &str, work: impl FnOnce() -> T + Send) -> Result<T, StackError> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn_scoped(scope, work);
-        thread.map_err(StackError::Thread)?.join().map_err(StackError::Panic)
+        thread.map_err(StackError::Thread)?.join().map_err(|_| StackError::Panic)
     })
 }

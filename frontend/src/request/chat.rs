@@ -188,7 +188,7 @@ impl Chat {
             RenderError::Refused(source) => ApiError::Template(source),
             RenderError::Exhausted => ApiError::TemplateExhausted,
             RenderError::Failed(StackError::Thread(_)) => ApiError::Overloaded,
-            RenderError::Failed(StackError::Panic(_)) => ApiError::Internal,
+            RenderError::Failed(StackError::Panic) => ApiError::Internal,
             RenderError::TooLong => {
                 let tokens_min = model.usable_context() as usize + 1;
                 ApiError::PromptLength { context_length: model.usable_context(), tokens_min, param: "messages" }

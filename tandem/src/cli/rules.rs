@@ -32,7 +32,7 @@ const NEEDS: &[(&[&str], &[&str])] = &[
     (&["nats-key"], &["nats-cert"]),
     (&["tls-cert"], &["tls-key"]),
     (&["tls-key"], &["tls-cert"]),
-    (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank"], &["engine-url"]),
+    (&["prefill-engine-url", "engine-key-file", "engine-ca", "engine-rank", "trust-engine-model"], &["engine-url"]),
 ];
 
 /// Settings of engines in Tandem's processes. An external engine has settings of its own.

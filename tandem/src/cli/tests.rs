@@ -200,6 +200,7 @@ fn invalid_command_line_is_refused_with_an_explanation() {
         (&["up", "--engine", "vllm"], "--engine vllm needs --engine-url"),
         (&["up", "--engine-url", "http://e:1"], "--engine-url needs --engine vllm"),
         (&["up", "--prefill-engine-url", "http://e:1"], "--prefill-engine-url needs --engine-url"),
+        (&["up", "--trust-engine-model"], "--trust-engine-model needs --engine-url"),
         (&["decode-worker", "--engine", "vllm", "--engine-url", "http://e:1,http://f:1"], "a worker has one engine"),
         (&["prefill-worker", "--engine", "vllm", "--engine-url", "http://e:1"], "set --engine-kv-connector nixl"),
         (

@@ -58,9 +58,13 @@ pub enum StartError {
     #[error("--tool-call-parser or --reasoning-parser names the model {0}, which is not served; write the id of a served model")]
     ParserOfUnknownModel(String),
     #[error(
-        "the engine at {url} does not report where its model comes from; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
+        "the engine at {url} does not report where its model comes from, or names a directory that only its own machine has; set --model (or --extra-model ID=MODEL, if another engine's model is --model) for its tokenizer and chat template"
     )]
     UnknownModel { url: String },
+    #[error(
+        "the engine at {url} says that its model is {model}, but an engine of another machine must not choose the tokenizer and chat template; set --model {model} if that is right, or --trust-engine-model to accept what engines name (--extra-model ID=MODEL for another engine's model)"
+    )]
+    UntrustedModel { url: String, model: String },
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("the model {} cannot be served", .path.display())]

@@ -39,7 +39,7 @@ use tokio::{
     net::TcpListener,
     time::{Instant, sleep},
 };
-use tonic::{Request, Response, Status, service::Routes};
+use tonic::{Request, Response, Status, service::Routes, transport::Uri};
 
 /// The shortest and the longest pause between attempts to connect to a server that could not be used.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -145,13 +145,32 @@ pub(super) async fn inspect(engine: ServerSettings) -> Result<(Vec<(ServerSettin
     Ok((server.ranks.iter().map(of_rank).collect(), server))
 }
 
-/// Returns the directory or repository from which the server loaded its model. The tokenizer can be loaded from there.
-pub(super) fn source(server: &ServerDescription) -> Option<Source> {
+/// Returns the directory or repository from which the server at `url` loaded its model. The tokenizer can be loaded from there.
+///
+/// # Errors
+/// The server names no source, or one that it may not choose: a server of another machine chooses a repository only if it is trusted, and never a
+/// path of this machine.
+pub(super) fn source(server: &ServerDescription, url: &str, is_trusted: bool) -> Result<Source, StartError> {
     let root = server.model.root.as_deref().unwrap_or(&server.model.id);
-    if Path::new(root).exists() {
-        return Some(Source::Path(root.into()));
+    let is_local = is_loopback(url);
+    if is_local && Path::new(root).exists() {
+        return Ok(Source::Path(root.into()));
     }
-    format!("hf:{root}").parse().ok()
+    let source: Source = match format!("hf:{root}").parse() {
+        Ok(source @ Source::HuggingFace { .. }) => source,
+        _ => return Err(StartError::UnknownModel { url: url.to_owned() }),
+    };
+    if is_local || is_trusted {
+        return Ok(source);
+    }
+    Err(StartError::UntrustedModel { url: url.to_owned(), model: source.to_string() })
+}
+
+/// Whether the URL's host is this machine.
+fn is_loopback(url: &str) -> bool {
+    let Ok(url) = url.parse::<Uri>() else { return false };
+    let host = url.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || host.parse().is_ok_and(|address: net::IpAddr| address.is_loopback())
 }
 
 /// Returns the pause after an instance that has ended.
@@ -328,6 +347,42 @@ impl Registration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn chosen(root: &str, url: &str, is_trusted: bool) -> Result<String, String> {
+        let model = ModelDescription { id: "m".to_owned(), root: Some(root.to_owned()), context_length: 1 };
+        let server = ServerDescription { model, loras: Vec::new(), ranks: Vec::new() };
+        source(&server, url, is_trusted).map(|source| source.to_string()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn engine_on_this_machine_chooses_the_tokenizer() {
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+        let path = folder.path().to_str().expect("the path is text");
+        for url in ["http://127.0.0.1:8001", "http://localhost:8001/v", "https://[::1]:1", "http://127.9.9.9"] {
+            assert_eq!(chosen(path, url, false).as_deref(), Ok(path));
+            assert_eq!(chosen("Qwen/Qwen3-8B", url, false).as_deref(), Ok("hf:Qwen/Qwen3-8B"));
+        }
+    }
+
+    #[test]
+    fn engine_of_another_machine_chooses_a_repository_only_if_it_is_trusted_and_never_a_path() {
+        let folder = tempfile::tempdir().expect("the system can create a temporary folder");
+        let path = folder.path().to_str().expect("the path is text");
+        for url in ["http://10.0.0.11:8001", "https://engine", "http://localhost.evil.example", "http://127.0.0.1@evil.example"] {
+            let refused = chosen("evil/m", url, false).expect_err("the engine is not trusted");
+            assert!(
+                refused.contains("hf:evil/m")
+                    && refused.contains("--model hf:evil/m")
+                    && refused.contains("--trust-engine-model"),
+                "{refused}"
+            );
+            assert_eq!(chosen("evil/m", url, true).as_deref(), Ok("hf:evil/m"));
+            for is_trusted in [false, true] {
+                let refused = chosen(path, url, is_trusted).expect_err("the engine names a path");
+                assert!(refused.contains("set --model"), "{refused}");
+            }
+        }
+    }
 
     #[test]
     fn model_of_a_returned_server_must_be_the_announced_one_with_at_least_its_context() {

@@ -79,8 +79,8 @@ impl Models {
             Some(base) => base,
             None => {
                 let first = settings.model.model.clone().filter(|_| self.0.is_empty());
-                let source = tokenizer_of(settings, id).or(first).or_else(|| external::source(server));
-                let source = source.ok_or_else(|| StartError::UnknownModel { url: url.to_owned() })?;
+                let source = tokenizer_of(settings, id).or(first);
+                let source = source.map_or_else(|| external::source(server, url, settings.trust_engine_model), Ok)?;
                 let served = load(settings, source, id).await?.with_context_length(server.model.context_length);
                 self.0.push((served.clone(), None));
                 served

@@ -236,6 +236,8 @@ pub(super) fn with_parsers(
 pub(super) async fn load_tokenizer(store: StoreArgs, source: Source, id: Option<String>) -> Result<ServedModel, StartError> {
     on_blocking_thread(move || {
         let StoredModel { path, id: stored_id, .. } = Store::new(store)?.get_tokenizer(&source)?;
+        // A repository's files are in a folder that is named after the commit.
+        tracing::info!(%source, path = %path.display(), "loading the tokenizer and the chat template");
         // The default id of a model is the name of its repository, as in vLLM.
         let by_default = if let Source::HuggingFace { repository, .. } = source { repository } else { stored_id };
         let (id, unservable) = (id.unwrap_or(by_default), |error| unservable(&path, error));

@@ -44,6 +44,11 @@ pub struct UpSettings {
     #[serde(serialize_with = "with_commas")]
     pub prefill_engine_url: Vec<String>,
 
+    /// Without --model, use the tokenizer and chat template of the Hugging Face repository that a server of another machine names. A server of
+    /// this machine is always trusted. A server of another machine never chooses a file of this one
+    #[arg(long, env = "TANDEM_TRUST_ENGINE_MODEL", help_heading = "External engine (--engine vllm, llama-cpp)")]
+    pub trust_engine_model: bool,
+
     #[command(flatten)]
     #[serde(flatten)]
     pub worker: WorkerArgs,
