@@ -1,0 +1,100 @@
+//! Lists every place that starts a task or a thread, with what happens when it panics or ends too early. A task that dies without a word leaves a
+//! process that looks healthy and does not work.
+
+use std::{collections::BTreeMap, path::Path};
+use tandem_tests::workspace::{root, text};
+
+/// What happens when a task or thread panics, or ends too early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It works for one request, connection, transfer or call, which fails with it.
+    EndsItsRequest,
+    /// It is started again (`tandem_node::supervise`, or a loop of its own).
+    StartsAgain,
+    /// The process ends with an error that names it.
+    EndsTheProcess,
+    /// The engine or worker to which it belongs ends. That ends the process, or the engine's instance starts again.
+    EndsItsWorker,
+    /// What it would have done is counted as lost, and logged.
+    IsCounted,
+    /// The place only passes on tasks of other places.
+    Passes,
+}
+
+use Fate::*;
+
+/// The files that start tasks or threads, with the number of places in each.
+const STARTS: &[(&str, usize, Fate)] = &[
+    ("adapter/src/job.rs", 1, EndsItsRequest),
+    ("adapter/src/vllm/subscription.rs", 1, EndsItsWorker),
+    ("engine/src/cpu/threads.rs", 1, EndsItsWorker),
+    ("engine/src/cuda/pool.rs", 1, EndsItsWorker),
+    ("engine/src/handle.rs", 1, EndsItsWorker),
+    ("engine/src/handle/constraints.rs", 1, EndsItsRequest),
+    ("engine/src/sampling/constrained.rs", 1, EndsItsWorker),
+    ("frontend/src/audit.rs", 1, EndsItsRequest),
+    ("frontend/src/cores.rs", 1, EndsItsRequest),
+    ("frontend/src/listen/mod.rs", 2, EndsItsRequest),
+    ("grammar/src/stack.rs", 1, EndsItsRequest),
+    ("load/src/dispatch.rs", 2, EndsItsRequest),
+    ("load/src/replay.rs", 1, EndsItsRequest),
+    ("node/src/discovery/watch.rs", 1, StartsAgain),
+    ("node/src/line_file.rs", 1, IsCounted),
+    ("node/src/shutdown.rs", 4, Passes),
+    ("node/src/watched_file.rs", 1, EndsTheProcess),
+    ("proto/src/channel/tls.rs", 1, EndsItsRequest),
+    ("router/src/lib.rs", 1, StartsAgain),
+    ("simulator/src/trace.rs", 1, EndsItsRequest),
+    ("tandem/src/chat/answer.rs", 1, EndsItsRequest),
+    ("tandem/src/cluster/external.rs", 2, StartsAgain),
+    ("tandem/src/cluster/mod.rs", 1, EndsItsRequest),
+    ("tandem/src/cluster/parts.rs", 5, EndsTheProcess),
+    ("tandem/src/cluster/process.rs", 2, EndsTheProcess),
+    ("tandem/src/cluster/weights.rs", 1, EndsTheProcess),
+    ("tandem/src/model/pypi.rs", 3, EndsItsRequest),
+    ("transfer/src/blocking.rs", 2, EndsItsRequest),
+    ("transfer/src/nccl/receiver.rs", 3, EndsItsRequest),
+    ("transfer/src/nccl/sender.rs", 3, EndsItsRequest),
+    ("worker/src/requests.rs", 1, EndsItsRequest),
+    ("worker/src/scheduled.rs", 1, EndsItsRequest),
+];
+
+/// Returns the lines of a file's product code that start a task or a thread.
+fn starts(path: &Path) -> usize {
+    let text = text(path);
+    let product = text.split("#[cfg(test)]\n").next().unwrap_or_default();
+    let code = product.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let calls = ["spawn(", "spawn_on(", "spawn_blocking(", "spawn_scoped(", "spawn_local(", ".track("];
+    code.filter(|line| !line.contains("fn ") && calls.iter().any(|call| line.contains(call))).count()
+}
+
+fn find(dir: &Path, found: &mut BTreeMap<String, usize>) {
+    for entry in std::fs::read_dir(dir).expect("source folders are readable").flatten() {
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        if path.is_dir() {
+            if name != "tests" {
+                find(&path, found);
+            }
+        } else if name.ends_with(".rs") && !["tests.rs", "overlap.rs"].contains(&&*name) {
+            let count = starts(&path);
+            if count > 0 {
+                let name = path.strip_prefix(root()).expect("the file is in the workspace").to_string_lossy().into_owned();
+                found.insert(name, count);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_task_that_outlives_a_request_is_supervised() {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(root()).expect("the workspace is readable").flatten() {
+        let source = entry.path().join("src");
+        let is_product = !["tests", "bench"].iter().any(|name| entry.file_name() == *name);
+        if is_product && source.is_dir() {
+            find(&source, &mut found);
+        }
+    }
+    let listed: BTreeMap<String, usize> = STARTS.iter().map(|(file, count, _)| ((*file).to_owned(), *count)).collect();
+    assert_eq!(found, listed, "add each new place to STARTS, with what happens when its task panics or ends too early");
+}
