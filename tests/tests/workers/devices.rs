@@ -143,7 +143,7 @@ async fn prefill_worker_that_crashes_during_a_copy_is_reported_lost() {
     access.copy_gate.reached().await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = replies.next().await else { panic!("the copied blocks must not be confirmed") };
-    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::WorkerEnded, cluster.prefill.info.instance_id.clone()));
     access.copy_gate.open();
     cluster.decode.idle().await;
     assert_eq!(cluster.answer(cluster.local(prompt(1, 100), 4)).await.cached_tokens(), Some(0));

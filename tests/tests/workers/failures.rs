@@ -131,7 +131,7 @@ async fn prefill_worker_that_crashes_before_starting_is_reported_lost() {
     cluster.prefill.until(|load| load.waiting_requests == 1).await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = waiting.next().await else { panic!("the request must fail") };
-    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::WorkerEnded, cluster.prefill.info.instance_id.clone()));
     cluster.decode.idle().await;
 }
 
@@ -143,7 +143,7 @@ async fn prefill_worker_that_crashes_during_prefill_is_reported_lost() {
     cluster.decode.until(|load| load.in_use_blocks == 625).await;
     cluster.prefill.kill();
     let Some(Message::Failure(failure)) = replies.next().await else { panic!("the request must fail") };
-    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::PrefillLost, cluster.prefill.info.instance_id.clone()));
+    assert_eq!((failure.reason(), failure.instance_id), (FailureReason::WorkerEnded, cluster.prefill.info.instance_id.clone()));
     assert!(replies.next().await.is_none());
     cluster.decode.idle().await;
 }
