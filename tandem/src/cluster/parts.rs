@@ -255,7 +255,7 @@ impl Parts {
             encoding_cache_bytes: limits.encoding_cache_bytes,
             connections_max: limits.max_connections as usize,
             connections_per_address_max: limits.max_connections_per_address as usize,
-            allowed_hosts: limits.allowed_hosts,
+            hosts: limits.hosts.hosts(),
             admin,
             router_wait: Duration::from_secs(restart.router_wait.into()),
             drain_idle: Duration::from_secs(restart.drain_idle.into()),
