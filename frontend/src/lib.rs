@@ -33,6 +33,7 @@ pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
+use calls::CallLog;
 use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
@@ -127,6 +128,7 @@ pub async fn run(
         () = after_stop(&shutdown) => Ok(()),
         never = app.watch_routers(routers) => match never {},
         Some(never) = OptionFuture::from(watch_tls) => match never {},
+        Some(never) = OptionFuture::from(app.call_log.clone().map(CallLog::sum_up)) => match never {},
         Some(never) = OptionFuture::from(watch_keys) => match never {},
     }
 }

@@ -145,7 +145,7 @@ impl Parts {
         self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
         self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
         if let Some(path) = &settings.audit_log {
-            let opened = LineFile::open(path, "audit log");
+            let opened = LineFile::open_rotated(path, "audit log", settings.audit_log_max_bytes);
             self.access.audit_log = Some(opened.map_err(|source| StartError::AuditLog { path: path.clone(), source })?);
         }
         Ok(())
