@@ -5,15 +5,13 @@ use crate::{
     calls::Call,
     error::ApiError,
     keys::KeySequences,
-    listen::Peer,
     metrics::{Endpoint, FrontendMetrics},
     model::ServedModel,
-    shares::Counts,
 };
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use std::sync::Arc;
-use tandem_node::{Shutdown, trace::Span};
+use tandem_node::{Counts, Shutdown, listen::Peer, trace::Span};
 use tokio::time::Instant;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 

@@ -5,18 +5,28 @@ use ::metrics::Counter;
 use axum::http::StatusCode;
 use parking_lot::Mutex;
 use serde::Serialize;
-use std::sync::Arc;
-use tandem_node::{Metrics, line_file::LineFile};
-use tokio::time::Instant;
+use std::{collections::HashMap, convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
+use tandem_node::{Metrics, line_file::LineFile, listen::Peer};
+use tokio::time::{Instant, sleep};
 
 /// The maximum length of a path in the audit log, in bytes. Only `/v1/models/ID` can be longer.
 const PATH_MAX: usize = 256;
 
-/// The audit log: a line for each call of the API. Cheap to clone.
+/// The time for which calls without a valid key are summed up.
+const SUMMED_UP: Duration = Duration::from_secs(1);
+/// The maximum number of addresses whose calls are summed up apart from those of other addresses.
+const PEERS_MAX: usize = 1024;
+
+/// The audit log: a line for each call of the API. The calls without a valid key that come from one address within a second have one line
+/// together, because no client is known that answers for them. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct CallLog {
+pub(crate) struct CallLog(Arc<Log>);
+
+struct Log {
     file: LineFile,
     lost: Counter,
+    /// The lines of the calls without a valid key in this second, by the address; `None`: further addresses, or none.
+    refused: Mutex<HashMap<Option<Peer>, Line>>,
 }
 
 /// A call of the API. The default has no key and is not recorded.
@@ -30,12 +40,13 @@ pub(crate) struct Call {
 /// What the audit log will have about a call. Dropping this value writes the line.
 struct Record {
     log: CallLog,
+    peer: Option<Peer>,
     since: Instant,
     line: Mutex<Line>,
 }
 
 /// A line of the audit log. It has neither text nor tokens of prompts and answers.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct Line {
     at: String,
     request_id: String,
@@ -53,6 +64,10 @@ struct Line {
     cached_tokens: Option<u32>,
     completion_tokens: Option<u32>,
     duration_ms: f64,
+    /// The address of calls without a valid key; `None`: the call has a key, or its address has no line of its own.
+    address: Option<IpAddr>,
+    /// The number of calls that the line stands for. The other fields are those of the first one.
+    count: u64,
 }
 
 /// The head of a call.
@@ -61,6 +76,7 @@ pub(crate) struct CallHead<'a> {
     pub(crate) request_id: &'a str,
     pub(crate) method: &'a str,
     pub(crate) path: &'a str,
+    pub(crate) peer: Option<Peer>,
 }
 
 impl CallLog {
@@ -68,7 +84,35 @@ impl CallLog {
         let help = "Lines of the audit log that were lost: the disk was too slow or refused them.";
         let lost = metrics.counter("tandem_frontend_audit_log_lost_total", help, &[]);
         lost.increment(0);
-        Self { file, lost }
+        Self(Arc::new(Log { file, lost, refused: Mutex::default() }))
+    }
+
+    /// Writes the lines of calls without a valid key once a second, for ever.
+    pub(crate) async fn sum_up(self) -> Infallible {
+        loop {
+            sleep(SUMMED_UP).await;
+            self.0.write_refused();
+        }
+    }
+}
+
+impl Log {
+    fn refuse(&self, peer: Option<Peer>, line: Line) {
+        let mut refused = self.refused.lock();
+        let peer = peer.filter(|peer| refused.len() < PEERS_MAX || refused.contains_key(&Some(*peer)));
+        let sum = refused.entry(peer).or_insert(Line { address: peer.map(|Peer(address)| address), count: 0, ..line });
+        sum.count += 1;
+    }
+
+    fn write_refused(&self) {
+        let refused = std::mem::take(&mut *self.refused.lock());
+        refused.values().for_each(|line| self.file.append(line, &self.lost));
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        self.write_refused();
     }
 }
 
@@ -84,14 +128,11 @@ impl Call {
                 account: key.as_ref().map(|key| key.entry.account().to_owned()),
                 method: head.method.to_owned(),
                 path: path[..path.floor_char_boundary(PATH_MAX.min(path.len()))].to_owned(),
-                model: None,
                 status: CLIENT_CLOSED,
-                prompt_tokens: None,
-                cached_tokens: None,
-                completion_tokens: None,
-                duration_ms: 0.0,
+                count: 1,
+                ..Line::default()
             };
-            Record { log: log.clone(), since: Instant::now(), line: Mutex::new(line) }
+            Record { log: log.clone(), peer: head.peer, since: Instant::now(), line: Mutex::new(line) }
         });
         Self { key, record }
     }
@@ -136,6 +177,84 @@ impl Drop for Record {
     fn drop(&mut self) {
         let line = self.line.get_mut();
         line.duration_ms = (self.since.elapsed().as_secs_f64() * 1e6).round() / 1e3;
-        self.log.file.append(line, &self.log.lost);
+        let CallLog(log) = &self.log;
+        if line.status == StatusCode::UNAUTHORIZED {
+            log.refuse(self.peer, std::mem::take(line));
+        } else {
+            log.file.append(line, &log.lost);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+    use std::io::{self, Write};
+
+    #[derive(Clone, Default)]
+    struct Disk(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Disk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Returns the lines of the calls that `story` makes with a log.
+    async fn lines(story: impl AsyncFnOnce(&CallLog)) -> Vec<Value> {
+        let disk = Disk::default();
+        let file = LineFile::write_to(disk.clone(), "audit log").expect("the system can start a thread");
+        let log = CallLog::new(file, &Metrics::default());
+        tokio::select! {
+            () = story(&log) => {}
+            never = log.clone().sum_up() => match never {},
+        }
+        // Waits until the lines are written.
+        drop(log);
+        let text = disk.0.lock().clone();
+        serde_json::Deserializer::from_slice(&text).into_iter().map(|line| line.expect("a line is JSON")).collect()
+    }
+
+    fn call(log: &CallLog, peer: u32, status: StatusCode) {
+        let peer = Some(Peer::from(IpAddr::from(peer.to_be_bytes())));
+        let head = CallHead { request_id: "r", method: "GET", path: "/v1/models", peer };
+        Call::begin(None, Some(log), head).answered(status);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_without_a_key_have_one_line_for_each_address_and_second() {
+        let mut found = lines(async |log| {
+            for count in [500, 7] {
+                (0..count).for_each(|_| call(log, 0x0a00_0001, StatusCode::UNAUTHORIZED));
+                call(log, 0x0a00_0002, StatusCode::UNAUTHORIZED);
+                sleep(Duration::from_millis(1500)).await;
+            }
+            (0..3).for_each(|_| call(log, 0x0a00_0001, StatusCode::NOT_FOUND));
+        })
+        .await;
+        let of = |line: &Value| (line["status"].clone(), line["address"].clone(), line["count"].clone());
+        found.sort_by_key(|line| of(line).2.as_u64());
+        let found: Vec<_> = found.iter().map(|line| serde_json::json!([of(line).0, of(line).1, of(line).2])).collect();
+        assert_eq!(
+            serde_json::json!(found[found.len() - 2..]),
+            serde_json::json!([[401, "10.0.0.1", 7], [401, "10.0.0.1", 500]])
+        );
+        let alone = |status: u16| found.iter().filter(|line| line[0] == status && line[2] == 1).count();
+        assert_eq!((found.len(), alone(401), alone(404)), (7, 2, 3), "{found:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_from_many_addresses_without_a_key_are_summed_up_in_a_bounded_table() {
+        let calls = PEERS_MAX as u64 + 500;
+        let found = lines(async |log| (0..calls as u32).for_each(|peer| call(log, peer, StatusCode::UNAUTHORIZED))).await;
+        assert_eq!(found.len(), PEERS_MAX + 1);
+        assert_eq!(found.iter().map(|line| line["count"].as_u64().expect("each line has a count")).sum::<u64>(), calls);
+        let others = found.iter().find(|line| line["address"].is_null()).expect("further addresses have one line");
+        assert_eq!(others["count"], 500);
     }
 }

@@ -14,7 +14,6 @@ mod dispatch;
 mod error;
 mod http;
 mod keys;
-mod listen;
 mod metrics;
 mod model;
 mod prompt;
@@ -30,23 +29,24 @@ pub use axum::http::HeaderName;
 pub use chat::{ReasoningParser, ToolCallParser};
 pub use ipnet::IpNet;
 pub use keys::{ApiKey, ApiKeyFile, ApiKeyFileError, ApiKeys, KeyCache, KeyHash};
-pub use listen::{TlsFiles, TlsFilesError};
 pub use model::{ServedModel, ServedModelError};
 pub use prompt::{EncodeError, Special, Tokenizer};
 pub use settings::{CacheIsolation, ExposeDetails, FrontendSettings};
 
+use calls::CallLog;
 use futures::future::OptionFuture;
 use http::{App, Origins, Trust};
 use keys::Keys;
-use listen::{ConnectionLimits, Drain, Tls};
 use model::Models;
 use std::{sync::Arc, time::Duration};
-use tandem_node::{Metrics, Shutdown, discovery::DiscoveryError};
+pub use tandem_node::listen::{TlsFiles, TlsFilesError};
+use tandem_node::{
+    Metrics, Shutdown,
+    discovery::DiscoveryError,
+    listen::{self, ConnectionLimits, Drain, Tls},
+};
 use tandem_proto::channel::Listener;
 use tokio_util::sync::CancellationToken;
-
-/// The maximum number of open connections to the address [`FrontendSettings::admin`].
-const ADMIN_CONNECTIONS_MAX: usize = 256;
 
 /// An error that prevents the frontend from running.
 #[derive(Debug, thiserror::Error)]
@@ -85,27 +85,27 @@ pub async fn run(
     let (listener, admin) = (listener.into(), settings.admin.take().map(Listener::from));
     let routers = settings.routers.clone().open(&metrics)?;
     let trust = Trust::new(settings.trusted_proxies.clone(), listener.is_local()?, settings.expose_details);
-    let (unread_max, allowed_hosts) = (settings.unread_max, std::mem::take(&mut settings.allowed_hosts));
+    let (unread_max, hosts) = (settings.unread_max, std::mem::take(&mut settings.hosts));
+    let checks_hosts = !hosts.is_empty() || listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let (connections_max, per_address_max) = (settings.connections_max, settings.connections_per_address_max);
     let proxies = settings.trusted_proxies.clone();
     let (keys, watch_keys) = settings.api_keys.take().map(|opened| Keys::new(opened, &metrics)).unzip();
-    let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, &metrics)).unzip();
+    let (tls, watch_tls) = settings.tls.take().map(|files| Tls::new(files, metrics::tls_outdated(&metrics))).unzip();
     let origins = Origins::new(std::mem::take(&mut settings.cors_origins));
     let (drain_idle, shares_port) = (settings.drain_idle, settings.shares_port);
     let app = Arc::new(App::new(settings, keys, trust, routers.now(), listener.network().clone(), &metrics, shutdown.clone()));
     let drain = || Drain { begun: CancellationToken::new(), idle_max: drain_idle };
-    let serve =
-        |listener: Listener, tls: Option<Tls>, routes: axum::Router, limits: ConnectionLimits, origins: Origins, drain| {
-            let routes = http::guarded(routes, &listener, &allowed_hosts, origins);
-            listen::serve(listener, tls, routes, Arc::new(limits), unread_max, drain)
-        };
-    let limits = ConnectionLimits::new(connections_max, per_address_max, proxies, Arc::clone(&app.metrics));
+    let limits = |all_max, per_address_max, proxies| {
+        let refusal = error::ApiError::Connections.body().to_string();
+        Arc::new(ConnectionLimits::new(all_max, per_address_max, proxies, refusal, app.metrics.connections.clone()))
+    };
     let (of_api, of_admin) = (drain(), Drain { idle_max: Duration::ZERO, ..drain() });
     let (api_drains, admin_drains) = (of_api.begun.clone(), of_admin.begun.clone());
-    let api = serve(listener, tls, http::api(Arc::clone(&app), admin.is_none()), limits, origins, of_api);
+    let routes = http::guarded(http::api(Arc::clone(&app), admin.is_none()), checks_hosts.then(|| hosts.clone()), origins);
+    let api = listen::serve(listener, tls, routes, limits(connections_max, per_address_max, proxies), unread_max, of_api);
     let admin = admin.map(|listener| {
-        let limits = ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), Arc::clone(&app.metrics));
-        serve(listener, None, http::admin(Arc::clone(&app)), limits, Origins::default(), of_admin)
+        let routes = http::guarded(http::admin(Arc::clone(&app)), Some(hosts), Origins::default());
+        listen::serve(listener, None, routes, limits(listen::ADMIN_CONNECTIONS_MAX, 0, Vec::new()), unread_max, of_admin)
     });
     let server = async {
         let draining = async {
@@ -128,6 +128,7 @@ pub async fn run(
         () = after_stop(&shutdown) => Ok(()),
         never = app.watch_routers(routers) => match never {},
         Some(never) = OptionFuture::from(watch_tls) => match never {},
+        Some(never) = OptionFuture::from(app.call_log.clone().map(CallLog::sum_up)) => match never {},
         Some(never) = OptionFuture::from(watch_keys) => match never {},
     }
 }

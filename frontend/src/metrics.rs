@@ -5,7 +5,7 @@ use axum::http::StatusCode;
 use metrics::{Counter, Gauge, Histogram};
 use parking_lot::Mutex;
 use std::{collections::HashSet, time::Duration};
-use tandem_node::Metrics;
+use tandem_node::{Metrics, listen::ConnectionMetrics};
 use tandem_proto::v1::FailureReason;
 
 /// The maximum number of workers in [`FrontendMetrics::reporting`].
@@ -36,8 +36,7 @@ pub(crate) struct FrontendMetrics {
     pub(crate) inflight_sequences: Gauge,
     pub(crate) reading_requests: Gauge,
     pub(crate) held_requests: Gauge,
-    pub(crate) connections: Gauge,
-    pub(crate) connections_refused: Counter,
+    pub(crate) connections: ConnectionMetrics,
     pub(crate) ready: Gauge,
     pub(crate) keys_missing: Counter,
     pub(crate) keys_unknown: Counter,
@@ -105,8 +104,10 @@ impl FrontendMetrics {
             ),
             reading_requests: gauge("tandem_frontend_reading_requests", "Requests being read and parsed, before admission."),
             held_requests: gauge("tandem_frontend_held_requests", "Admitted requests that wait because no router answers."),
-            connections: gauge("tandem_frontend_connections", "Open connections."),
-            connections_refused: counter("tandem_frontend_connections_refused_total", "Connections refused by a limit."),
+            connections: ConnectionMetrics {
+                open: gauge("tandem_frontend_connections", "Open connections."),
+                refused: counter("tandem_frontend_connections_refused_total", "Connections refused by a limit."),
+            },
             ready: gauge("tandem_frontend_ready", "1 while a request could be served."),
             keys_missing: unauthorized(registry, "missing"),
             keys_unknown: unauthorized(registry, "unknown"),
@@ -217,6 +218,14 @@ impl FrontendMetrics {
     pub(crate) fn render(&self) -> String {
         self.registry.render()
     }
+}
+
+/// Returns the gauge of a certificate that cannot be read again.
+pub(crate) fn tls_outdated(registry: &Metrics) -> Gauge {
+    const HELP: &str = "1 while the files of the certificate cannot be used, so that the last valid ones stay in use.";
+    let gauge = registry.gauge("tandem_frontend_tls_outdated", HELP, &[]);
+    gauge.set(0.0);
+    gauge
 }
 
 fn unauthorized(registry: &Metrics, reason: &str) -> Counter {

@@ -1,12 +1,17 @@
 //! Settings of a frontend.
 
-use crate::{keys::ApiKeys, listen::TlsFiles, model::ServedModel};
+use crate::{keys::ApiKeys, model::ServedModel};
 use axum::http::HeaderName;
 use clap::ValueEnum;
 use ipnet::IpNet;
 use serde::Serialize;
 use std::{path::PathBuf, time::Duration};
-use tandem_node::{discovery::MemberSource, line_file::LineFile, trace::Tracer};
+use tandem_node::{
+    discovery::MemberSource,
+    line_file::LineFile,
+    listen::{Hosts, TlsFiles},
+    trace::Tracer,
+};
 use tokio::net::TcpListener;
 
 /// The settings of a frontend. [`FrontendSettings::new`] has the defaults.
@@ -37,9 +42,10 @@ pub struct FrontendSettings {
     /// The maximum number of open connections from one address (for IPv6: from one /64 network). The limit does not apply to trusted
     /// proxies. 0: no limit.
     pub connections_per_address_max: usize,
-    /// Names accepted in the header `Host`, in addition to IP addresses and localhost. `Host` is checked if the listener is on a loopback
-    /// address or this list is not empty: a web page's name can resolve to any address, but the page cannot change the browser's `Host`.
-    pub allowed_hosts: Vec<String>,
+    /// Names accepted in the header `Host`, in addition to IP addresses and localhost. The listener `admin` checks `Host`; that of
+    /// the API does if it is on a loopback address or this list is not empty. A web page's name can resolve to any address, but the page
+    /// cannot change the browser's `Host`.
+    pub hosts: Hosts,
     /// The certificate of the API's listener, which then accepts only TLS. `None`: the API is served over plain HTTP. The listener `admin`
     /// has no TLS.
     pub tls: Option<TlsFiles>,
@@ -134,7 +140,7 @@ impl FrontendSettings {
             encoding_cache_bytes: 32 << 20,
             connections_max: 8192,
             connections_per_address_max: 4096,
-            allowed_hosts: Vec::new(),
+            hosts: Hosts::default(),
             tls: None,
             admin: None,
             router_wait: Duration::from_secs(2),

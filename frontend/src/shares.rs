@@ -1,4 +1,4 @@
-//! Counts and limits each client's use of a resource.
+//! Limits each client's use of a resource.
 
 use parking_lot::Mutex;
 use std::{
@@ -7,45 +7,6 @@ use std::{
     sync::{Arc, Weak},
 };
 use tokio::sync::Semaphore;
-
-/// The amount of a resource that is in use, in total and by each client.
-pub(crate) struct Counts<K> {
-    pub(crate) all: usize,
-    /// The amount that each client uses. A client that uses nothing has no entry.
-    pub(crate) by_key: HashMap<K, usize>,
-}
-
-impl<K> Default for Counts<K> {
-    fn default() -> Self {
-        Self { all: 0, by_key: HashMap::new() }
-    }
-}
-
-impl<K: Clone + Eq + Hash> Counts<K> {
-    pub(crate) fn of(&self, key: &K) -> usize {
-        self.by_key.get(key).copied().unwrap_or(0)
-    }
-
-    pub(crate) fn add(&mut self, key: Option<&K>, count: usize) {
-        self.all += count;
-        if let Some(key) = key {
-            *self.by_key.entry(key.clone()).or_default() += count;
-        }
-    }
-
-    /// Reverts an earlier [`Counts::add`].
-    pub(crate) fn remove(&mut self, key: Option<&K>, count: usize) {
-        self.all -= count;
-        if let Some(key) = key
-            && let Some(left) = self.by_key.get_mut(key)
-        {
-            *left -= count;
-            if *left == 0 {
-                self.by_key.remove(key);
-            }
-        }
-    }
-}
 
 /// A semaphore for each client that holds permits of it or waits for them. All semaphores have the same number of permits.
 pub(crate) struct Shares<K> {

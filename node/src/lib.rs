@@ -1,11 +1,13 @@
-//! The modules that every Tandem process uses: metrics, logs, traces, the admin endpoint, discovery, KV events over NATS, files of lines, files
+//! The modules that every Tandem process uses: metrics, logs, traces, HTTP listeners, the admin endpoint, discovery, KV events over NATS, files of lines, files
 //! that are polled, and shutdown.
 
 pub mod admin;
 pub mod cluster_tls;
+mod counts;
 pub mod discovery;
 pub mod events;
 pub mod line_file;
+pub mod listen;
 pub mod metrics;
 pub mod retry;
 mod secret;
@@ -14,6 +16,7 @@ pub mod telemetry;
 pub mod trace;
 pub mod watched_file;
 
+pub use counts::Counts;
 pub use metrics::Metrics;
 pub use retry::Backoff;
 pub use secret::{Secret, read_secret_file};

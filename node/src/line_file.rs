@@ -4,7 +4,10 @@
 //! lost and counted; the count has no line that is written later. Each line is written immediately, so a process that is killed has written
 //! what it had appended before.
 
+mod rotated;
+
 use ::metrics::Counter;
+use rotated::Rotated;
 use serde::Serialize;
 use std::{
     fs::{File, TryLockError},
@@ -52,27 +55,19 @@ impl LineFile {
     /// # Errors
     /// The file cannot be opened, or another process has it open in this way.
     pub fn open(path: &Path, name: &'static str) -> io::Result<Self> {
-        let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
-        let mode = file.metadata()?.permissions().mode() & 0o777;
-        if mode & !OWNER_ONLY != 0 {
-            tracing::warn!(
-                file = %path.display(),
-                mode = %format_args!("{mode:03o}"),
-                "other users may read or write the {name}, which has the accounts, sizes and times of requests; run chmod 600 on it"
-            );
+        Self::write_to(opened(path, name)?, name)
+    }
+
+    /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and `FILE.7` is
+    /// deleted. The eight files have at most `bytes_max` bytes together. Only a regular file is rotated.
+    ///
+    /// # Errors
+    /// Those of [`LineFile::open`].
+    pub fn open_rotated(path: &Path, name: &'static str, bytes_max: u64) -> io::Result<Self> {
+        if path.exists() && !path.metadata()?.is_file() {
+            return Self::open(path, name);
         }
-        // Some file systems have no locks. There a second process that writes the same file is not detected.
-        if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            return Err(io::Error::other("another process writes this file; each process needs a file of its own"));
-        }
-        let mut last = [b'\n'];
-        if file.seek(SeekFrom::End(-1)).is_ok() {
-            file.read_exact(&mut last)?;
-        }
-        if last != [b'\n'] {
-            file.write_all(b"\n")?;
-        }
-        Self::write_to(file, name)
+        Self::write_to(Rotated::open(path, name, bytes_max)?, name)
     }
 
     /// Appends to `to`, from a thread of its own. `name` is that of [`LineFile::open`].
@@ -104,6 +99,31 @@ impl Drop for Writer {
             tracing::error!("the thread that writes a file of lines panicked; its last lines are lost");
         }
     }
+}
+
+/// Opens a file of lines, and locks it. See [`LineFile::open`].
+fn opened(path: &Path, name: &'static str) -> io::Result<File> {
+    let mut file = File::options().read(true).append(true).create(true).mode(OWNER_ONLY).open(path)?;
+    let mode = file.metadata()?.permissions().mode() & 0o777;
+    if mode & !OWNER_ONLY != 0 {
+        tracing::warn!(
+            file = %path.display(),
+            mode = %format_args!("{mode:03o}"),
+            "other users may read or write the {name}, which has the accounts, sizes and times of requests; run chmod 600 on it"
+        );
+    }
+    // Some file systems have no locks. There a second process that writes the same file is not detected.
+    if let Err(TryLockError::WouldBlock) = file.try_lock() {
+        return Err(io::Error::other("another process writes this file; each process needs a file of its own"));
+    }
+    let mut last = [b'\n'];
+    if file.seek(SeekFrom::End(-1)).is_ok() {
+        file.read_exact(&mut last)?;
+    }
+    if last != [b'\n'] {
+        file.write_all(b"\n")?;
+    }
+    Ok(file)
 }
 
 /// Writes lines until all senders are dropped. If only a part of a line can be written, the rest follows as soon as writing succeeds.

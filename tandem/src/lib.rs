@@ -9,6 +9,7 @@ pub mod chat;
 pub mod cli;
 mod cluster;
 pub mod explain;
+mod files;
 mod http;
 pub mod key;
 pub mod model;

@@ -12,6 +12,7 @@ const WANTED: &str = "`tandem ready` asks a frontend, or the --admin-listen port
 pub fn check(args: &ServerArgs) -> Result<()> {
     let server = args.open(None)?;
     let reply = server.get("/ready").map_err(|error| server.no_reply(error, WANTED))?;
+    ensure!(reply.status != 421, "{} does not answer under this name: {}", server.address, reply.body.trim());
     if ![200, 503].contains(&reply.status) {
         let no_ready = || anyhow!("{} has no /ready; {WANTED}", server.address);
         return Err(wrong_kind(&server.address, WANTED).unwrap_or_else(no_ready));

@@ -2,6 +2,7 @@
 
 use crate::{
     cluster::{Served, StartError},
+    files,
     settings::TelemetryArgs,
 };
 use anyhow::Context;
@@ -27,26 +28,13 @@ pub fn run<S: Served>(
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
     telemetry::init(&telemetry.log, telemetry.log_format)?;
-    raise_file_limit();
+    files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
     let done = runtime.block_on(serve(delay, grace, start));
     // The process may be downloading or loading a model. Its end must not wait for that, because the model is no longer needed.
     runtime.shutdown_background();
     done
-}
-
-/// Raises the limit on open files to its maximum. Each connection is an open file, and many systems allow a process only 1,024 unless it raises the
-/// limit. If the limit were below `--max-connections`, the connections of one client could prevent the process from opening any file.
-pub(crate) fn raise_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(
-            %error,
-            "the limit on open files cannot be raised to its maximum; keep --max-connections below the current limit (ulimit -n)"
-        );
-    }
 }
 
 async fn serve<S: Served>(

@@ -29,7 +29,7 @@ pub(crate) use external::EngineLimits;
 pub use external::{ExternalArgs, KvConnector};
 pub use frontend::{ExtraModel, FrontendArgs};
 pub use key::{KeyArgs, KeyFileError};
-pub use limits::LimitArgs;
+pub use limits::{HostArgs, LimitArgs};
 pub use model::{EngineKind, ModelArgs};
 pub use parsers::{ForModel, ParserArgs};
 pub use restart::RestartArgs;

@@ -13,6 +13,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use std::{sync::Arc, time::Duration};
+use tandem_node::listen::{Peer, PeerAddress};
 
 /// The header in which Anthropic's clients send a key.
 const KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
@@ -42,7 +43,8 @@ pub(super) async fn checked(State(app): State<Arc<App>>, mut request: Request, n
         Some(Some(None)) => (None, Some((ApiError::UnknownKey, &app.metrics.keys_unknown))),
         Some(None) => (None, Some((ApiError::MissingKey, &app.metrics.keys_missing))),
     };
-    let head = CallHead { request_id: &id, method: request.method().as_str(), path: request.uri().path() };
+    let peer = request.extensions().get().map(|PeerAddress(address)| Peer::from(*address));
+    let head = CallHead { request_id: &id, method: request.method().as_str(), path: request.uri().path(), peer };
     let call = Arc::new(Call::begin(key, app.call_log.as_ref(), head));
     let mut response = match refusal {
         Some((error, counter)) => {

@@ -66,7 +66,7 @@ pub(crate) struct App {
     /// `None`: requests need no key.
     pub(super) keys: Option<Arc<Keys>>,
     /// `None`: there is no audit log.
-    pub(super) call_log: Option<CallLog>,
+    pub(crate) call_log: Option<CallLog>,
     account_header: Option<HeaderName>,
     cache_isolation: CacheIsolation,
     /// The time at which this process started, in seconds since 1970. Clients see it as the model's creation time.

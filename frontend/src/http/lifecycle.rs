@@ -13,7 +13,6 @@ use crate::{
     admission::{Admitted, Client},
     calls::Call,
     error::ApiError,
-    listen::{Peer, PeerAddress},
     metrics::Endpoint,
 };
 use axum::{
@@ -24,6 +23,7 @@ use axum::{
 use bytes::Bytes;
 use std::sync::Arc;
 use tandem_kv::Priority;
+use tandem_node::listen::{Peer, PeerAddress};
 use tokio::sync::watch;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");

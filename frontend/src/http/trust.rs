@@ -1,14 +1,11 @@
 //! Decides which peers may send the headers that only trusted peers may send: those that set a request's account, continue a trace, or
 //! request details of the cluster.
 
-use crate::{
-    error::ApiError,
-    listen::{PeerAddress, contains},
-    settings::ExposeDetails,
-};
+use crate::{error::ApiError, settings::ExposeDetails};
 use axum::http::{HeaderMap, HeaderName, header, request::Parts};
 use ipnet::IpNet;
 use std::net::IpAddr;
+use tandem_node::listen::{PeerAddress, contains};
 
 /// The headers that proxies add to the requests they forward.
 const FORWARDED: [HeaderName; 4] =

@@ -4,6 +4,7 @@ use crate::support::*;
 use hyper::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use tandem_node::listen::Hosts;
 use tokio::net::TcpListener;
 
 async fn status_and_code(reply: Reply) -> (u16, Value) {
@@ -35,27 +36,44 @@ async fn requests_from_a_page_of_another_site_are_refused() {
     assert!(cluster.no_call(), "a refused request does not reach a worker");
 }
 
-async fn get_as(address: SocketAddr, host: &str) -> (u16, Value) {
+async fn get_as(address: SocketAddr, path: &str, host: &str) -> (u16, Value) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut stream = tokio::net::TcpStream::connect(address).await.expect("the frontend listens");
-    let request = format!("GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.expect("the frontend reads");
     let mut text = String::new();
     soon(stream.read_to_string(&mut text)).await.expect("the frontend answers");
     let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("the answer has a status");
-    let body: Value =
-        serde_json::from_str(text.split_once("\r\n\r\n").expect("the answer has a head").1).expect("the body is JSON");
-    (status, body["error"]["code"].clone())
+    let body = text.split_once("\r\n\r\n").expect("the answer has a head").1;
+    (status, serde_json::from_str::<Value>(body).map_or(Value::Null, |body| body["error"]["code"].clone()))
 }
 
 #[tokio::test]
 async fn foreign_host_name_is_refused_on_a_loopback_listener() {
-    let cluster = Cluster::with(|settings| settings.allowed_hosts = vec!["llm.example".to_owned()]).await;
+    let cluster = Cluster::with(|settings| settings.hosts = Hosts::new(["llm.example".to_owned()])).await;
     for host in ["localhost", "127.0.0.1:8000", "[::1]", "llm.example:8000"] {
-        assert_eq!(get_as(cluster.frontend, host).await, (200, Value::Null), "{host}");
+        assert_eq!(get_as(cluster.frontend, "/v1/models", host).await, (200, Value::Null), "{host}");
     }
     for host in ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"] {
-        assert_eq!(get_as(cluster.frontend, host).await, (421, json!("unknown_host")), "{host}");
+        assert_eq!(get_as(cluster.frontend, "/v1/models", host).await, (421, json!("unknown_host")), "{host}");
+    }
+}
+
+#[tokio::test]
+async fn foreign_host_name_is_refused_by_the_admin_listener_on_every_address() {
+    let listener = TcpListener::bind("0.0.0.0:0").await.expect("a port is free");
+    let port = listener.local_addr().expect("the listener is bound").port();
+    let _cluster = Cluster::with(|settings| {
+        settings.admin = Some(listener);
+        settings.hosts = Hosts::new(["gpu-1".to_owned()]);
+    })
+    .await;
+    let admin = (std::net::Ipv4Addr::LOCALHOST, port).into();
+    for path in ["/metrics", "/dashboard/cluster", "/live"] {
+        for host in ["10.0.0.7:9300", "localhost", "tandem.localhost", "gpu-1:9300"] {
+            assert_eq!(get_as(admin, path, host).await.0, 200, "{path} {host}");
+        }
+        assert_eq!(get_as(admin, path, "evil.example:9300").await, (421, json!("unknown_host")), "{path}");
     }
 }
 

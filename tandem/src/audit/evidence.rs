@@ -104,7 +104,13 @@ pub fn metrics_of(server: ServerAddress) -> anyhow::Result<String> {
     const WANTED: &str = "`tandem audit check` reads /metrics of frontends, and of other processes at their --admin-listen";
     let server = Server::new(server);
     let reply = server.get("/metrics").map_err(|error| server.no_reply(error, WANTED))?;
-    ensure!(reply.status == 200, "{} answers /metrics with HTTP status {}; {WANTED}", server.address, reply.status);
+    ensure!(
+        reply.status == 200,
+        "{} answers /metrics with HTTP status {}: {}; {WANTED}",
+        server.address,
+        reply.status,
+        reply.body.trim()
+    );
     Ok(reply.body)
 }
 

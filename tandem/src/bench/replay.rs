@@ -1,7 +1,10 @@
 //! `tandem bench replay`: sends the requests of a trace to a server, and reports times, tokens and cache hits.
 
 use super::{ReportArgs, SloArgs, positive, progress::Bar};
-use crate::serve::{self, Signals};
+use crate::{
+    files,
+    serve::{self, Signals},
+};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value};
@@ -198,7 +201,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let settings = args.settings()?;
     args.report.check()?;
     let trace = Trace::open(&args.trace, args.trace_settings())?;
-    serve::raise_file_limit();
+    files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     let report = runtime.block_on(replay(&trace, settings));
     runtime.shutdown_background();

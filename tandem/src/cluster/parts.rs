@@ -1,9 +1,12 @@
 //! Starts the parts of a cluster (the frontend, the router and the workers) as tasks, and reports the first part that ends.
 
 use super::{EngineConfig, StartError, reachable};
-use crate::settings::{
-    ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
-    WorkerArgs,
+use crate::{
+    files::{self, Connections},
+    settings::{
+        ClusterTlsArgs, CommonArgs, EngineKind, FrontendArgs, KvTransfer, RestartArgs, RouterArgs, TelemetryArgs, TenantArgs,
+        WorkerArgs,
+    },
 };
 use futures::FutureExt;
 use std::{convert::Infallible, future::Future, net::SocketAddr, time::Duration};
@@ -141,7 +144,7 @@ impl Parts {
         self.access.tls = tls.map(|(certificate, key)| TlsFiles::open(certificate, key)).transpose()?;
         self.access.keys = settings.api_keys_file.clone().map(ApiKeys::open).transpose()?;
         if let Some(path) = &settings.audit_log {
-            let opened = LineFile::open(path, "audit log");
+            let opened = LineFile::open_rotated(path, "audit log", settings.audit_log_max_bytes);
             self.access.audit_log = Some(opened.map_err(|source| StartError::AuditLog { path: path.clone(), source })?);
         }
         Ok(())
@@ -240,6 +243,8 @@ impl Parts {
     ) {
         let FrontendArgs { limits, tenants, .. } = args;
         let access = std::mem::take(&mut self.access);
+        let connections = Connections { all: limits.max_connections, per_address: limits.max_connections_per_address };
+        let connections = files::within_limit(connections);
         let mut settings = FrontendSettings {
             tls: access.tls,
             api_keys: access.keys,
@@ -252,9 +257,9 @@ impl Parts {
             body_max_bytes: limits.max_body_bytes,
             bodies_max_bytes: limits.max_bodies_bytes,
             encoding_cache_bytes: limits.encoding_cache_bytes,
-            connections_max: limits.max_connections as usize,
-            connections_per_address_max: limits.max_connections_per_address as usize,
-            allowed_hosts: limits.allowed_hosts,
+            connections_max: connections.all as usize,
+            connections_per_address_max: connections.per_address as usize,
+            hosts: limits.hosts.hosts(),
             admin,
             router_wait: Duration::from_secs(restart.router_wait.into()),
             drain_idle: Duration::from_secs(restart.drain_idle.into()),

@@ -238,7 +238,7 @@ impl Process {
                 timeout(PROBE_WAIT, answer).await.unwrap_or_else(unanswered)
             }
         };
-        let run = admin::run(admin, self.parts.metrics.clone(), ready, self.admin.clone());
+        let run = admin::run(admin, settings.hosts.hosts(), self.parts.metrics.clone(), ready, self.admin.clone());
         self.parts.spawn("admin endpoint", &self.admin, run);
         Ok((listener, address))
     }

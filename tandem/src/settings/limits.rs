@@ -4,6 +4,7 @@ use super::common::with_commas;
 use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
+use tandem_node::listen::Hosts;
 
 /// The frontend's limits on connections, memory and sequences.
 #[derive(Args, Clone, Debug, PartialEq, Serialize)]
@@ -51,12 +52,29 @@ pub struct LimitArgs {
     #[arg(long, env = "TANDEM_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N", default_value_t = 4096)]
     pub max_connections_per_address: u32,
 
-    /// Names that the `Host` header may have besides IP addresses and localhost, separated by commas. A listener on a loopback address
-    /// refuses all other names, because a web page could point a name of its own at it (DNS rebinding); a listener on another address
-    /// checks `Host` only if names are set here
-    #[arg(long, env = "TANDEM_ALLOWED_HOSTS", value_name = "NAMES", value_delimiter = ',')]
+    /// The names under which the frontend answers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub hosts: HostArgs,
+}
+
+/// The names under which a process answers HTTP requests.
+#[derive(Args, Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HostArgs {
+    /// Names that the `Host` header may have besides IP addresses, localhost and names that end in .localhost, separated by commas. The
+    /// operator's port (--admin-listen) refuses all other names with 421, because a web page could point a name of its own at it (DNS
+    /// rebinding). So does the API's port on a loopback address, and on another address if names are set here
+    #[arg(long, env = "TANDEM_ALLOWED_HOSTS", help_heading = "Process", value_name = "NAMES", value_delimiter = ',')]
     #[serde(serialize_with = "with_commas")]
-    pub allowed_hosts: Vec<String>,
+    allowed_hosts: Vec<String>,
+}
+
+impl HostArgs {
+    /// Returns the names that requests may have in the header `Host`.
+    pub fn hosts(&self) -> Hosts {
+        Hosts::new(self.allowed_hosts.iter().cloned())
+    }
 }
 
 impl LimitArgs {

@@ -3,7 +3,7 @@
 #![expect(missing_docs, reason = "the groups of settings document themselves")]
 
 use super::{
-    ClusterTlsArgs, CommonArgs, DiscoveryArgs, FrontendArgs, ModelArgs, NatsArgs, RestartArgs, RouterArgs, WorkerArgs,
+    ClusterTlsArgs, CommonArgs, DiscoveryArgs, FrontendArgs, HostArgs, ModelArgs, NatsArgs, RestartArgs, RouterArgs, WorkerArgs,
     common::{address, listen_address, with_commas},
     discovery::name,
 };
@@ -159,6 +159,9 @@ pub struct ProcessArgs {
     #[arg(long, env = "TANDEM_ADMIN_LISTEN", help_heading = "Process", value_name = "ADDRESS", default_value = "127.0.0.1:9000", value_parser = listen_address)]
     pub admin_listen: SocketAddr,
 
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub hosts: HostArgs,
     #[command(flatten)]
     #[serde(flatten)]
     pub discovery: DiscoveryArgs,

@@ -31,6 +31,11 @@ pub struct TenantArgs {
     #[arg(long, env = "TANDEM_AUDIT_LOG", value_name = "FILE")]
     pub audit_log: Option<PathBuf>,
 
+    /// Disk space for --audit-log FILE and its seven old files, FILE.1 (the latest) to FILE.7; the oldest is deleted. The default holds the
+    /// lines of about 3 million calls
+    #[arg(long, env = "TANDEM_AUDIT_LOG_MAX_BYTES", value_name = "BYTES", default_value_t = 1 << 30, value_parser = clap::value_parser!(u64).range(1 << 20..))]
+    pub audit_log_max_bytes: u64,
+
     /// Origins of the web pages that may use the API from a browser, as SCHEME://HOST or SCHEME://HOST:PORT, separated by commas; * allows all
     /// pages, and needs --api-keys-file [default: none; pages of other sites are refused]
     #[arg(long, env = "TANDEM_CORS_ORIGIN", value_name = "ORIGINS", value_delimiter = ',', value_parser = origin)]

@@ -1,20 +1,20 @@
 //! Accepts connections, limits their number, applies HTTP's timeouts, and detects clients that have disconnected.
 //!
-//! A frontend that drains closes its socket at once, so that another process may serve the port, and no connection on which a request may be
+//! A process that drains closes its socket at once, so that another process may serve the port, and no connection on which a request may be
 //! under way: it serves the next request on each open connection, says `Connection: close` with its answer, and closes connections that stay
 //! idle.
 
 mod exchange;
+mod hosts;
 mod limits;
 mod timed;
 mod tls;
 
-pub(crate) use limits::{ConnectionLimits, Peer, PeerAddress, contains};
-pub(crate) use timed::Drain;
-pub(crate) use tls::Tls;
-pub use tls::{TlsFiles, TlsFilesError};
+pub use hosts::Hosts;
+pub use limits::{ConnectionLimits, ConnectionMetrics, Peer, PeerAddress, contains};
+pub use timed::Drain;
+pub use tls::{Tls, TlsFiles, TlsFilesError};
 
-use crate::error::ApiError;
 use axum::{
     Router,
     body::Body,
@@ -50,9 +50,13 @@ use tokio_util::either::Either;
 /// The buffers of 8,192 connections use 256 MiB at most.
 const READ_BUFFER_BYTES: usize = 32 << 10;
 
+/// The maximum number of open connections to an admin port. Probes, scrapers and a few viewers of the dashboard need less.
+pub const ADMIN_CONNECTIONS_MAX: usize = 256;
+
 /// Accepts connections until `drain` begins, then serves the open connections to the end of their last requests. Dropping the future closes
-/// all connections. `tls`: connections are encrypted.
-pub(crate) async fn serve(
+/// all connections. `tls`: connections are encrypted. `unread_max`: a client that reads nothing of its response for this long is
+/// disconnected.
+pub async fn serve(
     listener: Listener,
     tls: Option<Tls>,
     routes: Router,
@@ -70,7 +74,7 @@ pub(crate) async fn serve(
                 Some(tls) => drop(connections.spawn(serving.run_encrypted(tls, stream))),
             }
         }
-        (None, Either::Left(stream)) if tls.is_none() => refuse(&stream),
+        (None, Either::Left(stream)) if tls.is_none() => refuse(&stream, &limits.refusal),
         (None, _) => {}
     };
     loop {
@@ -120,15 +124,13 @@ async fn accept(arrivals: &mut Arrivals) -> (Either<TcpStream, DuplexStream>, Op
 }
 
 /// Sends a 503 response on a connection that exceeds a limit and is to be closed. Does not wait for the client.
-fn refuse(stream: &TcpStream) {
-    let error = ApiError::Connections;
-    let body = error.body().to_string();
+fn refuse(stream: &TcpStream, body: &str) {
     let head = format!(
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     // A new socket's send buffer is empty, so this rarely fails. If it fails, the client sees only that the connection is closed.
-    let _ = stream.try_write((head + &body).as_bytes());
+    let _ = stream.try_write((head + body).as_bytes());
 }
 
 /// A connection that is being served.

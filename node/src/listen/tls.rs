@@ -1,5 +1,7 @@
-//! TLS on the API's listener. Certificate and key are read again when their files change; open connections keep the old ones.
+//! TLS on a listener. Certificate and key are read again when their files change; open connections keep the old ones.
 
+use crate::{retry::error_chain, watched_file::WatchedFile};
+use metrics::Gauge;
 use parking_lot::RwLock;
 use rustls::{
     ServerConfig,
@@ -9,7 +11,6 @@ use rustls::{
     },
 };
 use std::{convert::Infallible, io, path::PathBuf, sync::Arc, time::Duration};
-use tandem_node::{Metrics, retry::error_chain, watched_file::WatchedFile};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
@@ -18,7 +19,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The maximum time of a handshake. A client on another continent needs less than a second.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
 
-/// A certificate and its key that were read at the start, for [`FrontendSettings::tls`](crate::FrontendSettings::tls).
+/// A certificate and its key that were read at the start.
 #[derive(Debug)]
 pub struct TlsFiles {
     certificate: File,
@@ -85,20 +86,15 @@ fn config(certificate: &File, key: &File) -> Result<Arc<ServerConfig>, TlsFilesE
 
 /// Accepts TLS connections with the current certificate. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Tls {
+pub struct Tls {
     config: Arc<RwLock<Arc<ServerConfig>>>,
 }
 
 impl Tls {
-    /// Returns the acceptor, and a future that follows changes of the files for ever. If the files cannot be used, the old ones stay in use.
-    pub(crate) fn new(files: TlsFiles, metrics: &Metrics) -> (Self, impl Future<Output = Infallible> + use<>) {
+    /// Returns the acceptor, and a future that follows changes of the files for ever. While the files cannot be used, the old
+    /// ones stay in use, and `outdated` is 1.
+    pub fn new(files: TlsFiles, outdated: Gauge) -> (Self, impl Future<Output = Infallible> + use<>) {
         let TlsFiles { mut certificate, mut key, config: first } = files;
-        let outdated = metrics.gauge(
-            "tandem_frontend_tls_outdated",
-            "1 while the files of the certificate cannot be used, so that the last valid ones stay in use.",
-            &[],
-        );
-        outdated.set(0.0);
         let tls = Self { config: Arc::new(RwLock::new(first)) };
         let current = Arc::clone(&tls.config);
         let watch = async move {

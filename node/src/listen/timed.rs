@@ -22,20 +22,20 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// The maximum time from the opening of a connection, or from the first byte of a later request, to the end of the headers.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The maximum time between two requests. Load balancers close an idle connection after 60 s. They must close it before the frontend does,
-/// because a request that is sent while the frontend closes the connection would fail.
+/// The maximum time between two requests. Load balancers close an idle connection after 60 s. They must close it before this process does,
+/// because a request that is sent while the process closes the connection would fail.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// The first and the longest pause between interim responses. The pause doubles each time.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 const INTERIM: &[u8] = b"HTTP/1.1 102 Processing\r\n\r\n";
 
-/// When and how connections end because the frontend drains.
+/// When and how connections end because the process drains.
 #[derive(Clone)]
-pub(crate) struct Drain {
-    /// Cancelled when the frontend drains. The next answer on each connection is then its last, and says `Connection: close`.
-    pub(crate) begun: CancellationToken,
-    /// See [`FrontendSettings::drain_idle`](crate::FrontendSettings::drain_idle).
-    pub(crate) idle_max: Duration,
+pub struct Drain {
+    /// Cancelled when the process drains. The next answer on each connection is then its last, and says `Connection: close`.
+    pub begun: CancellationToken,
+    /// How long an idle connection stays open then.
+    pub idle_max: Duration,
 }
 
 /// A socket that reports end of file when the client is too slow or has disconnected.
@@ -45,7 +45,7 @@ pub(super) struct Timed<S> {
     exchange: Arc<Exchange>,
     clock: Pin<Box<Sleep>>,
     drain: Drain,
-    /// Resolves when the frontend drains.
+    /// Resolves when the process drains.
     draining: Pin<Box<WaitForCancellationFutureOwned>>,
     /// The wait for which `clock` is set; `None`: `clock` is not set.
     armed: Option<Wait>,
@@ -64,7 +64,7 @@ pub(super) struct Timed<S> {
 enum Wait {
     Head,
     Idle,
-    /// A draining frontend waits for the last request on the connection.
+    /// A draining process waits for the last request on the connection.
     Last,
     Probe,
 }
@@ -100,7 +100,7 @@ impl<S: AsyncRead + AsyncWrite> Timed<S> {
     /// Is ready when a connection on which no request is under way has to be closed.
     fn poll_idle(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if self.drain.begun.is_cancelled() || self.draining.as_mut().poll(cx).is_ready() {
-            // The client does not know that the frontend drains, and may just be sending a request.
+            // The client does not know that the process drains, and may just be sending a request.
             self.poll_wait(Wait::Last, self.drain.idle_max, cx)
         } else {
             self.poll_wait(Wait::Idle, IDLE_MAX, cx)

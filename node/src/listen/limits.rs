@@ -1,7 +1,8 @@
 //! Limits the number of open connections, in total and from each address.
 
-use crate::{metrics::FrontendMetrics, shares::Counts};
+use crate::counts::Counts;
 use ipnet::IpNet;
+use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use std::{
     net::{IpAddr, Ipv6Addr},
@@ -10,22 +11,39 @@ use std::{
 
 /// The address of a connection's peer. Every request over TCP has it as an extension.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PeerAddress(pub(crate) IpAddr);
+pub struct PeerAddress(
+    /// The address.
+    pub IpAddr,
+);
 
 /// The unit whose connections are counted together: an IPv4 address, or the /64 network of an IPv6 address, because one host may use
 /// all addresses of such a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Peer(pub(crate) IpAddr);
+pub struct Peer(
+    /// The address, or the first address of the /64 network.
+    pub IpAddr,
+);
 
 /// Counts open connections, and refuses connections beyond the limits.
-pub(crate) struct ConnectionLimits {
+pub struct ConnectionLimits {
     all_max: usize,
     /// The maximum number of connections from one address; 0: no limit.
     per_peer_max: usize,
     /// Peers to which `per_peer_max` does not apply, because they forward the requests of many clients.
     proxies: Vec<IpNet>,
     open: Mutex<Counts<Peer>>,
-    metrics: Arc<FrontendMetrics>,
+    /// The JSON body of the 503 response on a refused connection.
+    pub(super) refusal: String,
+    metrics: ConnectionMetrics,
+}
+
+/// The metrics of connections.
+#[derive(Clone)]
+pub struct ConnectionMetrics {
+    /// The number of open connections.
+    pub open: Gauge,
+    /// The number of connections refused by a limit.
+    pub refused: Counter,
 }
 
 /// The permit for one open connection. Dropping it frees the connection's place in the limits.
@@ -45,13 +63,15 @@ impl From<IpAddr> for Peer {
 }
 
 /// Whether one of the networks contains the address.
-pub(crate) fn contains(networks: &[IpNet], address: IpAddr) -> bool {
+pub fn contains(networks: &[IpNet], address: IpAddr) -> bool {
     networks.iter().any(|network| network.contains(&address.to_canonical()))
 }
 
 impl ConnectionLimits {
-    pub(crate) fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, metrics: Arc<FrontendMetrics>) -> Self {
-        Self { all_max, per_peer_max, proxies, open: Mutex::default(), metrics }
+    /// Limits connections to `all_max` in total, and to `per_peer_max` from each address outside `proxies`; 0: no limit for an address.
+    /// `refusal` is the JSON body of the 503 response on a refused connection.
+    pub fn new(all_max: usize, per_peer_max: usize, proxies: Vec<IpNet>, refusal: String, metrics: ConnectionMetrics) -> Self {
+        Self { all_max, per_peer_max, proxies, open: Mutex::default(), refusal, metrics }
     }
 
     /// Returns a permit for a connection from this address, or `None` if a limit is reached. `address` is `None` for a connection in
@@ -62,18 +82,18 @@ impl ConnectionLimits {
         let mut open = self.open.lock();
         let of_peer = peer.map_or(0, |peer| open.of(&peer));
         if open.all >= self.all_max || (bounded && of_peer >= self.per_peer_max) {
-            self.metrics.connections_refused.increment(1);
+            self.metrics.refused.increment(1);
             return None;
         }
         open.add(peer.as_ref(), 1);
-        self.metrics.connections.increment(1.0);
+        self.metrics.open.increment(1.0);
         Some(ConnectionPermit { limits: Arc::clone(self), address: address.map(PeerAddress) })
     }
 }
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.limits.metrics.connections.decrement(1.0);
+        self.limits.metrics.open.decrement(1.0);
         let peer = self.address.map(|PeerAddress(address)| Peer::from(address));
         self.limits.open.lock().remove(peer.as_ref(), 1);
     }
@@ -82,11 +102,11 @@ impl Drop for ConnectionPermit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tandem_node::Metrics;
 
     fn limits(all_max: usize, per_peer_max: usize) -> Arc<ConnectionLimits> {
         let proxies = vec!["10.9.0.0/16".parse().expect("the network is valid")];
-        Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, Arc::new(FrontendMetrics::new(&Metrics::default()))))
+        let metrics = ConnectionMetrics { open: Gauge::noop(), refused: Counter::noop() };
+        Arc::new(ConnectionLimits::new(all_max, per_peer_max, proxies, String::new(), metrics))
     }
 
     fn from(limits: &Arc<ConnectionLimits>, address: &str) -> Option<ConnectionPermit> {
