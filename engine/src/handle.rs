@@ -92,6 +92,7 @@ impl EngineHandle {
         seed: u64,
     ) -> (Self, impl Future<Output = ()> + Send) {
         let (handle, driver) = Self::new(engine, settings, ticket::from_seed(seed), clock);
+        handle.constraints.compute_masks_at_once();
         (handle, driver.run())
     }
 
@@ -102,7 +103,7 @@ impl EngineHandle {
         let driver = Driver::new(engine, &settings, draw_ticket, clock, received, Arc::clone(&wake));
         let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
         let (step_max, resume_below) = (settings.step_max, driver.max_buffered_events / 2);
-        let constraints = Constraints::new(None);
+        let constraints = Constraints::new(Arc::clone(&wake));
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, resume_below, constraints }, driver)
     }
 
@@ -134,7 +135,7 @@ impl EngineHandle {
     /// Sets the vocabulary of the model, without which the engine refuses constraints on the output.
     #[must_use]
     pub fn with_vocabulary(mut self, vocabulary: Arc<Vocabulary>) -> Self {
-        self.constraints = Constraints::new(Some(vocabulary));
+        self.constraints.set_vocabulary(vocabulary);
         self
     }
 

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::sync::{Arc, OnceLock};
 use std::thread::available_parallelism;
 use tandem_grammar::{Constraint, Vocabulary};
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 
 /// Maximum number of threads that compute masks. One mask takes some tens of microseconds.
 const MASK_THREADS_MAX: usize = 8;
@@ -17,11 +17,23 @@ pub(super) struct Constraints {
     vocabulary: Option<Arc<Vocabulary>>,
     threads: Arc<OnceLock<MaskThreads>>,
     compiling: Arc<Semaphore>,
+    wake: Arc<Notify>,
 }
 
 impl Constraints {
-    pub fn new(vocabulary: Option<Arc<Vocabulary>>) -> Self {
-        Self { vocabulary, threads: Arc::default(), compiling: Arc::new(Semaphore::new(quarter_of_cores())) }
+    /// `wake` is notified whenever a mask has been computed.
+    pub fn new(wake: Arc<Notify>) -> Self {
+        let compiling = Arc::new(Semaphore::new(quarter_of_cores()));
+        Self { vocabulary: None, threads: Arc::default(), compiling, wake }
+    }
+
+    pub fn set_vocabulary(&mut self, vocabulary: Arc<Vocabulary>) {
+        self.vocabulary = Some(vocabulary);
+    }
+
+    /// Lets masks be computed where they are requested, without threads.
+    pub fn compute_masks_at_once(&self) {
+        let _ = self.threads.set(MaskThreads::none());
     }
 
     /// Compiles the constraint of a request.
@@ -32,7 +44,7 @@ impl Constraints {
         let Some(vocabulary) = self.vocabulary.clone() else {
             return Err(Refusal::Unsupported("this worker's engine does not support constraints on the output".into()));
         };
-        let threads = self.threads.get_or_init(|| MaskThreads::start(quarter_of_cores())).clone();
+        let threads = self.threads.get_or_init(|| MaskThreads::start(quarter_of_cores(), Arc::clone(&self.wake))).clone();
         let permit = Arc::clone(&self.compiling).acquire_owned().await.expect("the semaphore is never closed");
         let (stop_tokens, generated) = (generate.sampling.stop_token_ids.clone(), generate.generated.clone());
         let compile = move || {

@@ -1,31 +1,37 @@
 //! Samples whose text has a constraint.
 //!
 //! The tokens that may follow are known as soon as a token is accepted. So separate threads compute the mask while the device runs the next step, and
-//! the mask is ready when that step samples.
+//! the mask is usually ready when that step samples. If it is late, the step gives this sample no token, and the sample takes part in no further
+//! step until the mask is ready. So a constraint whose masks take long delays no other sample.
 
 use crate::{Generated, Refusal};
 use parking_lot::Mutex;
-use std::sync::{Arc, mpsc};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+    mpsc,
+};
 use tandem_grammar::{Constraint, GrammarError, Mask, MatchError, Matcher, Vocabulary};
 use tandem_kv::TokenId;
+use tokio::sync::Notify;
 
 /// The state of one sample under its constraint. A clone does not change when the original changes.
 pub(super) struct Constrained {
     state: Arc<Mutex<State>>,
     threads: MaskThreads,
     is_complete: bool,
+    /// Whether a step has sampled before the mask was ready.
+    is_late: AtomicBool,
 }
 
+/// Locked while a thread computes the mask.
 struct State {
     matcher: Matcher,
-    mask: Option<Result<Option<Mask>, MatchError>>,
+    mask: Option<MaskResult>,
 }
 
-impl State {
-    fn mask(&mut self) -> &Result<Option<Mask>, MatchError> {
-        self.mask.get_or_insert_with(|| self.matcher.mask())
-    }
-}
+/// The tokens that may follow; `None` if all tokens may follow.
+pub(crate) type MaskResult = Result<Option<Mask>, MatchError>;
 
 /// The initial states of a request's samples under its constraint.
 pub(crate) struct Prepared {
@@ -37,23 +43,40 @@ pub(crate) struct Prepared {
 
 /// Threads that compute masks. They end when the last clone of this value is dropped.
 #[derive(Clone)]
-pub(crate) struct MaskThreads(mpsc::Sender<Arc<Mutex<State>>>);
+pub(crate) struct MaskThreads(Option<mpsc::Sender<Arc<Mutex<State>>>>);
 
 impl MaskThreads {
-    pub fn start(count: usize) -> Self {
+    /// Starts `count` threads, which notify `wake` after each mask.
+    pub fn start(count: usize, wake: Arc<Notify>) -> Self {
+        Self::start_with(count, wake, Matcher::mask)
+    }
+
+    pub fn start_with(
+        count: usize,
+        wake: Arc<Notify>,
+        mask: impl Fn(&mut Matcher) -> MaskResult + Clone + Send + 'static,
+    ) -> Self {
         // Each running sample has at most one entry in the queue.
         let (queue, work) = mpsc::channel::<Arc<Mutex<State>>>();
         let work = Arc::new(Mutex::new(work));
         for _ in 0..count {
-            let work = Arc::clone(&work);
+            let (work, wake, mask) = (Arc::clone(&work), Arc::clone(&wake), mask.clone());
             let compute = move || {
                 while let Ok(state) = { work.lock().recv() } {
-                    state.lock().mask();
+                    let mut state = state.lock();
+                    state.mask = Some(mask(&mut state.matcher));
+                    drop(state);
+                    wake.notify_one();
                 }
             };
             std::thread::Builder::new().name("tandem-masks".to_owned()).spawn(compute).expect("the system can start a thread");
         }
-        Self(queue)
+        Self(Some(queue))
+    }
+
+    /// Starts no threads: each mask is computed where it is requested. So the steps of a simulation do not depend on the speed of the machine.
+    pub fn none() -> Self {
+        Self(None)
     }
 }
 
@@ -109,25 +132,47 @@ pub(crate) fn refusal(error: &MatchError) -> Refusal {
 impl Constrained {
     fn start(matcher: Matcher, threads: MaskThreads) -> Self {
         let is_complete = matcher.is_complete();
-        let new = Self { state: Arc::new(Mutex::new(State { matcher, mask: None })), threads, is_complete };
-        new.compute();
+        let state = Arc::new(Mutex::new(State { matcher, mask: None }));
+        let new = Self { state, threads, is_complete, is_late: AtomicBool::new(false) };
+        new.request_mask();
         new
     }
 
-    /// Lets another thread compute the mask. If no thread has begun when the mask is needed, the engine's thread computes it.
-    fn compute(&self) {
-        let _ = self.threads.0.send(Arc::clone(&self.state));
+    fn request_mask(&self) {
+        match &self.threads.0 {
+            // The threads run as long as the sender exists.
+            Some(queue) => _ = queue.send(Arc::clone(&self.state)),
+            None => {
+                let mut state = self.state.lock();
+                state.mask = Some(state.matcher.mask());
+            }
+        }
     }
 
     pub fn is_complete(&self) -> bool {
         self.is_complete
     }
 
-    /// Returns the tokens that may follow; `None` if all tokens may follow. Waits for a thread that is computing them.
-    pub fn mask(&self) -> Result<Option<Mask>, MatchError> {
-        self.state.lock().mask().clone()
+    /// Returns whether the mask is computed. Never waits.
+    pub fn is_ready(&self) -> bool {
+        self.state.try_lock().is_some_and(|state| state.mask.is_some())
     }
 
+    /// Returns whether the current step cannot sample, or has not sampled, from the mask. The step's token must then be discarded.
+    pub fn take_late(&mut self) -> bool {
+        std::mem::take(self.is_late.get_mut()) || !self.is_ready()
+    }
+
+    /// Returns the mask. Never waits: if the mask is not ready, all tokens may follow, and the sample is late.
+    pub fn mask(&self) -> MaskResult {
+        let ready = self.state.try_lock().and_then(|state| state.mask.clone());
+        ready.unwrap_or_else(|| {
+            self.is_late.store(true, Relaxed);
+            Ok(None)
+        })
+    }
+
+    /// Appends a token that was sampled from the mask, and requests the next mask.
     pub fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
         let mut state = self.state.lock();
         if let Some(Err(error)) = &state.mask {
@@ -138,7 +183,7 @@ impl Constrained {
         self.is_complete = state.matcher.is_complete();
         drop(state);
         if !self.is_complete {
-            self.compute();
+            self.request_mask();
         }
         Ok(())
     }
