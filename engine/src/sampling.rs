@@ -6,11 +6,13 @@
 
 mod changes;
 mod constrained;
+mod masks;
 mod request;
 
+pub(crate) use constrained::{Prepared, refusal as constraint_refusal};
 #[cfg(test)]
-pub(crate) use constrained::MaskResult;
-pub(crate) use constrained::{MaskThreads, Prepared, refusal as constraint_refusal};
+pub(crate) use masks::MaskResult;
+pub(crate) use masks::MaskThreads;
 pub use request::{SampleRequest, SampledToken};
 
 use changes::Changes;

@@ -47,9 +47,10 @@ impl Constraints {
         let threads = self.threads.get_or_init(|| MaskThreads::start(quarter_of_cores(), Arc::clone(&self.wake))).clone();
         let permit = Arc::clone(&self.compiling).acquire_owned().await.expect("the semaphore is never closed");
         let (stop_tokens, generated) = (generate.sampling.stop_token_ids.clone(), generate.generated.clone());
+        let account = generate.account.as_str().into();
         let compile = move || {
             let _permit = permit;
-            Prepared::new(&vocabulary, &constraint, &stop_tokens, &generated, threads)
+            Prepared::new(&vocabulary, &constraint, &stop_tokens, &generated, threads, account)
         };
         Ok(Arc::new(tokio::task::spawn_blocking(compile).await.map_err(|_| Refusal::Gone)??))
     }

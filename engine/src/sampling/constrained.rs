@@ -4,34 +4,26 @@
 //! the mask is usually ready when that step samples. If it is late, the step gives this sample no token, and the sample takes part in no further
 //! step until the mask is ready. So a constraint whose masks take long delays no other sample.
 
+use super::masks::{MaskResult, MaskThreads, State};
 use crate::{Generated, Refusal};
 use parking_lot::Mutex;
 use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering::Relaxed},
-    mpsc,
 };
-use tandem_grammar::{Constraint, GrammarError, Mask, MatchError, Matcher, Vocabulary};
+use tandem_grammar::{Constraint, GrammarError, MatchError, Matcher, Vocabulary};
 use tandem_kv::TokenId;
-use tokio::sync::Notify;
 
 /// The state of one sample under its constraint. A clone does not change when the original changes.
 pub(super) struct Constrained {
     state: Arc<Mutex<State>>,
     threads: MaskThreads,
+    /// The account to which the time of the masks is charged.
+    account: Arc<str>,
     is_complete: bool,
     /// Whether a step has sampled before the mask was ready.
     is_late: AtomicBool,
 }
-
-/// Locked while a thread computes the mask.
-struct State {
-    matcher: Matcher,
-    mask: Option<MaskResult>,
-}
-
-/// The tokens that may follow; `None` if all tokens may follow.
-pub(crate) type MaskResult = Result<Option<Mask>, MatchError>;
 
 /// The initial states of a request's samples under its constraint.
 pub(crate) struct Prepared {
@@ -39,45 +31,7 @@ pub(crate) struct Prepared {
     /// The states of the samples that another worker has begun.
     resumed: Vec<(u32, Matcher)>,
     threads: MaskThreads,
-}
-
-/// Threads that compute masks. They end when the last clone of this value is dropped.
-#[derive(Clone)]
-pub(crate) struct MaskThreads(Option<mpsc::Sender<Arc<Mutex<State>>>>);
-
-impl MaskThreads {
-    /// Starts `count` threads, which notify `wake` after each mask.
-    pub fn start(count: usize, wake: Arc<Notify>) -> Self {
-        Self::start_with(count, wake, Matcher::mask)
-    }
-
-    pub fn start_with(
-        count: usize,
-        wake: Arc<Notify>,
-        mask: impl Fn(&mut Matcher) -> MaskResult + Clone + Send + 'static,
-    ) -> Self {
-        // Each running sample has at most one entry in the queue.
-        let (queue, work) = mpsc::channel::<Arc<Mutex<State>>>();
-        let work = Arc::new(Mutex::new(work));
-        for _ in 0..count {
-            let (work, wake, mask) = (Arc::clone(&work), Arc::clone(&wake), mask.clone());
-            let compute = move || {
-                while let Ok(state) = { work.lock().recv() } {
-                    let mut state = state.lock();
-                    state.mask = Some(mask(&mut state.matcher));
-                    drop(state);
-                    wake.notify_one();
-                }
-            };
-            std::thread::Builder::new().name("tandem-masks".to_owned()).spawn(compute).expect("the system can start a thread");
-        }
-        Self(Some(queue))
-    }
-
-    /// Starts no threads: each mask is computed where it is requested. So the steps of a simulation do not depend on the speed of the machine.
-    pub fn none() -> Self {
-        Self(None)
-    }
+    account: Arc<str>,
 }
 
 impl Prepared {
@@ -91,6 +45,7 @@ impl Prepared {
         stop_tokens: &[TokenId],
         generated: &[Generated],
         threads: MaskThreads,
+        account: Arc<str>,
     ) -> Result<Self, Refusal> {
         let fresh = vocabulary.compile(constraint, stop_tokens).map_err(|error| match error {
             GrammarError::Vocabulary { .. } => Refusal::Unsupported(error.to_string().into()),
@@ -102,7 +57,7 @@ impl Prepared {
             Ok((*sample, matcher))
         };
         let resumed = generated.iter().map(replay).collect::<Result<_, MatchError>>().map_err(|error| refusal(&error))?;
-        Ok(Self { fresh, resumed, threads })
+        Ok(Self { fresh, resumed, threads, account })
     }
 
     fn of(&self, sample: u32) -> &Matcher {
@@ -114,7 +69,7 @@ impl Prepared {
     }
 
     pub(super) fn start(&self, sample: u32) -> Constrained {
-        Constrained::start(self.of(sample).clone(), self.threads.clone())
+        Constrained::start(self.of(sample).clone(), self.threads.clone(), Arc::clone(&self.account))
     }
 }
 
@@ -130,23 +85,16 @@ pub(crate) fn refusal(error: &MatchError) -> Refusal {
 }
 
 impl Constrained {
-    fn start(matcher: Matcher, threads: MaskThreads) -> Self {
+    fn start(matcher: Matcher, threads: MaskThreads, account: Arc<str>) -> Self {
         let is_complete = matcher.is_complete();
         let state = Arc::new(Mutex::new(State { matcher, mask: None }));
-        let new = Self { state, threads, is_complete, is_late: AtomicBool::new(false) };
+        let new = Self { state, threads, account, is_complete, is_late: AtomicBool::new(false) };
         new.request_mask();
         new
     }
 
     fn request_mask(&self) {
-        match &self.threads.0 {
-            // The threads run as long as the sender exists.
-            Some(queue) => _ = queue.send(Arc::clone(&self.state)),
-            None => {
-                let mut state = self.state.lock();
-                state.mask = Some(state.matcher.mask());
-            }
-        }
+        self.threads.request(&self.account, &self.state);
     }
 
     pub fn is_complete(&self) -> bool {
@@ -191,7 +139,7 @@ impl Constrained {
 
 impl Clone for Constrained {
     fn clone(&self) -> Self {
-        Self::start(self.state.lock().matcher.clone(), self.threads.clone())
+        Self::start(self.state.lock().matcher.clone(), self.threads.clone(), Arc::clone(&self.account))
     }
 }
 

@@ -8,7 +8,7 @@ use tandem_grammar::{Kind, Mask, Matcher, Vocabulary};
 use tandem_model::sim::VOCAB_SIZE;
 use tokio::sync::Notify;
 
-/// Holds back each mask that allows the letter z, until the gate is open.
+/// Holds back each mask that allows the letter z, until the gate is open. Panics at each mask that allows a digit.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<bool>, Condvar)>);
 
@@ -20,13 +20,17 @@ impl Gate {
 
     fn mask(&self, matcher: &mut Matcher) -> MaskResult {
         let mask = matcher.mask();
-        if mask.as_ref().is_ok_and(|mask| mask.as_ref().is_some_and(|mask: &Mask| mask.allows(b'z'.into()))) {
+        let allows =
+            |letter: u8| mask.as_ref().is_ok_and(|mask| mask.as_ref().is_some_and(|mask: &Mask| mask.allows(letter.into())));
+        assert!(!allows(b'7'), "the test's mask panics");
+        if allows(b'z') {
             self.0.1.wait_while(&mut self.0.0.lock(), |open| !*open);
         }
         mask
     }
 }
 
+const PANICS: &str = "[a-y ]{3}[0-9]";
 const FREE: &str = "[a-y ]{30}";
 const GATED: &str = "[a-z ]{30}";
 
@@ -47,7 +51,14 @@ impl Masks {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         let vocabulary = Vocabulary::new(bytes.chunks(1).map(|byte| (byte, false)), VOCAB_SIZE);
         let constraint = Kind::Regex(regex.to_owned()).into();
-        let prepared = Prepared::new(&vocabulary, &constraint, &[], &generate.generated, self.threads.clone());
+        let prepared = Prepared::new(
+            &vocabulary,
+            &constraint,
+            &[],
+            &generate.generated,
+            self.threads.clone(),
+            generate.account.as_str().into(),
+        );
         let prepared = Some(Arc::new(prepared.expect("the constraint is valid")));
         self.world.machine.generate_constrained(job, generate, prepared, self.world.now).expect("the job fits in the cache");
     }
@@ -138,4 +149,24 @@ fn step_is_made_at_most_once_for_each_late_mask() {
     masks.run_until_end_of(1);
     let rows = masks.world.steps - steps;
     assert!(rows <= 2 * 2 * 30, "{rows} steps for 60 tokens");
+}
+
+#[test]
+fn panic_in_a_mask_refuses_its_request_and_no_other() {
+    let gate = Gate::default();
+    gate.open();
+    let mut masks = Masks::new(World::new(4_096, SETTINGS), &gate);
+    let job = || generate(prompt("what", 40), 30);
+    for panicking in 0..4 {
+        masks.generate(panicking, PANICS, job());
+    }
+    masks.generate(4, FREE, job());
+    (0..5).for_each(|job| masks.run_until_end_of(job));
+    for panicking in 0..4 {
+        let last = masks.world.events[&panicking].last();
+        assert!(matches!(last, Some(Event::Refused(Refusal::Unsupported(why))) if why.contains("the parser failed")), "{last:?}");
+        assert_eq!(masks.world.tokens(panicking, 0).len(), 3);
+    }
+    assert_eq!(masks.world.tokens(4, 0), unhindered(FREE, job()), "the threads go on");
+    masks.world.assert_idle();
 }
