@@ -211,7 +211,7 @@ fn tokens_do_not_depend_on_late_masks() {
     let expected = runtime.block_on(async { run(&engine(SimSettings::default()), job()).await });
     let sim = SimEngine::new(SimSettings { speedup: 1e6, ..SimSettings::default() });
     let threaded = EngineHandle::start(Box::new(sim), SETTINGS).with_vocabulary(vocabulary());
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime starts");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime starts");
     assert_eq!(runtime.block_on(run(&threaded, job())), expected);
 }
 
