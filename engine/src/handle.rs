@@ -93,6 +93,7 @@ impl EngineHandle {
         seed: u64,
     ) -> (Self, impl Future<Output = ()> + Send) {
         let (handle, driver) = Self::new(engine, settings, ticket::from_seed(seed), clock);
+        handle.constraints.compute_masks_at_once();
         (handle, driver.run())
     }
 
@@ -104,7 +105,7 @@ impl EngineHandle {
         let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
         let EngineSettings { step_max, batch_max, .. } = settings;
         let resume_below = driver.max_buffered_events / 2;
-        let constraints = Constraints::new(None);
+        let constraints = Constraints::new(Arc::clone(&wake));
         (Self { info, commands, wake, kv_memory, load, busy_since, step_max, batch_max, resume_below, constraints }, driver)
     }
 
@@ -141,7 +142,7 @@ impl EngineHandle {
     /// Sets the vocabulary of the model, without which the engine refuses constraints on the output.
     #[must_use]
     pub fn with_vocabulary(mut self, vocabulary: Arc<Vocabulary>) -> Self {
-        self.constraints = Constraints::new(Some(vocabulary));
+        self.constraints.set_vocabulary(vocabulary);
         self
     }
 

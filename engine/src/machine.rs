@@ -182,10 +182,11 @@ impl Machine {
         starves.then_some(oldest.job)
     }
 
-    /// Returns the indices of the running sequences in the next step: all that are not paused or, if these are too many, the first of them
-    /// in the fair order.
+    /// Returns the indices of the running sequences in the next step: all that are not paused and do not wait for a mask or, if these are too
+    /// many, the first of them in the fair order.
     fn batch(&self) -> Vec<usize> {
-        let mut batch: Vec<usize> = (0..self.running.len()).filter(|index| !self.running[*index].paused).collect();
+        let can_run = |index: &usize| !self.running[*index].paused && !self.running[*index].awaits_mask();
+        let mut batch: Vec<usize> = (0..self.running.len()).filter(can_run).collect();
         let batch_max = self.settings.batch_max as usize;
         if batch.len() > batch_max {
             let owners = batch.iter().map(|index| self.running[*index].owner());
@@ -222,14 +223,23 @@ impl Machine {
         let (mut refused, mut broken) = (Vec::new(), Vec::new());
         for chunk in &plan.chunks {
             let sequence = &mut running[chunk.sequence];
+            let first = sequence.computed;
+            let samples = first + chunk.len == sequence.tokens.len();
+            let late = match &mut sequence.role {
+                Role::Sample(sample) if samples => {
+                    sample.is_late = sample.sampler.take_late();
+                    sample.is_late
+                }
+                _ => false,
+            };
             if sequence.is_decoding() {
                 stats.decode_tokens += 1;
             } else {
                 stats.prefill_tokens += chunk.len as u32;
                 self.prefilled += chunk.len as u64;
             }
-            let first = sequence.computed;
-            sequence.computed += chunk.len;
+            // The last token of a late sample is computed again, to sample from its logits.
+            sequence.computed += chunk.len - usize::from(late);
             sequence.record_chunk(chunk.len, duration, now);
             self.commit(sequence);
             match &mut sequence.role {
@@ -241,7 +251,11 @@ impl Machine {
                         }
                     }
                 }
-                Role::Sample(sample) if sequence.computed == sequence.tokens.len() => {
+                Role::Sample(_) if late => match &mut sampled {
+                    Some(tokens) => _ = tokens.next(),
+                    None => _ = rows.next(),
+                },
+                Role::Sample(sample) if samples => {
                     let SampledToken { token, logprobs } = match &mut sampled {
                         Some(tokens) => tokens.next().expect("the device samples a token for each request"),
                         None => {

@@ -6,9 +6,13 @@
 
 mod changes;
 mod constrained;
+mod masks;
 mod request;
 
-pub(crate) use constrained::{MaskThreads, Prepared, refusal as constraint_refusal};
+pub(crate) use constrained::{Prepared, refusal as constraint_refusal};
+#[cfg(test)]
+pub(crate) use masks::MaskResult;
+pub(crate) use masks::MaskThreads;
 pub use request::{SampleRequest, SampledToken};
 
 use changes::Changes;
@@ -174,6 +178,16 @@ impl Sampler {
         self.constrained.as_ref().is_some_and(Constrained::is_complete)
     }
 
+    /// Returns whether the mask of the constraint, if there is one, is computed.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.constrained.as_ref().is_none_or(Constrained::is_ready)
+    }
+
+    /// Returns whether the mask of the constraint is or was not ready for the current step. The step's token must then be discarded.
+    pub(crate) fn take_late(&mut self) -> bool {
+        self.constrained.as_mut().is_some_and(Constrained::take_late)
+    }
+
     pub(crate) fn is_stop(&self, token: TokenId) -> bool {
         self.sampling.stop_token_ids.contains(&token)
     }
@@ -183,7 +197,7 @@ impl Sampler {
     }
 
     /// Samples the token at `position` of the sequence from the logits of the token before it. The caller [accepts](Self::accept) it, unless
-    /// it is [`NO_TOKEN`].
+    /// it is [`NO_TOKEN`] or [late](Self::take_late).
     pub(crate) fn sample(&self, logits: &[f32], position: u32) -> SampledToken {
         if logits.first().is_some_and(|logit| logit.is_nan()) && logits.iter().all(|logit| logit.is_nan()) {
             return SampledToken { token: NO_TOKEN, logprobs: None };
@@ -236,7 +250,7 @@ impl Sampler {
     }
 
     /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. A constraint that has failed allows all tokens; the failure is
-    /// reported when the token is accepted.
+    /// reported when the token is accepted. A constraint whose mask is not ready allows all tokens, too; the token is [discarded](Self::take_late).
     fn mask(&self, vocab_size: usize) -> Option<Mask> {
         let listed = &self.sampling.allowed_token_ids;
         let listed = (!listed.is_empty()).then(|| Mask::of(listed, vocab_size));

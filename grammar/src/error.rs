@@ -33,6 +33,9 @@ pub enum MatchError {
     /// No token of the vocabulary continues the text.
     #[error("no token of the model's vocabulary continues the text under the constraint")]
     NoToken,
+    /// The parser has a fault that this text shows.
+    #[error("the parser failed on the text under the constraint; simplify the constraint")]
+    Failed,
     /// The constraint does not allow the token.
     #[error("the text does not meet the constraint; other parameters, such as allowed_token_ids, may leave no token for it")]
     NotAllowed,

@@ -50,6 +50,11 @@ impl Vocabulary {
         &BYTES
     }
 
+    /// Builds the tables that constraints need, unless they are built. Blocks its thread for a fraction of a second.
+    pub fn build(&self) {
+        LazyLock::force(&self.0);
+    }
+
     /// Compiles a constraint. Where the constrained text is complete, `stop_tokens` may end it. Blocks its thread for milliseconds; the first call
     /// takes a fraction of a second.
     ///

@@ -80,7 +80,7 @@ impl SampleInputs {
         all
     }
 
-    /// Returns the masks of the rows with a constraint. Waits until they are computed.
+    /// Returns the masks of the rows with a constraint. A mask that is not ready allows all tokens; the row's token is discarded.
     pub fn masks(&self, requests: &[SampleRequest<'_>], vocab_size: usize) -> Vec<u8> {
         let mask = |row: &usize| requests[*row].mask(vocab_size).unwrap_or_else(|| Mask::all(vocab_size));
         let masks = self.constrained.iter().map(mask);

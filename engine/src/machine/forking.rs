@@ -117,7 +117,7 @@ fn sample_of(parent: &mut Sequence, generated: Generated) -> Sequence {
     let Prompt { sampler, boundary, len_max, .. } = prompt_of(parent);
     let (boundary, number) = (*boundary, generated.sample);
     let sampler = sampler.for_sample(number, &generated.tokens);
-    let role = Role::Sample(Box::new(Sample { number, sampler, len_max: *len_max }));
+    let role = Role::Sample(Box::new(Sample { number, sampler, is_late: false, len_max: *len_max }));
     let tokens = [&parent.tokens[..boundary], &generated.tokens].concat();
     Sequence {
         order: (parent.job, number),

@@ -120,6 +120,8 @@ pub(super) struct Remote {
 pub(super) struct Sample {
     pub number: u32,
     pub sampler: Sampler,
+    /// Whether the mask of the constraint was not ready when the last step sampled.
+    pub is_late: bool,
     /// Maximum number of tokens of the sample, including the prompt.
     pub len_max: usize,
 }
@@ -188,6 +190,11 @@ impl Sequence {
     /// Returns whether the next step generates a token, rather than computing tokens that are known.
     pub fn is_decoding(&self) -> bool {
         matches!(self.role, Role::Sample(_)) && self.remaining() == 1
+    }
+
+    /// Returns whether no step computes the sequence now, because its mask was late and is not ready yet. It keeps its place and its blocks.
+    pub fn awaits_mask(&self) -> bool {
+        matches!(&self.role, Role::Sample(sample) if sample.is_late && self.is_decoding() && !sample.sampler.is_ready())
     }
 
     /// Returns whether the sequence has not generated a token yet, or is a prompt.

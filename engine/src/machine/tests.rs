@@ -6,6 +6,7 @@ mod chunks;
 mod fair;
 mod fairness;
 mod history;
+mod masks;
 mod paused;
 mod priorities;
 mod receiving;

@@ -1,30 +1,28 @@
 //! Samples whose text has a constraint.
 //!
 //! The tokens that may follow are known as soon as a token is accepted. So separate threads compute the mask while the device runs the next step, and
-//! the mask is ready when that step samples.
+//! the mask is usually ready when that step samples. If it is late, the step gives this sample no token, and the sample takes part in no further
+//! step until the mask is ready. So a constraint whose masks take long delays no other sample.
 
+use super::masks::{MaskResult, MaskThreads, State};
 use crate::{Generated, Refusal};
 use parking_lot::Mutex;
-use std::sync::{Arc, mpsc};
-use tandem_grammar::{Constraint, GrammarError, Mask, MatchError, Matcher, Vocabulary};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+use tandem_grammar::{Constraint, GrammarError, MatchError, Matcher, Vocabulary};
 use tandem_kv::TokenId;
 
 /// The state of one sample under its constraint. A clone does not change when the original changes.
 pub(super) struct Constrained {
     state: Arc<Mutex<State>>,
     threads: MaskThreads,
+    /// The account to which the time of the masks is charged.
+    account: Arc<str>,
     is_complete: bool,
-}
-
-struct State {
-    matcher: Matcher,
-    mask: Option<Result<Option<Mask>, MatchError>>,
-}
-
-impl State {
-    fn mask(&mut self) -> &Result<Option<Mask>, MatchError> {
-        self.mask.get_or_insert_with(|| self.matcher.mask())
-    }
+    /// Whether a step has sampled before the mask was ready.
+    is_late: AtomicBool,
 }
 
 /// The initial states of a request's samples under its constraint.
@@ -33,28 +31,7 @@ pub(crate) struct Prepared {
     /// The states of the samples that another worker has begun.
     resumed: Vec<(u32, Matcher)>,
     threads: MaskThreads,
-}
-
-/// Threads that compute masks. They end when the last clone of this value is dropped.
-#[derive(Clone)]
-pub(crate) struct MaskThreads(mpsc::Sender<Arc<Mutex<State>>>);
-
-impl MaskThreads {
-    pub fn start(count: usize) -> Self {
-        // Each running sample has at most one entry in the queue.
-        let (queue, work) = mpsc::channel::<Arc<Mutex<State>>>();
-        let work = Arc::new(Mutex::new(work));
-        for _ in 0..count {
-            let work = Arc::clone(&work);
-            let compute = move || {
-                while let Ok(state) = { work.lock().recv() } {
-                    state.lock().mask();
-                }
-            };
-            std::thread::Builder::new().name("tandem-masks".to_owned()).spawn(compute).expect("the system can start a thread");
-        }
-        Self(queue)
-    }
+    account: Arc<str>,
 }
 
 impl Prepared {
@@ -68,6 +45,7 @@ impl Prepared {
         stop_tokens: &[TokenId],
         generated: &[Generated],
         threads: MaskThreads,
+        account: Arc<str>,
     ) -> Result<Self, Refusal> {
         let fresh = vocabulary.compile(constraint, stop_tokens).map_err(|error| match error {
             GrammarError::Vocabulary { .. } => Refusal::Unsupported(error.to_string().into()),
@@ -79,7 +57,7 @@ impl Prepared {
             Ok((*sample, matcher))
         };
         let resumed = generated.iter().map(replay).collect::<Result<_, MatchError>>().map_err(|error| refusal(&error))?;
-        Ok(Self { fresh, resumed, threads })
+        Ok(Self { fresh, resumed, threads, account })
     }
 
     fn of(&self, sample: u32) -> &Matcher {
@@ -91,7 +69,7 @@ impl Prepared {
     }
 
     pub(super) fn start(&self, sample: u32) -> Constrained {
-        Constrained::start(self.of(sample).clone(), self.threads.clone())
+        Constrained::start(self.of(sample).clone(), self.threads.clone(), Arc::clone(&self.account))
     }
 }
 
@@ -107,27 +85,42 @@ pub(crate) fn refusal(error: &MatchError) -> Refusal {
 }
 
 impl Constrained {
-    fn start(matcher: Matcher, threads: MaskThreads) -> Self {
+    fn start(matcher: Matcher, threads: MaskThreads, account: Arc<str>) -> Self {
         let is_complete = matcher.is_complete();
-        let new = Self { state: Arc::new(Mutex::new(State { matcher, mask: None })), threads, is_complete };
-        new.compute();
+        let state = Arc::new(Mutex::new(State { matcher, mask: None }));
+        let new = Self { state, threads, account, is_complete, is_late: AtomicBool::new(false) };
+        new.request_mask();
         new
     }
 
-    /// Lets another thread compute the mask. If no thread has begun when the mask is needed, the engine's thread computes it.
-    fn compute(&self) {
-        let _ = self.threads.0.send(Arc::clone(&self.state));
+    fn request_mask(&self) {
+        self.threads.request(&self.account, &self.state);
     }
 
     pub fn is_complete(&self) -> bool {
         self.is_complete
     }
 
-    /// Returns the tokens that may follow; `None` if all tokens may follow. Waits for a thread that is computing them.
-    pub fn mask(&self) -> Result<Option<Mask>, MatchError> {
-        self.state.lock().mask().clone()
+    /// Returns whether the mask is computed. Never waits.
+    pub fn is_ready(&self) -> bool {
+        self.state.try_lock().is_some_and(|state| state.mask.is_some())
     }
 
+    /// Returns whether the current step cannot sample, or has not sampled, from the mask. The step's token must then be discarded.
+    pub fn take_late(&mut self) -> bool {
+        std::mem::take(self.is_late.get_mut()) || !self.is_ready()
+    }
+
+    /// Returns the mask. Never waits: if the mask is not ready, all tokens may follow, and the sample is late.
+    pub fn mask(&self) -> MaskResult {
+        let ready = self.state.try_lock().and_then(|state| state.mask.clone());
+        ready.unwrap_or_else(|| {
+            self.is_late.store(true, Relaxed);
+            Ok(None)
+        })
+    }
+
+    /// Appends a token that was sampled from the mask, and requests the next mask.
     pub fn accept(&mut self, token: TokenId) -> Result<(), MatchError> {
         let mut state = self.state.lock();
         if let Some(Err(error)) = &state.mask {
@@ -138,7 +131,7 @@ impl Constrained {
         self.is_complete = state.matcher.is_complete();
         drop(state);
         if !self.is_complete {
-            self.compute();
+            self.request_mask();
         }
         Ok(())
     }
@@ -146,7 +139,7 @@ impl Constrained {
 
 impl Clone for Constrained {
     fn clone(&self) -> Self {
-        Self::start(self.state.lock().matcher.clone(), self.threads.clone())
+        Self::start(self.state.lock().matcher.clone(), self.threads.clone(), Arc::clone(&self.account))
     }
 }
 

@@ -54,8 +54,8 @@ impl SampleRequest<'_> {
         uniform(self.sampler.sampling.seed, self.position)
     }
 
-    /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. If the sample has a constraint, waits for the tokens that it
-    /// allows.
+    /// Returns the tokens that may be sampled; `None` if all tokens may be sampled. If the mask of the sample's constraint is not ready, the token is
+    /// discarded.
     pub(crate) fn mask(&self, vocab_size: usize) -> Option<Mask> {
         self.sampler.mask(vocab_size)
     }

@@ -202,6 +202,19 @@ async fn resumed_sample_whose_text_is_complete_ends_without_a_new_token() {
     assert!(matches!(text(&samples[1].0).as_str(), "b" | "c") && samples[1].1 == Some(FinishReason::Complete));
 }
 
+/// The steps take less time than the masks, so masks are late and the engine's thread waits for them.
+#[test]
+fn tokens_do_not_depend_on_late_masks() {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().expect("a runtime starts");
+    let job = || Generate { samples: 3, ..constrained(Kind::Regex("([a-z]{1,40} ){0,9}".into()), 60, 5) };
+    let expected = runtime.block_on(async { run(&engine(SimSettings::default()), job()).await });
+    let sim = SimEngine::new(SimSettings { speedup: 1e6, ..SimSettings::default() });
+    let threaded = EngineHandle::start(Box::new(sim), SETTINGS).with_vocabulary(vocabulary());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime starts");
+    assert_eq!(runtime.block_on(run(&threaded, job())), expected);
+}
+
 /// A device that samples tokens itself, as GPUs do. If it is broken, it does not apply the mask.
 struct SamplingDevice {
     sim: SimEngine,

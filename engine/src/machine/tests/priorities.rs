@@ -13,7 +13,8 @@ impl World {
         let has_room = lens.values().sum::<usize>() - decodes < room;
         let is_left_out = |(index, sequence): &(usize, &Sequence)| {
             let len = lens.get(index).copied().unwrap_or_default();
-            !sequence.paused && len < sequence.remaining() && !sequence.wants_prompt_logprobs()
+            let is_late = matches!(&sequence.role, Role::Sample(sample) if sample.is_late);
+            !sequence.paused && !is_late && len < sequence.remaining() && !sequence.wants_prompt_logprobs()
         };
         let left_out: Vec<&Sequence> = running.iter().enumerate().filter(is_left_out).map(|(_, sequence)| sequence).collect();
         let all_in_batch = running.iter().filter(|sequence| !sequence.paused).count() <= settings.batch_max as usize;
