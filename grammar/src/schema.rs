@@ -159,11 +159,7 @@ impl<'a> Walk<'a> {
         for pattern in patterns.keys().take(PATTERNS_MAX) {
             let problem = match supported(pattern) {
                 Err(problem) => Some(problem),
-                Ok(()) => described_by(pattern, properties).map(|name| {
-                    format!(
-                        "'properties' and the pattern '{pattern}' of 'patternProperties' both describe '{name}'; describe it once"
-                    )
-                }),
+                Ok(()) => overlap(pattern, properties),
             };
             if let Some(problem) = problem {
                 self.refuse(at, MAPS[1], Some(pattern), problem)?;
@@ -221,11 +217,18 @@ fn supported(pattern: &str) -> Result<(), String> {
     regex_syntax::parse(pattern).map(drop).map_err(problem)
 }
 
-/// Returns a property that the pattern describes as well. A pattern that needs too much memory is not compared.
-fn described_by<'a>(pattern: &str, properties: Option<&'a Map<String, Value>>) -> Option<&'a String> {
+/// Returns why the pattern cannot be enforced together with these properties: it describes one of them as well, or it needs too much memory to be
+/// compared with them.
+fn overlap(pattern: &str, properties: Option<&Map<String, Value>>) -> Option<String> {
+    let properties = properties.filter(|properties| !properties.is_empty())?;
     let config = Regex::config().nfa_size_limit(Some(PATTERN_BYTES_MAX));
-    let regex = Regex::builder().configure(config).build(pattern).ok()?;
-    properties?.keys().take(PROPERTIES_MAX).find(|name| regex.is_match(name.as_bytes()))
+    let Ok(regex) = Regex::builder().configure(config).build(pattern) else {
+        return Some(format!(
+            "the pattern '{pattern}' of 'patternProperties' is too large to be compared with 'properties'; shorten it"
+        ));
+    };
+    let name = properties.keys().take(PROPERTIES_MAX).find(|name| regex.is_match(name.as_bytes()))?;
+    Some(format!("'properties' and the pattern '{pattern}' of 'patternProperties' both describe '{name}'; describe it once"))
 }
 
 fn syntax_problem(error: &regex_syntax::Error) -> String {

@@ -334,6 +334,10 @@ fn property_that_is_described_twice_is_refused() {
     assert!(error.starts_with("at $.properties.a, 'properties' and the pattern '^score$'"), "{error}");
     check(&schema(&score.replace("^score$", "^x-")).into()).expect("no key has two schemas");
     check(&Kind::JsonSchema { schema: score.to_owned(), lenient: true }.into()).expect("a lenient schema loses the pattern");
+    let large = score.replace("^score$", "^.{1,5000}x$");
+    let error = check(&schema(&large).into()).expect_err("the pattern is not compared").to_string();
+    assert!(error.starts_with("at $.properties.a, the pattern") && error.contains("too large to be compared"), "{error}");
+    check(&Kind::JsonSchema { schema: large, lenient: true }.into()).expect("a lenient schema loses the pattern");
 }
 
 #[test]

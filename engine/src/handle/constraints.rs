@@ -93,15 +93,10 @@ impl Turns {
             let _permits = (own, held);
             compile()
         });
+        let _abandoned = Abandoned { place, overdue: Arc::clone(&self.overdue) };
         match timeout(COMPILE_MAX, compiling).await {
             Ok(compiled) => compiled.unwrap_or_else(|_| Err(refused("the parser failed on it"))),
-            Err(_) => {
-                // Other accounts go on, unless too many threads are overdue. This account waits for its thread.
-                if let Ok(overdue) = Arc::clone(&self.overdue).try_acquire_owned() {
-                    *place.lock() = overdue;
-                }
-                Err(refused(&format!("compiling it takes longer than {} s; simplify it", COMPILE_MAX.as_secs())))
-            }
+            Err(_) => Err(refused(&format!("compiling it takes longer than {} s; simplify it", COMPILE_MAX.as_secs()))),
         }
     }
 
@@ -114,6 +109,21 @@ impl Turns {
         let permit = Arc::new(Semaphore::new(1));
         accounts.insert(account.to_owned(), Arc::downgrade(&permit));
         permit
+    }
+}
+
+/// Gives other accounts the place of a compilation that no request awaits any more, unless too many such threads run. The account of the compilation
+/// waits for its thread.
+struct Abandoned {
+    place: Arc<Mutex<OwnedSemaphorePermit>>,
+    overdue: Arc<Semaphore>,
+}
+
+impl Drop for Abandoned {
+    fn drop(&mut self) {
+        if let Ok(overdue) = Arc::clone(&self.overdue).try_acquire_owned() {
+            *self.place.lock() = overdue;
+        }
     }
 }
 
@@ -160,6 +170,23 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn request_that_is_dropped_gives_its_place_to_other_accounts() {
+        let turns = Turns::new(1);
+        let (open, gate) = mpsc::channel::<()>();
+        let first = turns.run("one", move || {
+            let _ = gate.recv();
+            Ok(())
+        });
+        tokio::select! {
+            biased;
+            _ = first => panic!("the gate is closed"),
+            () = tokio::task::yield_now() => {}
+        }
+        turns.run("other", || Ok(())).await.expect("another account is served");
+        drop(open);
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn overdue_constraint_is_refused_and_delays_only_its_own_account() {
         let turns = Turns::new(1);
         let overdue = |account: &'static str| {
@@ -180,7 +207,7 @@ mod tests {
         };
         let (open, compiling) = overdue("slow");
         expect_refusal(compiling).await;
-        turns.run("other", || Ok(())).await.expect("another account goes on");
+        turns.run("other", || Ok(())).await.expect("another account is served");
         let mut waits = Box::pin(turns.run("slow", || Ok(())));
         assert!(std::future::poll_fn(|context| std::task::Poll::Ready(waits.as_mut().poll(context).is_pending())).await);
         let (open_second, compiling) = overdue("also slow");
@@ -188,6 +215,6 @@ mod tests {
         let blocked = turns.places.available_permits();
         assert_eq!(blocked, 0, "the number of overdue threads is bounded");
         drop((open, open_second));
-        waits.await.expect("the account goes on when its thread has ended");
+        waits.await.expect("the account is served when its thread has ended");
     }
 }

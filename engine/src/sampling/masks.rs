@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn job_runs_beside_those_of_other_accounts_and_an_idle_queue_keeps_no_account() {
+    fn job_runs_while_those_of_other_accounts_run_and_an_idle_queue_keeps_no_account() {
         let mut turns = Turns::default();
         let (many, one): (Arc<str>, Arc<str>) = ("many".into(), "one".into());
         (0..3).for_each(|job| turns.push(&many, job));

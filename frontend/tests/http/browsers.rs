@@ -102,3 +102,25 @@ async fn operator_pages_are_served_only_by_the_admin_listener() {
     soon(&mut cluster.server).await.expect("the server does not panic").expect("the server ends without an error");
     assert!(tokio::net::TcpStream::connect(admin).await.is_err());
 }
+
+#[tokio::test]
+async fn pages_of_listed_origins_may_use_the_api_but_not_the_operators_pages() {
+    let mut cluster = Cluster::with(|settings| settings.cors_origins = vec!["https://chat.example".to_owned()]).await;
+    let origin = ("origin", "https://chat.example");
+    let asked = [origin, ("access-control-request-method", "POST"), ("access-control-request-headers", "authorization")];
+    let preflight = cluster.send(Method::OPTIONS, CHAT, &asked, "").await;
+    assert_eq!(preflight.status(), StatusCode::NO_CONTENT);
+    assert_eq!(preflight.header("access-control-allow-origin"), Some("https://chat.example"));
+    assert_eq!(preflight.header("access-control-allow-headers"), Some("authorization"));
+    let frontend = cluster.frontend;
+    let sent = [origin, ("sec-fetch-site", "cross-site")];
+    let reply = tokio::spawn(async move { send(frontend, Method::POST, CHAT, &sent, chat(json!({})).to_string().into()).await });
+    cluster.call().await.answer(Some(0), "x").await;
+    let reply = soon(reply).await.expect("the client task runs");
+    assert_eq!((reply.status(), reply.header("vary")), (StatusCode::OK, Some("origin")));
+    assert_eq!(reply.header("access-control-allow-origin"), Some("https://chat.example"));
+    for (path, origin) in [(CHAT, "https://evil.example"), ("/dashboard/cluster", "https://chat.example")] {
+        let refused = cluster.send(Method::GET, path, &[("origin", origin), ("sec-fetch-site", "cross-site")], "").await;
+        assert_eq!((refused.status(), refused.header("access-control-allow-origin")), (StatusCode::FORBIDDEN, None), "{path}");
+    }
+}

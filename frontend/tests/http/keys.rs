@@ -481,25 +481,3 @@ async fn audit_log_has_a_line_for_each_call_with_the_clients_usage_and_no_text()
     let text = std::fs::read_to_string(keys.log()).expect("the log exists");
     assert!(!text.contains(SECRET_TEXT) && !text.contains("hello") && !text.contains(&secret), "{text}");
 }
-
-#[tokio::test]
-async fn pages_of_listed_origins_may_use_the_api_but_not_the_operators_pages() {
-    let mut cluster = Cluster::with(|settings| settings.cors_origins = vec!["https://chat.example".to_owned()]).await;
-    let origin = ("origin", "https://chat.example");
-    let asked = [origin, ("access-control-request-method", "POST"), ("access-control-request-headers", "authorization")];
-    let preflight = cluster.send(Method::OPTIONS, CHAT, &asked, "").await;
-    assert_eq!(preflight.status(), StatusCode::NO_CONTENT);
-    assert_eq!(preflight.header("access-control-allow-origin"), Some("https://chat.example"));
-    assert_eq!(preflight.header("access-control-allow-headers"), Some("authorization"));
-    let frontend = cluster.frontend;
-    let sent = [origin, ("sec-fetch-site", "cross-site")];
-    let reply = tokio::spawn(async move { send(frontend, Method::POST, CHAT, &sent, chat(json!({})).to_string().into()).await });
-    cluster.call().await.answer(Some(0), "x").await;
-    let reply = soon(reply).await.expect("the client task runs");
-    assert_eq!((reply.status(), reply.header("vary")), (StatusCode::OK, Some("origin")));
-    assert_eq!(reply.header("access-control-allow-origin"), Some("https://chat.example"));
-    for (path, origin) in [(CHAT, "https://evil.example"), ("/dashboard/cluster", "https://chat.example")] {
-        let refused = cluster.send(Method::GET, path, &[("origin", origin), ("sec-fetch-site", "cross-site")], "").await;
-        assert_eq!((refused.status(), refused.header("access-control-allow-origin")), (StatusCode::FORBIDDEN, None), "{path}");
-    }
-}

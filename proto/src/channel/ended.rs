@@ -1,4 +1,4 @@
-//! Tells a peer that ended during a call from one that was unreachable, or that refused the call.
+//! Distinguishes a peer that ended during a call from one that was unreachable, or that refused the call.
 
 use std::error::Error;
 use tonic::{ConnectError, Status};

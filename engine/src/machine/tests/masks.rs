@@ -167,6 +167,6 @@ fn panic_in_a_mask_refuses_its_request_and_no_other() {
         assert!(matches!(last, Some(Event::Refused(Refusal::Unsupported(why))) if why.contains("the parser failed")), "{last:?}");
         assert_eq!(masks.world.tokens(panicking, 0).len(), 3);
     }
-    assert_eq!(masks.world.tokens(4, 0), unhindered(FREE, job()), "the threads go on");
+    assert_eq!(masks.world.tokens(4, 0), unhindered(FREE, job()), "the threads continue");
     masks.world.assert_idle();
 }
