@@ -42,7 +42,7 @@ pub(crate) enum Ended {
     PrefillLost { prefill: String },
     /// The prefill worker had accepted the prompt.
     #[error("the prefill worker has ended or its connection was interrupted; try another prefill worker")]
-    PrefillEnded { prefill: String },
+    PrefillGone { prefill: String },
     #[error("the engine could not pull the prompt's KV from the prefill worker's engine; try another prefill worker")]
     NotPulled { prefill: String },
     #[error("the prefill worker's KV handle is for another prompt, was used before, or has expired; try another prefill worker")]
@@ -71,7 +71,7 @@ impl Ended {
             Self::PrefillLost { prefill } | Self::NotPulled { prefill } | Self::BadHandle { prefill } => {
                 (FailureReason::PrefillLost, prefill)
             }
-            Self::PrefillEnded { prefill } => (FailureReason::WorkerEnded, prefill),
+            Self::PrefillGone { prefill } => (FailureReason::WorkerEnded, prefill),
             Self::WriteRefused { prefill } => (FailureReason::WriteRefused, prefill),
             Self::NotStarted { culprit } => (FailureReason::Timeout, culprit),
             Self::NotReceived { prefill } => (FailureReason::Timeout, prefill),

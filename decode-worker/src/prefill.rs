@@ -83,7 +83,7 @@ impl Prefill {
         loop {
             let reply = self.replies.message().await.map_err(|status| {
                 tracing::debug!(%status, "the stream from the prefill worker was interrupted");
-                if has_ended(&status) { Ended::PrefillEnded { prefill: self.instance_id.clone() } } else { self.lost() }
+                if has_ended(&status) { Ended::PrefillGone { prefill: self.instance_id.clone() } } else { self.lost() }
             })?;
             return match reply.ok_or_else(|| self.lost())?.message {
                 Some(prefill_reply::Message::Waiting(_)) => Ok(Reply::Waiting),

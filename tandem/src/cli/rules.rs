@@ -43,7 +43,11 @@ const SETTINGS_OF_VLLM: &[&str] = &["prefill-engine-url", "engine-events-replay"
 
 /// Checks the settings of a role, whichever layers they come from.
 pub(super) fn check(role: &str, given: &ArgMatches) -> Result<(), String> {
-    let is_set = |flag: &&&str| given.try_contains_id(&flag.replace('-', "_")).unwrap_or(false);
+    let is_set = |flag: &&&str| {
+        let id = flag.replace('-', "_");
+        // A flag without a value is false if it is not given.
+        given.try_get_one::<bool>(&id).map_or_else(|_| given.try_contains_id(&id).unwrap_or(false), |set| set == Some(&true))
+    };
     for alternatives in ALTERNATIVES {
         let mut set = alternatives.iter().filter(is_set);
         if let (Some(one), Some(other)) = (set.next(), set.next()) {
