@@ -26,7 +26,7 @@ pub(crate) async fn run(worker: &Worker, handles: &Handles, remote: RemotePrompt
     let generate = Generate { kv: KvSource::Handle, ..generate };
     let digest = prompt_digest(&handles.hash_key, &generate.namespace, &start.prompt);
     let culprit = prefill.instance_id.clone();
-    let mut job = worker.common.backend.generate(generate).await?;
+    let mut job = worker.generate(generate, wait_until).await?;
     match in_line(wait_until, worker.first_event(start_within, job.next(), client)).await? {
         Some(Event::Submitted) => {}
         other => return Err(ended(other, &worker.common.info.instance_id)),

@@ -68,7 +68,7 @@ async fn run_with_transfers(
     // Values are dropped in the reverse order of their declaration. The negotiated path is declared before the job, so blocks can be received as long
     // as the job's ticket is live.
     let mut negotiated: Option<Negotiated> = None;
-    let mut job = worker.common.backend.generate(generate).await?;
+    let mut job = worker.generate(generate, wait_until).await?;
     let received =
         receive((worker, transfers), &mut *job, &mut prefill, &mut negotiated, Deadlines { wait_until, received_by }).await?;
     let label = negotiated.as_ref().map_or(ReceivePaths::fallback_label(), Negotiated::label);

@@ -86,7 +86,7 @@ impl Worker {
             (&generate.namespace.clone(), &generate.request_id.clone(), &generate.account.clone());
         let model = self.common.model_of(namespace)?;
         let prompt = ScheduledPrompt { request_id, attempt, model, account, prompt, cached: None };
-        let job = self.common.backend.generate(generate).await?;
+        let job = self.generate(generate, wait_until).await?;
         let mut job = CountedJob::new(job, &self.common, prompt);
         let first = in_line(wait_until, self.first_event(start_within, job.next(), client)).await?;
         let mut scheduled = Scheduled { reported_later: true, ..Scheduled::default() };

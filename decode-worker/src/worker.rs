@@ -2,11 +2,13 @@
 
 use crate::{client::Client, convert::Request, failure::Ended, finishing::Finishing, handles::Handles};
 use std::time::Duration;
+use tandem_engine::Generate;
 use tandem_proto::{
     channel::Channels,
     v1::{PrefillStart, Waiting, WorkerRef, generate_reply::Message},
 };
 use tandem_transfer::ReceivePaths;
+use tandem_worker::Job;
 use tokio::{
     sync::{Semaphore, SemaphorePermit},
     time::{Instant, timeout_at},
@@ -41,6 +43,14 @@ pub(crate) struct RemotePrompt<'a> {
 }
 
 impl Worker {
+    /// Passes a request to the engine, which first compiles its constraint. Both may have to wait in line.
+    ///
+    /// # Errors
+    /// The engine refuses the request, or the request waits in line until `wait_until`.
+    pub(crate) async fn generate(&self, generate: Generate, wait_until: Option<Instant>) -> Result<Box<dyn Job>, Ended> {
+        in_line(wait_until, async { Ok(self.common.backend.generate(generate).await?) }).await
+    }
+
     /// Waits for the first event of a job of this worker. While the job waits in the queue, reports this to the client.
     ///
     /// # Errors

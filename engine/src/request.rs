@@ -176,6 +176,10 @@ pub enum Refusal {
     /// The request needs a feature that the engine does not support.
     #[error("{0}")]
     Unsupported(Cow<'static, str>),
+    /// The engine cannot be used, although other engines may serve the request: it cannot be reached, or does not speak the protocol. The request has
+    /// not run.
+    #[error("the engine cannot be used: {0}")]
+    Unusable(Cow<'static, str>),
     /// The engine's thread has ended: the device is lost, or the process shuts down.
     #[error("the engine has shut down")]
     Gone,

@@ -9,7 +9,7 @@ mod constrained;
 mod masks;
 mod request;
 
-pub(crate) use constrained::{Prepared, refusal as constraint_refusal};
+pub(crate) use constrained::{Prepared, compile, refusal as constraint_refusal};
 #[cfg(test)]
 pub(crate) use masks::MaskResult;
 pub(crate) use masks::MaskThreads;

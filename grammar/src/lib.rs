@@ -68,7 +68,8 @@ pub const CONSTRAINT_BYTES_MAX: usize = 256 * 1024;
 /// Maximum number of texts of a choice.
 pub const CHOICES_MAX: usize = 4_096;
 
-/// Checks whether the constraint can be enforced. Blocks its thread for milliseconds, and up to a few seconds for a very large constraint.
+/// Checks whether the constraint can be enforced. Blocks its thread for milliseconds, and up to about a second for a very large
+/// constraint.
 ///
 /// # Errors
 /// Returns a [`GrammarError`] with the problem and the part of the constraint that has it.

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     Chunk, Engine, EngineError, Logits, SampleRequest, SampledToken, StepOutput,
     cpu::tests::{Random, Sizes, file, gguf, goldens},
-    sampling::{MaskThreads, Prepared, Sampler, Sampling},
+    sampling::{MaskThreads, Prepared, Sampler, Sampling, compile},
 };
 use emulated::Emulated;
 use std::sync::Arc;

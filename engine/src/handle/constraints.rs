@@ -1,20 +1,30 @@
 //! Compiles the constraints of requests, on threads that may block.
 
-use crate::sampling::{MaskThreads, Prepared};
+use crate::sampling::{MaskThreads, Prepared, compile};
 use crate::{Generate, Refusal};
+use lru::LruCache;
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::io;
 use std::num::NonZero;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::available_parallelism;
 use std::time::Duration;
-use tandem_grammar::{Constraint, Vocabulary};
+use tandem_grammar::{Constraint, Matcher, Vocabulary};
+use tandem_kv::TokenId;
 use tokio::sync::{Notify, OnceCell, OwnedSemaphorePermit, Semaphore};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 /// The time limit for one constraint.
 const COMPILE_MAX: Duration = Duration::from_secs(1);
+
+/// The time for which a request waits until its constraint is compiled. It is shorter than the time limit for a first token, so that a worker with many
+/// constraints refuses requests and does not seem to hang.
+const TURN_WAIT_MAX: Duration = Duration::from_secs(10);
+
+/// Maximum number of compiled constraints that are remembered.
+const COMPILED_MAX: NonZero<usize> = NonZero::new(64).expect("not 0");
 
 /// Maximum number of threads that compute masks. One mask takes some tens of microseconds.
 const MASK_THREADS_MAX: usize = 8;
@@ -23,18 +33,30 @@ const MASK_THREADS_MAX: usize = 8;
 #[derive(Clone)]
 pub(super) struct Constraints {
     vocabulary: Option<Arc<Vocabulary>>,
-    threads: Arc<OnceLock<MaskThreads>>,
+    threads: Arc<Mutex<Option<MaskThreads>>>,
     turns: Arc<Turns>,
+    compiled: Arc<Mutex<Compiled>>,
     /// Set when the vocabulary's tables are built, which takes longer than a constraint and is not part of its time.
     built: Arc<OnceCell<()>>,
     wake: Arc<Notify>,
+}
+
+type Compiled = LruCache<Key, Arc<Matcher>>;
+
+/// Identifies a compiled constraint. An account cannot find out by the time of its request what another account has compiled.
+#[derive(PartialEq, Eq, Hash)]
+struct Key {
+    account: Arc<str>,
+    constraint: Constraint,
+    stop_tokens: Vec<TokenId>,
 }
 
 impl Constraints {
     /// `wake` is notified whenever a mask has been computed.
     pub fn new(wake: Arc<Notify>) -> Self {
         let turns = Arc::new(Turns::new(quarter_of_cores()));
-        Self { vocabulary: None, threads: Arc::default(), turns, built: Arc::default(), wake }
+        let compiled = Arc::new(Mutex::new(LruCache::new(COMPILED_MAX)));
+        Self { vocabulary: None, threads: Arc::default(), turns, compiled, built: Arc::default(), wake }
     }
 
     pub fn set_vocabulary(&mut self, vocabulary: Arc<Vocabulary>) {
@@ -43,10 +65,10 @@ impl Constraints {
 
     /// Lets masks be computed where they are requested, without threads.
     pub fn compute_masks_at_once(&self) {
-        let _ = self.threads.set(MaskThreads::none());
+        *self.threads.lock() = Some(MaskThreads::none());
     }
 
-    /// Compiles the constraint of a request.
+    /// Compiles the constraint of a request, unless it is remembered.
     ///
     /// # Errors
     /// Fails if the constraint cannot be enforced or takes too long to compile, or if the engine has no vocabulary.
@@ -57,12 +79,44 @@ impl Constraints {
         let build = Arc::clone(&vocabulary);
         let built = self.built.get_or_try_init(|| async { spawn_blocking(move || build.build()).await });
         built.await.map_err(|_| Refusal::Gone)?;
-        let threads = self.threads.get_or_init(|| MaskThreads::start(quarter_of_cores(), Arc::clone(&self.wake))).clone();
-        let (stop_tokens, generated) = (generate.sampling.stop_token_ids.clone(), generate.generated.clone());
-        let account = generate.account.as_str().into();
-        let compile = move || Prepared::new(&vocabulary, &constraint, &stop_tokens, &generated, threads, account);
-        self.turns.run(&generate.account, compile).await.map(Arc::new)
+        let threads =
+            self.mask_threads().map_err(|error| refused(&format!("the system cannot start a thread for it: {error}")))?;
+        let account: Arc<str> = generate.account.as_str().into();
+        let key = Key { account: Arc::clone(&account), constraint, stop_tokens: generate.sampling.stop_token_ids.clone() };
+        let remembered = self.compiled.lock().get(&key).cloned();
+        let fresh = match remembered {
+            Some(fresh) => fresh,
+            None => {
+                let compiled = Arc::clone(&self.compiled);
+                self.turns.run(&generate.account, move || compile_once(&vocabulary, key, &compiled)).await?
+            }
+        };
+        // Replaying long answers may take longer than the time limit of a constraint.
+        let generated = generate.generated.clone();
+        let prepared = spawn_blocking(move || Prepared::new(fresh, &generated, threads, account)).await;
+        prepared.unwrap_or_else(|_| Err(refused("the parser failed on it"))).map(Arc::new)
     }
+
+    fn mask_threads(&self) -> io::Result<MaskThreads> {
+        let mut threads = self.threads.lock();
+        if let Some(threads) = &*threads {
+            return Ok(threads.clone());
+        }
+        let started = MaskThreads::start(quarter_of_cores(), Arc::clone(&self.wake))?;
+        Ok(threads.insert(started).clone())
+    }
+}
+
+/// Compiles a constraint, unless a request of this account has done so while this one waited for its turn.
+fn compile_once(vocabulary: &Vocabulary, key: Key, compiled: &Mutex<Compiled>) -> Result<Arc<Matcher>, Refusal> {
+    let remembered = compiled.lock().get(&key).cloned();
+    if let Some(fresh) = remembered {
+        return Ok(fresh);
+    }
+    let fresh = compile(vocabulary, &key.constraint, &key.stop_tokens)?;
+    let removed = compiled.lock().push(key, Arc::clone(&fresh));
+    drop(removed);
+    Ok(fresh)
 }
 
 /// Lets accounts take turns, with one running compilation each.
@@ -86,8 +140,9 @@ impl Turns {
         account: &str,
         compile: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
     ) -> Result<T, Refusal> {
-        let own = acquire(self.of_account(account)).await;
-        let place = Arc::new(Mutex::new(acquire(Arc::clone(&self.places)).await));
+        let turn = async { (acquire(self.of_account(account)).await, acquire(Arc::clone(&self.places)).await) };
+        let (own, place) = timeout(TURN_WAIT_MAX, turn).await.map_err(|_| Refusal::Full)?;
+        let place = Arc::new(Mutex::new(place));
         let held = Arc::clone(&place);
         let compiling = spawn_blocking(move || {
             let _permits = (own, held);
@@ -143,7 +198,9 @@ fn quarter_of_cores() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Generated, Sampling, handle::tests::generate};
     use std::sync::mpsc;
+    use tandem_grammar::Kind;
 
     #[tokio::test(start_paused = true)]
     async fn account_with_one_constraint_is_served_before_the_second_of_another_account() {
@@ -208,13 +265,33 @@ mod tests {
         let (open, compiling) = overdue("slow");
         expect_refusal(compiling).await;
         turns.run("other", || Ok(())).await.expect("another account is served");
-        let mut waits = Box::pin(turns.run("slow", || Ok(())));
-        assert!(std::future::poll_fn(|context| std::task::Poll::Ready(waits.as_mut().poll(context).is_pending())).await);
         let (open_second, compiling) = overdue("also slow");
         expect_refusal(compiling).await;
         let blocked = turns.places.available_permits();
         assert_eq!(blocked, 0, "the number of overdue threads is bounded");
+        let refused = turns.run("slow", || Ok(())).await;
+        assert!(matches!(refused, Err(Refusal::Full)), "the account is not served in time");
         drop((open, open_second));
-        waits.await.expect("the account is served when its thread has ended");
+        turns.run("slow", || Ok(())).await.expect("the account is served when its thread has ended");
+    }
+
+    #[tokio::test]
+    async fn constraint_is_compiled_once_for_each_account_and_set_of_stop_tokens() {
+        let mut constraints = Constraints::new(Arc::default());
+        let bytes: Vec<u8> = (0..=u8::MAX).collect();
+        constraints.set_vocabulary(Arc::new(Vocabulary::new(bytes.chunks(1).map(|byte| (byte, false)), bytes.len())));
+        let digits = Constraint::from(Kind::Regex("[0-9]+".to_owned()));
+        let one = generate(4);
+        let stop_token_ids = vec![b'x'.into()];
+        let with_stop = Generate { sampling: Sampling { stop_token_ids, ..Sampling::default() }, ..one.clone() };
+        let of_other = Generate { account: "other".to_owned(), ..one.clone() };
+        let resumed = Generate { generated: vec![Generated { sample: 0, tokens: vec![b'7'.into()] }], ..one.clone() };
+        for (generate, remembered) in [(&one, 1), (&one, 1), (&with_stop, 2), (&of_other, 3), (&resumed, 3)] {
+            constraints.prepare(digits.clone(), generate).await.expect("the constraint is valid");
+            assert_eq!(constraints.compiled.lock().len(), remembered);
+        }
+        let invalid = Constraint::from(Kind::Regex("(".to_owned()));
+        constraints.prepare(invalid, &one).await.expect_err("a parenthesis is missing");
+        assert_eq!(constraints.compiled.lock().len(), 3, "refusals are not remembered");
     }
 }

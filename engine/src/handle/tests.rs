@@ -36,7 +36,7 @@ fn spawn((handle, running): (EngineHandle, impl Future<Output = ()> + Send + 'st
     handle
 }
 
-fn generate(max_tokens: u32) -> Generate {
+pub(super) fn generate(max_tokens: u32) -> Generate {
     Generate {
         request_id: "request".to_owned(),
         account: String::new(),

@@ -18,8 +18,8 @@ use tandem_kv::{Priority, Wanted};
 /// longer only if other sequences delay it.
 const PREFIX_WAIT_MAX: Duration = Duration::from_secs(30);
 
-/// The time for which a sequence waits for its prefix owner if the KV of one of the two comes from another worker: half of the time for which the
-/// prefill worker of a remote prompt waits for a ticket.
+/// The time for which a sequence waits for its prefix owner if the KV of one of the two comes from another worker. It is short, because the prefill
+/// worker keeps the blocks of a remote prompt meanwhile.
 const REMOTE_PREFIX_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// A new prompt is compared with this many earlier prompts, the latest first. The number is large enough to detect a burst of equal prompts, and

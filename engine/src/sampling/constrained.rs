@@ -27,32 +27,36 @@ pub(super) struct Constrained {
 
 /// The initial states of a request's samples under its constraint.
 pub(crate) struct Prepared {
-    fresh: Matcher,
+    fresh: Arc<Matcher>,
     /// The states of the samples that another worker has begun.
     resumed: Vec<(u32, Matcher)>,
     threads: MaskThreads,
     account: Arc<str>,
 }
 
+/// Compiles a constraint. Blocks its thread for milliseconds or longer.
+///
+/// # Errors
+/// Fails if the constraint cannot be enforced.
+pub(crate) fn compile(
+    vocabulary: &Vocabulary,
+    constraint: &Constraint,
+    stop_tokens: &[TokenId],
+) -> Result<Arc<Matcher>, Refusal> {
+    vocabulary.compile(constraint, stop_tokens).map(Arc::new).map_err(|error| match error {
+        GrammarError::Vocabulary { .. } => Refusal::Unsupported(error.to_string().into()),
+        _ => Refusal::Unsupported(format!("the constraint on the output cannot be enforced: {error}").into()),
+    })
+}
+
 impl Prepared {
-    /// Compiles a constraint, and replays the tokens of resumed samples. Blocks its thread for milliseconds or longer.
+    /// Replays the tokens of resumed samples on copies of `fresh`. Blocks its thread.
     ///
     /// # Errors
-    /// Fails if the constraint cannot be enforced, or does not allow the tokens.
-    pub fn new(
-        vocabulary: &Vocabulary,
-        constraint: &Constraint,
-        stop_tokens: &[TokenId],
-        generated: &[Generated],
-        threads: MaskThreads,
-        account: Arc<str>,
-    ) -> Result<Self, Refusal> {
-        let fresh = vocabulary.compile(constraint, stop_tokens).map_err(|error| match error {
-            GrammarError::Vocabulary { .. } => Refusal::Unsupported(error.to_string().into()),
-            _ => Refusal::Unsupported(format!("the constraint on the output cannot be enforced: {error}").into()),
-        })?;
+    /// Fails if the constraint does not allow the tokens.
+    pub fn new(fresh: Arc<Matcher>, generated: &[Generated], threads: MaskThreads, account: Arc<str>) -> Result<Self, Refusal> {
         let replay = |Generated { sample, tokens }: &Generated| {
-            let mut matcher = fresh.clone();
+            let mut matcher = Matcher::clone(&fresh);
             tokens.iter().try_for_each(|token| matcher.accept(*token))?;
             Ok((*sample, matcher))
         };

@@ -3,6 +3,7 @@
 use parking_lot::{Condvar, Mutex};
 use std::{
     collections::{BTreeMap, VecDeque},
+    io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Weak},
     time::Duration,
@@ -47,7 +48,10 @@ impl Drop for Owner {
 
 impl MaskThreads {
     /// Starts `count` threads, which notify `wake` after each mask.
-    pub fn start(count: usize, wake: Arc<Notify>) -> Self {
+    ///
+    /// # Errors
+    /// The system cannot start so many threads.
+    pub fn start(count: usize, wake: Arc<Notify>) -> io::Result<Self> {
         Self::start_with(count, wake, Matcher::mask)
     }
 
@@ -55,14 +59,15 @@ impl MaskThreads {
         count: usize,
         wake: Arc<Notify>,
         mask: impl Fn(&mut Matcher) -> MaskResult + Clone + Send + 'static,
-    ) -> Self {
-        let queue = Arc::new(Queue { turns: Mutex::default(), changed: Condvar::new() });
+    ) -> io::Result<Self> {
+        // If a thread cannot be started, dropping the owner ends the earlier ones.
+        let owner = Arc::new(Owner(Arc::new(Queue { turns: Mutex::default(), changed: Condvar::new() })));
         for _ in 0..count {
-            let (queue, wake, mask) = (Arc::clone(&queue), Arc::clone(&wake), mask.clone());
+            let (queue, wake, mask) = (Arc::clone(&owner.0), Arc::clone(&wake), mask.clone());
             let compute = move || queue.compute(&wake, mask);
-            std::thread::Builder::new().name("tandem-masks".to_owned()).spawn(compute).expect("the system can start a thread");
+            std::thread::Builder::new().name("tandem-masks".to_owned()).spawn(compute)?;
         }
-        Self(Some(Arc::new(Owner(queue))))
+        Ok(Self(Some(owner)))
     }
 
     /// Starts no threads: each mask is computed where it is requested. So the steps of a simulation do not depend on the speed of the machine.

@@ -2,7 +2,7 @@
 
 use super::{body::Bodies, context::body_bytes_max, trust::Trust};
 use crate::{
-    admission::{self, Admission},
+    admission::{self, Admission, Client},
     audit::LastAudit,
     calls::CallLog,
     clock::unix_time,
@@ -17,7 +17,10 @@ use crate::{
     settings::{CacheIsolation, FrontendSettings},
 };
 use axum::http::{HeaderMap, HeaderName};
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use lru::LruCache;
+use parking_lot::Mutex;
+use std::{collections::BTreeSet, num::NonZero, sync::Arc, time::Duration};
+use tandem_grammar::Constraint;
 use tandem_kv::{HashKey, Namespace, Priority};
 use tandem_node::{Metrics, Shutdown, trace::Tracer};
 use tandem_proto::{
@@ -27,6 +30,8 @@ use tandem_proto::{
 
 const DETAILS: HeaderName = HeaderName::from_static("x-tandem-details");
 pub(super) const EXPLAIN: HeaderName = HeaderName::from_static("x-tandem-explain");
+/// Maximum number of constraints whose passed checks are remembered. A constraint has 256 KiB at most.
+const CHECKED_MAX: NonZero<usize> = NonZero::new(64).expect("not 0");
 const MAX_WAIT: &str = "x-max-wait";
 const PRIORITY: &str = "x-request-priority";
 
@@ -56,6 +61,8 @@ pub(crate) struct App {
     pub(super) parsing: Cores,
     pub(super) encoding: Cores,
     pub(super) constraints: Cores,
+    /// The constraints that have passed their check, by client: a client cannot find out by the time of its request what another one has sent.
+    pub(super) checked: Mutex<LruCache<(Option<Client>, Constraint), ()>>,
     pub(super) encodings: Arc<EncodingCache>,
     pub(super) tracer: Tracer,
     /// See [`FrontendSettings::keep_alive`].
@@ -123,6 +130,7 @@ impl App {
             parsing: Cores::default(),
             encoding: Cores::default(),
             constraints: Cores::one_for_each_client(),
+            checked: Mutex::new(LruCache::new(CHECKED_MAX)),
             encodings: Arc::new(EncodingCache::new(settings.encoding_cache_bytes, registry)),
             tracer: settings.tracer,
             keep_alive: settings.keep_alive,

@@ -74,7 +74,8 @@ fn generate(engine: &mut dyn Engine) -> (Vec<Vec<SampledToken>>, Vec<Vec<u8>>) {
     let letters: Vec<u8> = (b'A'..).take(engine.describe().vocab_size).collect();
     let vocabulary = Vocabulary::new(letters.chunks(1).map(|letter| (letter, false)), letters.len());
     let alternating = Kind::Regex("([A-F][H-Q])*".to_owned()).into();
-    let prepared = Arc::new(Prepared::new(&vocabulary, &alternating, &[], &[], MaskThreads::none(), "".into()).unwrap());
+    let fresh = compile(&vocabulary, &alternating, &[]).unwrap();
+    let prepared = Arc::new(Prepared::new(fresh, &[], MaskThreads::none(), "".into()).unwrap());
     let mut samplers: Vec<Sampler> = sequences
         .iter()
         .zip(&tokens)

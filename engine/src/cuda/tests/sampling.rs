@@ -154,7 +154,8 @@ fn constrained_rows_sample_the_same_tokens_as_the_host() {
     let vocabulary = tandem_grammar::Vocabulary::new(letters.iter().map(|letter| (letter.as_bytes(), false)), vocab_size);
     let allowed = [4usize, 63, 64, 800, 1_012];
     let choice = tandem_grammar::Kind::Choice(allowed.iter().map(|token| letters[*token].clone()).collect());
-    let prepared = Prepared::new(&vocabulary, &choice.into(), &[], &[], MaskThreads::none(), "".into()).unwrap();
+    let fresh = compile(&vocabulary, &choice.into(), &[]).unwrap();
+    let prepared = Prepared::new(fresh, &[], MaskThreads::none(), "".into()).unwrap();
     let prepared = Some(Arc::new(prepared));
     let samplers: Vec<Sampler> = settings()
         .into_iter()

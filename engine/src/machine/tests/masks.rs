@@ -1,7 +1,7 @@
 //! Tests of samples whose masks are late. A gate holds back the masks of one constraint.
 
 use super::*;
-use crate::sampling::{MaskResult, MaskThreads, Prepared};
+use crate::sampling::{MaskResult, MaskThreads, Prepared, compile};
 use parking_lot::{Condvar, Mutex};
 use std::sync::Arc;
 use tandem_grammar::{Kind, Mask, Matcher, Vocabulary};
@@ -43,7 +43,7 @@ struct Masks {
 impl Masks {
     fn new(world: World, gate: &Gate) -> Self {
         let (wake, gate) = (Arc::new(Notify::new()), gate.clone());
-        let threads = MaskThreads::start_with(2, Arc::clone(&wake), move |matcher| gate.mask(matcher));
+        let threads = MaskThreads::start_with(2, Arc::clone(&wake), move |matcher| gate.mask(matcher)).unwrap();
         Self { world, threads, wake }
     }
 
@@ -51,15 +51,9 @@ impl Masks {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         let vocabulary = Vocabulary::new(bytes.chunks(1).map(|byte| (byte, false)), VOCAB_SIZE);
         let constraint = Kind::Regex(regex.to_owned()).into();
-        let prepared = Prepared::new(
-            &vocabulary,
-            &constraint,
-            &[],
-            &generate.generated,
-            self.threads.clone(),
-            generate.account.as_str().into(),
-        );
-        let prepared = Some(Arc::new(prepared.expect("the constraint is valid")));
+        let fresh = compile(&vocabulary, &constraint, &[]).expect("the constraint is valid");
+        let prepared = Prepared::new(fresh, &generate.generated, self.threads.clone(), generate.account.as_str().into());
+        let prepared = Some(Arc::new(prepared.expect("nothing is generated yet")));
         self.world.machine.generate_constrained(job, generate, prepared, self.world.now).expect("the job fits in the cache");
     }
 
