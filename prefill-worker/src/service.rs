@@ -6,12 +6,15 @@ use crate::{
     export::export,
     failure::{Ended, Protocol, Report},
 };
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tandem_node::trace::Span;
 use tandem_proto::v1::{PrefillReply, PrefillRequest, PrefillStart, prefill_reply, prefill_request, prefill_server::Prefill};
 use tandem_worker::{Disconnected, Replies, ReplySender};
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
+
+/// The time within which a stream must begin with its prompt. A decode worker sends the prompt when it opens the stream.
+const START_WAIT: Duration = Duration::from_secs(10);
 
 pub(crate) struct Service(pub(crate) Arc<Worker>);
 
@@ -21,7 +24,7 @@ impl Prefill for Service {
 
     async fn prefill(&self, request: Request<Streaming<PrefillRequest>>) -> Result<Response<Self::PrefillStream>, Status> {
         let mut messages = request.into_inner();
-        let first = tokio::time::timeout(self.0.ticket_wait, messages.message()).await;
+        let first = tokio::time::timeout(START_WAIT, messages.message()).await;
         let Ok(Some(PrefillRequest { message: Some(prefill_request::Message::Start(start)) })) = first.unwrap_or(Ok(None)) else {
             return Err(Protocol::MissingStart.into());
         };

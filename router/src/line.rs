@@ -38,7 +38,8 @@ pub(crate) struct Line {
     /// The work of the waiting requests by priority and account. Each entry has some.
     waiting: BTreeMap<(Priority, Arc<str>), u64>,
     period: Period,
-    /// Time at which a request last got its first token, or at which the first of the line joined it.
+    /// Time at which a request last got its first token, at which the worker last reported that it prefills, or at which the first of the line joined
+    /// it.
     moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
@@ -97,6 +98,11 @@ impl Line {
                 self.moved_at = now;
             }
         }
+    }
+
+    /// Records that the worker has computed prompt tokens.
+    pub(crate) fn on_prefilling(&mut self, now: Instant) {
+        self.moved_at = now;
     }
 
     /// Removes a request that has joined the line.

@@ -78,6 +78,8 @@ pub(crate) struct BookingRecord {
     pub(crate) hashes: Arc<[SequenceHash]>,
     /// The number of tokens that the answer is expected to have, of all samples together.
     pub(crate) answer_tokens: u64,
+    /// The number of sequences that the request generates.
+    pub(crate) samples: u32,
 }
 
 /// A change of one booking: the booking's id at the sender, and its current record; `None`: the booking has ended.
@@ -152,6 +154,7 @@ impl From<BookingRecord> for BookedRequest {
             prefilling: record.prefilling,
             sequence_hashes: record.hashes.iter().map(|hash| hash.0).collect(),
             answer_tokens: record.answer_tokens,
+            samples: record.samples,
         }
     }
 }
@@ -170,6 +173,7 @@ impl TryFrom<BookedRequest> for BookingRecord {
             prefilling: booked.prefilling,
             hashes: hashes.into_iter().take(HASHES_MAX).map(SequenceHash).collect(),
             answer_tokens: booked.answer_tokens,
+            samples: booked.samples,
         })
     }
 }
@@ -263,7 +267,7 @@ mod tests {
         let load = |name: &str| (name.into(), BookedLoad { tokens: 3, sequences: 2 });
         let hashes = (0..hashes as u64).map(SequenceHash).collect();
         let (decode, prefill) = (load("d"), Some(load("p")));
-        BookingRecord { request_id: "r".into(), decode, prefill, prefilling: true, hashes, answer_tokens: 9 }
+        BookingRecord { request_id: "r".into(), decode, prefill, prefilling: true, hashes, answer_tokens: 9, samples: 2 }
     }
 
     /// Returns the message that ends a full state of this router instance.

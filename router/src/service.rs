@@ -72,6 +72,7 @@ impl Router for RouterService {
             draining_announced: false,
             traceparent,
             prompt_tokens: request.prompt_tokens,
+            max_wait: request.max_wait,
             request,
             excluded: Excluded::default(),
             attempts: 0,
@@ -238,7 +239,10 @@ struct Route {
     requests: Streaming<RouteRequest>,
     draining_announced: bool,
     traceparent: String,
+    /// The request. Its limit on the wait is removed when it is placed, because only the first placement may be refused.
     request: PlacementRequest,
+    /// The limit with which the request came.
+    max_wait: Option<Duration>,
     /// Tokens in the client's prompt. `request.prompt_tokens` also includes the tokens that failed attempts have generated.
     prompt_tokens: u32,
     /// Instances that have failed the request, at most [`EXCLUDED_MAX`].
@@ -294,6 +298,7 @@ impl Route {
             Ok((booking, placement)) => {
                 self.booking = Some(booking);
                 drop(state);
+                self.request.max_wait = None;
                 describe(&span, &placement);
                 route_reply::Message::Placement(placement.with_signed_addresses(&self.service.key))
             }
@@ -313,12 +318,13 @@ impl Route {
         if let Some(booking) = self.booking.take() {
             state.release(booking);
         }
-        RouteReply { message: Some(route_reply::Message::Failure(failure(state.refuse(&self.request)))) }
+        RouteReply { message: Some(route_reply::Message::Failure(failure(state.refuse(&self.request, self.max_wait)))) }
     }
 
     fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {
         let booked = self.service.cluster.lock().rebook(&self.request, existing);
         self.booking = Some(booked.map_err(|error| Status::resource_exhausted(error.to_string()))?);
+        self.request.max_wait = None;
         Ok(())
     }
 

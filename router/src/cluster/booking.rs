@@ -77,20 +77,22 @@ impl Booking {
             prefilling: self.prefilling,
             hashes,
             answer_tokens: self.answer.tokens(),
+            samples: self.answer.samples,
         }
     }
 
     /// Returns a peer's booking under a key of this router. The booking does not contain the load that the peer announced: see
     /// [`LoadByRole::recorded`].
     pub(super) fn of_peer(record: BookingRecord, key: BookingKey, now: Instant) -> Self {
-        let BookingRecord { request_id: _, decode, prefill, prefilling, hashes, answer_tokens } = record;
+        let BookingRecord { request_id: _, decode, prefill, prefilling, hashes, answer_tokens, samples } = record;
         let (decode, prefill) = (decode.0, prefill.map(|(instance_id, _)| instance_id));
-        let expected = answer_tokens.min(TOKENS_MAX * u64::from(SAMPLES_MAX)) as f64;
+        let samples = samples.clamp(1, SAMPLES_MAX);
+        let expected = (answer_tokens / u64::from(samples)).min(TOKENS_MAX) as f64;
         let answer = BookedAnswer {
             account: "".into(),
             priority: Priority::default(),
             length: Length { expected, ..Length::default() },
-            samples: 1,
+            samples,
             since: (!prefilling).then_some(now),
         };
         let waiting = Waiting::default();

@@ -255,6 +255,7 @@ impl Members {
         let Some(member) = self.by_id.get_mut(&id) else { return };
         if load.prefill_measurements != member.load.prefill_measurements {
             member.prefilled_at = now;
+            member.line.on_prefilling(now);
         }
         if load.decode_step_ms != member.load.decode_step_ms || stats.generated() != member.stats.generated() {
             member.decoded_at = now;

@@ -40,7 +40,7 @@ use members::{Member, Members};
 use parking_lot::{Mutex, MutexGuard};
 use peers::Peers;
 use placement::Placer;
-use std::{convert::Infallible, sync::Arc};
+use std::{convert::Infallible, sync::Arc, time::Duration};
 use tandem_kv::{InstanceId, KvBatch, Snapshot};
 use tandem_node::Metrics;
 use tandem_proto::v1::{self, WorkerInfo};
@@ -248,12 +248,11 @@ impl State {
     }
 
     /// Refuses a request that has waited in line for longer than its limit. Returns the error that says when to try again.
-    pub(crate) fn refuse(&mut self, request: &PlacementRequest) -> PlacementError {
+    pub(crate) fn refuse(&mut self, request: &PlacementRequest, max_wait: Option<Duration>) -> PlacementError {
         self.metrics.refused.increment(1);
         self.metrics.overloaded.increment(1);
-        let max_wait = request.max_wait.unwrap_or_default();
         match self.placer.preview(&self.members, request) {
-            Ok(decision) => decision.overloaded(request, max_wait, self.members.now()),
+            Ok(decision) => decision.overloaded(request, max_wait.unwrap_or_default(), self.members.now()),
             Err(error) => error,
         }
     }
@@ -264,8 +263,7 @@ impl State {
         }
         self.check_capacity()?;
         let decision = self.placer.decide(&self.members, request, excluded, attempt)?;
-        let max_wait = request.max_wait.filter(|_| attempt == 1);
-        let (choice, wait) = decision.within(request, decision.choice?, max_wait, self.members.now())?;
+        let (choice, wait) = decision.within(request, decision.choice?, self.members.now())?;
         let placement = decision.placement(choice, wait);
         let computes = &decision.candidates[choice.prefill.unwrap_or(choice.decode)];
         let overlap_blocks = computes.overlap_blocks;

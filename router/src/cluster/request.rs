@@ -23,7 +23,7 @@ pub(crate) struct PlacementRequest {
     pub(crate) prompt_logits: bool,
     pub(crate) account: Arc<str>,
     pub(crate) priority: Priority,
-    /// The longest time for which the request may wait in line; `None`: it may wait without a limit.
+    /// The longest time for which the request may wait in line; `None`: it may wait without a limit, or it has already been placed once.
     pub(crate) max_wait: Option<Duration>,
     /// The workers of an equal prompt of the same request.
     pub(crate) equal_prompt: Option<EqualPrompt>,

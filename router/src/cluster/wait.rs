@@ -50,8 +50,8 @@ impl Decision<'_> {
         Waiting::new(request.account.clone(), request.priority, self.new_tokens(choice))
     }
 
-    /// Returns `choice`, the cheapest one, with the estimated wait in line. If that is longer than `max_wait`, returns the cheapest choice with
-    /// which it is not.
+    /// Returns `choice`, the cheapest one, with the estimated wait in line. If that is longer than the request's limit, returns the
+    /// cheapest choice with which it is not.
     ///
     /// # Errors
     /// The request would wait for longer with every choice.
@@ -59,32 +59,32 @@ impl Decision<'_> {
         &self,
         request: &PlacementRequest,
         choice: Choice,
-        max_wait: Option<Duration>,
         now: Instant,
     ) -> Result<(Choice, Duration), PlacementError> {
         let waits = Waits::new(self, self.waiting(request, choice), now);
-        let max_ms = max_wait.map_or(f64::INFINITY, |max_wait| max_wait.as_secs_f64() * 1e3);
-        if waits.of(choice) <= max_ms {
-            return Ok((choice, from_ms(waits.of(choice))));
+        let max_ms = request.max_wait.map_or(f64::INFINITY, |max_wait| max_wait.as_secs_f64() * 1e3);
+        let wait_ms = wait_of(choice, |at| waits.by_use(at));
+        if wait_ms <= max_ms {
+            return Ok((choice, from_ms(wait_ms)));
         }
         let by_use = waits.by_uses();
         if let Some(choice) = self.cheapest(&by_use, |cost, wait_ms| (wait_ms <= max_ms).then_some(cost)) {
-            return Ok((choice, from_ms(waits.of(choice))));
+            return Ok((choice, from_ms(wait_of(choice, |at| by_use[at]))));
         }
-        Err(self.retry_after_shortest(&waits, &by_use, max_ms))
+        Err(self.retry_after_shortest(&by_use, max_ms))
     }
 
     /// Returns the error of a request that has waited in line for longer than `max_wait`.
     pub(super) fn overloaded(&self, request: &PlacementRequest, max_wait: Duration, now: Instant) -> PlacementError {
         let Ok(choice) = self.choice else { return PlacementError::Overloaded { retry_after: Duration::ZERO } };
         let waits = Waits::new(self, self.waiting(request, choice), now);
-        self.retry_after_shortest(&waits, &waits.by_uses(), max_wait.as_secs_f64() * 1e3)
+        self.retry_after_shortest(&waits.by_uses(), max_wait.as_secs_f64() * 1e3)
     }
 
     /// Returns the error of a request whose wait is longer than `max_ms` with every choice. After the difference to the shortest wait it is not.
-    fn retry_after_shortest(&self, waits: &Waits<'_>, by_use: &[WaitByUse], max_ms: f64) -> PlacementError {
+    fn retry_after_shortest(&self, by_use: &[WaitByUse], max_ms: f64) -> PlacementError {
         let shortest = self.cheapest(by_use, |_, wait_ms| Some(Cost { queue_ms: wait_ms, ..Cost::default() }));
-        let wait_ms = shortest.map_or(0.0, |choice| waits.of(choice));
+        let wait_ms = shortest.map_or(0.0, |choice| wait_of(choice, |at| by_use[at]));
         PlacementError::Overloaded { retry_after: from_ms(wait_ms - max_ms) }
     }
 
@@ -158,12 +158,13 @@ impl<'a> Waits<'a> {
         let Some(rate) = Some(own).filter(|rate| *rate > 0.0).or(self.mean_rate) else { return 0.0 };
         self.decision.candidates[at].queued_tokens as f64 / (rate * EFFICIENCY) * 1e3
     }
+}
 
-    fn of(&self, choice: Choice) -> f64 {
-        match choice.prefill {
-            None => self.by_use(choice.decode).local,
-            Some(prefill) => self.by_use(prefill).prefill.max(self.by_use(choice.decode).decode),
-        }
+/// Returns the wait for a choice in milliseconds. `by_use` returns the waits for one candidate.
+fn wait_of(choice: Choice, by_use: impl Fn(usize) -> WaitByUse) -> f64 {
+    match choice.prefill {
+        None => by_use(choice.decode).local,
+        Some(prefill) => by_use(prefill).prefill.max(by_use(choice.decode).decode),
     }
 }
 

@@ -13,7 +13,7 @@ use tandem_kv::{Change, Load, Snapshot};
 use tandem_node::{Metrics, Shutdown, discovery::MemberSource};
 use tandem_proto::{
     snapshot_chunks,
-    v1::{FailureReason, RoutePrompt, WorkerRef, route_request, watch_reply, worker_info::Role},
+    v1::{FailureReason, RoutePrompt, RouteReply, WorkerRef, route_reply, route_request, watch_reply, worker_info::Role},
 };
 use tandem_router::{PrefillPlace, RouterSettings};
 use tonic::{Code, Status};
@@ -314,6 +314,38 @@ async fn failed_attempts_are_retried_on_other_workers_until_no_worker_is_left() 
     assert_eq!((failure.reason(), failure.message.contains("try again later")), (FailureReason::NoWorker, true));
     assert_eq!(router.view().await.bookings, 0, "a refused request has no booking");
     assert_eq!(router.metric("tandem_router_refused_total"), Some(1.0));
+}
+
+#[tokio::test]
+async fn request_that_was_placed_once_is_not_refused_for_its_wait_when_its_worker_fails() {
+    let mut decodes = [FakeWorker::start(Role::Decode, "d0").await, FakeWorker::start(Role::Decode, "d1").await];
+    decodes.iter().for_each(|decode| decode.describe_as(|info| info.sequences_max = 1));
+    let router = TestRouter::start(&[&decodes[0], &decodes[1]], local()).await;
+    let [zero, one] = &mut decodes;
+    let _watches = [zero.join().await, one.join().await];
+    router.until(|view| view.workers.len() == 2).await;
+    let limited = |id: &str| RoutePrompt { max_wait_ms: 1, ..prompt(id, &[1]) };
+    let mut answers = [router.route(limited("a")).await, router.route(limited("b")).await];
+    let mut used = Vec::new();
+    for answer in &mut answers {
+        used.extend(chosen(answer.placement().await.decode).map(|(instance, ..)| instance));
+        answer.prefill_finished(Some(0));
+    }
+    // Both workers have an answer, and no place for another one.
+    let refused = async {
+        let mut number = 0;
+        while !matches!(router.route(limited(&number.to_string())).await.reply().await, Ok(Some(reply)) if is_overloaded(&reply))
+        {
+            number += 1;
+        }
+    };
+    soon(refused).await;
+    answers[0].failed(&used[0]);
+    assert_eq!(chosen(answers[0].placement().await.decode).map(|(instance, ..)| instance), Some(used[1].clone()));
+}
+
+fn is_overloaded(reply: &RouteReply) -> bool {
+    matches!(&reply.message, Some(route_reply::Message::Failure(failure)) if failure.reason() == FailureReason::Overloaded)
 }
 
 #[tokio::test]

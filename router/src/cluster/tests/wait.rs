@@ -62,7 +62,7 @@ async fn request_that_would_wait_too_long_is_refused_until_the_line_is_short_eno
     assert!((2.5..3.5).contains(&retry_after.as_secs_f64()), "{retry_after:?}");
     let metrics = lines.scenario.recorder.render();
     assert!(metrics.contains("tandem_router_overloaded_total 1\n"), "{metrics}");
-    lines.place(Some(2 * SECOND), [].into(), &[], 2).expect("an admitted request is not refused later");
+    lines.place(None, [].into(), &[], 2).expect("an admitted request has no limit later");
     let served = (retry_after.as_secs_f64() * 20.0) as usize;
     lines.serve(served / 2).await;
     lines.place(Some(2 * SECOND), [].into(), &[], 1).expect_err("only half of the time has passed");
@@ -125,4 +125,31 @@ async fn queue_counts_at_three_quarters_of_the_measured_rate_before_any_line_is_
     assert!((2.99..3.01).contains(&seconds), "{seconds}");
     report(&mut lines, "d1", 0.0, 700);
     assert_eq!(lines.place(Some(SECOND), [].into(), &[], 1).expect("the queue is short enough"), "d1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_to_a_full_worker_waits_until_an_answer_ends() {
+    let mut lines = Lines { scenario: Scenario::new(settings(PrefillPlace::Local)), waiting: VecDeque::new() };
+    let full = WorkerInfo { sequences_max: 2, ..info(worker_info::Role::Decode, "d0") };
+    lines.scenario.join(full).expect("the worker is the first one");
+    let begin = |lines: &mut Lines| {
+        lines.add(1, &[]);
+        let booking = lines.waiting.pop_front().expect("the request was placed");
+        lines.scenario.state.on_first_token(booking);
+        lines.scenario.state.on_prefilled(booking, Some(0));
+        booking
+    };
+    // The first answer has 100 tokens in 10 s, so later ones are expected to take as long.
+    let measured = begin(&mut lines);
+    advance(10 * SECOND).await;
+    lines.scenario.state.on_answered(measured, 100);
+    lines.scenario.state.release(measured);
+    let first = begin(&mut lines);
+    advance(2 * SECOND).await;
+    let second = begin(&mut lines);
+    let seconds = retry_after(&mut lines);
+    assert!((6.9..7.1).contains(&seconds), "the first of the two answers ends after 8 s, not {} s", seconds + 1.0);
+    lines.scenario.state.release(first);
+    lines.place(Some(SECOND), [].into(), &[], 1).expect("a place is free");
+    lines.scenario.state.release(second);
 }
