@@ -5,6 +5,7 @@ use futures::stream::BoxStream;
 use std::borrow::Cow;
 use tandem_engine::{Generate, KvHandle, Refusal, Sampling, TokenLogprobs};
 use tandem_kv::{Namespace, TokenId};
+use tandem_node::retry::error_chain;
 
 /// The server of an external engine.
 #[tonic::async_trait]
@@ -115,9 +116,12 @@ impl EngineFailure {
             Self::Invalid(message) => {
                 Some(Refusal::Unsupported(Cow::Owned(format!("the engine refuses the request: {message}"))))
             }
-            // No request has reached the engine.
-            Self::Connection(HttpError::Request(error)) if error.is_connect() => Some(Refusal::Gone),
-            Self::Denied { .. } | Self::Failed(_) | Self::Connection(_) | Self::Protocol(_) => None,
+            Self::Denied { .. } | Self::Protocol(_) => Some(Refusal::Unusable(Cow::Owned(self.to_string()))),
+            Self::Connection(error) if error.cannot_have_ended_the_server() => {
+                Some(Refusal::Unusable(Cow::Owned(error_chain(error))))
+            }
+            // The engine may have ended under the request.
+            Self::Failed(_) | Self::Connection(_) => None,
         }
     }
 }

@@ -20,6 +20,7 @@ use rustls::{
     pki_types::{CertificateDer, pem::PemObject},
 };
 use std::{
+    error::Error,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -52,6 +53,21 @@ pub(crate) enum HttpError {
     Event(String),
 }
 
+impl HttpError {
+    /// Returns whether the request cannot have ended the server: it has not reached the server, or the server continues to send something else than
+    /// an answer.
+    pub fn cannot_have_ended_the_server(&self) -> bool {
+        match self {
+            Self::Request(error) => {
+                let reason = error.source().and_then(|source| source.downcast_ref::<hyper::Error>());
+                error.is_connect() || reason.is_some_and(hyper::Error::is_parse)
+            }
+            Self::TooLong(_) | Self::Event(_) => true,
+            Self::Body(_) | Self::Timeout(_) => false,
+        }
+    }
+}
+
 /// The reason why a client cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -82,12 +98,18 @@ struct Key {
 }
 
 impl Key {
-    /// Reads the secret again. Returns whether it has changed.
-    fn has_changed(&self) -> bool {
+    fn header(&self) -> HeaderValue {
+        self.bearer.lock().clone()
+    }
+
+    /// Reads the secret again. Returns the header that has been made from it.
+    fn read_again(&self) -> HeaderValue {
+        let mut header = self.bearer.lock();
         // A new key that no header can hold does not replace the last one.
-        let Ok(now) = bearer(&self.secret) else { return false };
-        let mut last = self.bearer.lock();
-        std::mem::replace(&mut *last, now.clone()) != now
+        if let Ok(now) = bearer(&self.secret) {
+            *header = now;
+        }
+        header.clone()
     }
 }
 
@@ -132,10 +154,14 @@ impl HttpClient {
         json: Option<Vec<u8>>,
     ) -> Result<Response<Incoming>, HttpError> {
         let json = Bytes::from(json.unwrap_or_default());
-        let answer = self.send_once(method.clone(), path, headers, json.clone()).await?;
-        let is_refused = matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
-        if is_refused && self.key.as_ref().is_some_and(|key| key.has_changed()) {
-            return self.send_once(method, path, headers, json).await;
+        let key = self.key.as_ref().map(|key| key.header());
+        let answer = self.send_once(method.clone(), path, headers, json.clone(), key.clone()).await?;
+        if matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            let now = self.key.as_ref().map(|key| key.read_again());
+            // Another request may have read the new key before.
+            if now != key {
+                return self.send_once(method, path, headers, json, now).await;
+            }
         }
         Ok(answer)
     }
@@ -146,13 +172,14 @@ impl HttpClient {
         path: &str,
         headers: &[(&'static str, String)],
         json: Bytes,
+        key: Option<HeaderValue>,
     ) -> Result<Response<Incoming>, HttpError> {
         let mut request = Request::new(Full::new(json));
         *request.method_mut() = method;
         *request.uri_mut() = format!("{}{path}", self.base).parse().expect("a checked address and a constant path are a URI");
         let all = request.headers_mut();
         all.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        all.extend(self.key.as_ref().map(|key| (AUTHORIZATION, key.bearer.lock().clone())));
+        all.extend(key.map(|key| (AUTHORIZATION, key)));
         for (name, value) in headers {
             // A request id with characters that are not allowed in a header is not sent.
             all.extend(HeaderValue::try_from(value).ok().map(|value| (HeaderName::from_static(name), value)));
@@ -269,6 +296,7 @@ pub(crate) mod testing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[test]
     fn invalid_url_key_or_certificate_is_refused() {
@@ -310,7 +338,40 @@ mod tests {
             assert_eq!(status().await, StatusCode::UNAUTHORIZED, "{unusable:?}");
         }
         write("second\n");
-        assert_eq!(status().await, StatusCode::OK);
+        // Both are refused, and only the first one finds that the file has changed.
+        assert_eq!(tokio::join!(status(), status()), (StatusCode::OK, StatusCode::OK));
+    }
+
+    #[tokio::test]
+    async fn only_a_connection_that_breaks_may_be_the_end_of_the_server() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let client = HttpClient::new(&url, None, None).unwrap();
+        let answered = async |answer: String| {
+            let serve = async {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let _ = stream.read(&mut [0; 4_096]).await;
+                let _ = stream.write_all(answer.as_bytes()).await;
+            };
+            let ask = async { client.send(Method::GET, "/", &[], None).await.map(events)?.next().await.expect("not the end") };
+            tokio::join!(ask, serve).0.expect_err("there is no event").cannot_have_ended_the_server()
+        };
+        for (head, endless) in [
+            ("HTTP/1.1 200 OK\r\nx-long: ", "x"),
+            ("HTTP/1.1 200 OK\r\ncontent-length: 4611686018427387904\r\n\r\n", "["),
+            ("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4000000000000000\r\n", "1"),
+            ("HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: ", "x"),
+            ("HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", "\n"),
+            ("SSH-2.0-server\r\n", "x"),
+        ] {
+            assert!(answered(head.to_owned() + &endless.repeat(2 * ANSWER_MAX)).await, "{head}");
+        }
+        for broken in ["", "HTTP/1.1 2", "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nda"] {
+            assert!(!answered(broken.to_owned()).await, "{broken}");
+        }
+        drop(listener);
+        let refused = client.send(Method::GET, "/", &[], None).await.expect_err("nothing listens");
+        assert!(refused.cannot_have_ended_the_server());
     }
 
     #[tokio::test]

@@ -69,7 +69,12 @@ enum Ended {
 impl From<EngineFailure> for Ended {
     fn from(failure: EngineFailure) -> Self {
         match failure.refusal() {
-            Some(refusal) => Self::Event(Event::Refused(refusal)),
+            Some(refusal) => {
+                if matches!(refusal, Refusal::Unusable(_)) {
+                    tracing::warn!("{refusal}");
+                }
+                Self::Event(Event::Refused(refusal))
+            }
             None => {
                 tracing::warn!(error = %error_chain(&failure), "a request to the engine failed");
                 Self::Event(Event::Failed)

@@ -87,7 +87,9 @@ impl Ended {
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => (FailureReason::InvalidRequest, this),
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => (FailureReason::EngineFailed, this),
+            // The request has not run, so it is not the reason.
+            Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => (FailureReason::Unspecified, this),
+            Self::Engine | Self::Hung => (FailureReason::EngineFailed, this),
         };
         Ok(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })
     }

@@ -88,7 +88,9 @@ impl Ended {
             | Self::Refused(
                 Refusal::BeyondContext { .. } | Refusal::BeyondCapacity { .. } | Refusal::Empty | Refusal::LongAccount { .. },
             ) => FailureReason::InvalidRequest,
-            Self::Engine | Self::Hung | Self::Refused(Refusal::Gone) => FailureReason::EngineFailed,
+            // The request has not run, so it is not the reason.
+            Self::Refused(Refusal::Gone | Refusal::Unusable(_)) => FailureReason::Unspecified,
+            Self::Engine | Self::Hung => FailureReason::EngineFailed,
             Self::Transfer(TransferError::Refused(_) | TransferError::Closed(_)) => FailureReason::PrefillLost,
         };
         Report::Failure(Failure { reason: reason.into(), message, instance_id, retry_after_ms: 0 })

@@ -100,7 +100,7 @@ async fn token_outside_the_vocabulary_ends_the_request() {
     for chunk in [tokens([10]), tokens([u32::MAX]), of_alternative] {
         let events = events(Some(5), vec![tokens([9]), chunk]).await;
         assert_eq!(count(&events), 1, "{events:?}");
-        assert!(matches!(events.last(), Some(Event::Failed)), "{events:?}");
+        assert!(matches!(events.last(), Some(Event::Refused(Refusal::Unusable(_)))), "{events:?}");
     }
 }
 

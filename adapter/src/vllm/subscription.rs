@@ -239,7 +239,6 @@ impl Follower {
         let mut live = Live::connect(&self.settings).await?;
         self.live = None;
         self.synchronise().await?;
-        self.backoff.reset();
         let mut until_check = FIRST_CHECK.min(self.settings.check_interval);
         loop {
             tokio::select! {
@@ -247,6 +246,8 @@ impl Follower {
                 batch = live.next() => {
                     let (number, payload) = batch?;
                     self.receive(number, &payload).await?;
+                    // A publisher that sends nothing useful is not connected to again and again at once.
+                    self.backoff.reset();
                 }
                 () = sleep(until_check), if self.settings.replay_endpoint.is_some() => {
                     until_check = (until_check * 2).min(self.settings.check_interval);
