@@ -2,6 +2,7 @@
 //!
 //! Two clusters in one process, as in tests, have separate recorders, so that their metrics do not mix.
 
+use crate::telemetry;
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use parking_lot::Mutex;
@@ -91,8 +92,13 @@ impl Metrics {
 
     /// Periodically sorts the recorded values of histograms into their buckets, until the future is dropped. Until a value is sorted it is
     /// kept individually, so without upkeep the memory would grow as long as no scrape occurs.
+    ///
+    /// Also counts the process's [lost log lines](crate::telemetry::lost).
     pub async fn upkeep(self) {
+        let help = "Log lines that could not be written, because the disk is full or no process reads them.";
+        let lost = self.counter("tandem_log_lines_lost_total", help, &[]);
         loop {
+            lost.absolute(telemetry::lost());
             tokio::time::sleep(UPKEEP_INTERVAL).await;
             self.all().iter().for_each(|registry| registry.recorder.handle().run_upkeep());
         }

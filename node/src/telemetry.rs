@@ -2,10 +2,22 @@
 
 use clap::ValueEnum;
 use serde::Serialize;
-use std::io::{IsTerminal, Write};
+use std::{
+    io::{self, IsTerminal, Write, stderr},
+    sync::{
+        atomic::{AtomicU64, Ordering::Relaxed},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    time::Duration,
+};
 use tracing_subscriber::{EnvFilter, fmt};
 
 const NATS: &str = "async_nats";
+
+/// Maximum number of log lines that wait to be written.
+const LINES_MAX: usize = 8_192;
+/// How long the end of the process waits for the last lines.
+const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 /// The format of a log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
@@ -18,32 +30,99 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`.
+/// Starts logging for the process. `filter` is in `tracing`'s syntax, such as `info` or `tandem_router=debug`. Lines are written by a thread of their
+/// own, so that no reader of the log can hold up the process. Dropping the returned value waits until the last lines are written.
 ///
 /// # Errors
-/// Fails if the filter cannot be parsed.
-pub fn init(filter: &str, format: LogFormat) -> Result<(), InvalidFilter> {
+/// Fails if the filter cannot be parsed, or if the system cannot start the thread.
+pub fn init(filter: &str, format: LogFormat) -> Result<Logging, LoggingError> {
     let mut filter = EnvFilter::try_new(filter)?;
     if !filter.to_string().contains(NATS) {
         // The NATS client would log every attempt to connect; Tandem logs the changes of the connection itself.
         filter = filter.add_directive(format!("{NATS}=off").parse()?);
     }
-    // Lines that cannot be written are dropped. The subscriber would report them with `eprintln!`, which panics as it has the same stderr.
-    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr).log_internal_errors(false);
+    let (queue, lines) = sync_channel(LINES_MAX);
+    std::thread::Builder::new().name("tandem-log".to_owned()).spawn(move || write(&lines)).map_err(LoggingError::Thread)?;
+    let logging = Logging(queue.clone());
+    let lines = fmt().with_env_filter(filter).with_writer(move || Lines(queue.clone())).log_internal_errors(false);
     match format {
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).init(),
+        LogFormat::Text => lines.with_ansi(stderr().is_terminal()).init(),
         LogFormat::Json => lines.json().flatten_event(true).with_span_list(false).init(),
     }
-    Ok(())
+    Ok(logging)
 }
 
-/// Writes text for the operator to stdout or stderr. If the reader is gone or the disk is full, the text is dropped, because serving must not
-/// depend on it.
+/// A line of the log, or a request to report that all earlier lines are written.
+enum Line {
+    Text(Box<[u8]>),
+    Flush(SyncSender<()>),
+}
+
+/// The running log. Dropping this value waits until the last lines are written, but not for long.
+#[must_use = "lines may be lost at the end of the process"]
+pub struct Logging(SyncSender<Line>);
+
+impl Drop for Logging {
+    fn drop(&mut self) {
+        let (done, wait) = sync_channel(1);
+        // If the queue is full, its lines cannot be written either.
+        if self.0.try_send(Line::Flush(done)).is_ok() {
+            let _ = wait.recv_timeout(FLUSH_MAX);
+        }
+    }
+}
+
+fn write(lines: &Receiver<Line>) {
+    for line in lines {
+        match line {
+            // Drops what cannot be written. `eprintln!` would panic.
+            Line::Text(text) => count_lost(stderr().write_all(&text)),
+            Line::Flush(done) => drop(done.send(())),
+        }
+    }
+}
+
+/// Writes text for the operator to stdout or stderr. If the reader is gone or the disk is full, the text is dropped and [counted](lost), because
+/// serving must not depend on it.
 pub fn tell(mut to: impl Write, text: &str) {
-    let _ = to.write_all(text.as_bytes()).and_then(|()| to.flush());
+    count_lost(to.write_all(text.as_bytes()).and_then(|()| to.flush()));
 }
 
-/// The error of a log filter that cannot be parsed.
+/// Number of log lines and other texts of this process that could not be written.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of log lines and other texts for the operator that could not be written since the process started.
+pub fn lost() -> u64 {
+    LOST.load(Relaxed)
+}
+
+fn count_lost<E>(written: Result<(), E>) {
+    if written.is_err() {
+        LOST.fetch_add(1, Relaxed);
+    }
+}
+
+/// Queues each log line, or drops and counts it.
+struct Lines(SyncSender<Line>);
+
+impl Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        count_lost(self.0.try_send(Line::Text(line.into())));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Why logging cannot start.
 #[derive(Debug, thiserror::Error)]
-#[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
-pub struct InvalidFilter(#[from] tracing_subscriber::filter::ParseError);
+pub enum LoggingError {
+    /// The log filter cannot be parsed.
+    #[error("the log filter (--log) is not valid: {0}; write a level (info) or directives (tandem_router=debug,info)")]
+    Filter(#[from] tracing_subscriber::filter::ParseError),
+    /// The system cannot start the thread that writes lines.
+    #[error("the system cannot start a thread: {0}")]
+    Thread(io::Error),
+}

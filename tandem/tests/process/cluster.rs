@@ -7,6 +7,7 @@ use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    process::Stdio,
     sync::atomic::{AtomicU16, Ordering},
     time::Duration,
 };
@@ -78,6 +79,8 @@ pub struct Plan {
     pub key: ClusterKey,
     /// The folder with the processes' certificates; `None`: they have none.
     certificates: Option<PathBuf>,
+    /// Opens stdout and stderr of the processes; `None`: the test reads stdout, and stderr is a file.
+    output: Option<fn() -> Stdio>,
     pub runtime: tokio::runtime::Runtime,
 }
 
@@ -93,7 +96,7 @@ impl Plan {
         let (folder, routers) =
             (tempfile::tempdir().expect("the system can create a temporary folder"), (0..count).map(|_| address()).collect());
         let key = ClusterKey::new(SECRET.as_bytes()).expect("the secret is long enough");
-        let plan = Self { folder, routers, key, certificates: None, runtime };
+        let plan = Self { folder, routers, key, certificates: None, output: None, runtime };
         plan.secret("key", SECRET);
         plan.list(&[]);
         plan
@@ -103,6 +106,12 @@ impl Plan {
     #[must_use]
     pub fn with_certificates(self, folder: PathBuf) -> Self {
         Self { certificates: Some(folder), ..self }
+    }
+
+    /// Gives every process this stdout and stderr. A process that is started so may not be ready yet, and its address is that of `--listen`.
+    #[must_use]
+    pub fn with_output(self, output: fn() -> Stdio) -> Self {
+        Self { output: Some(output), ..self }
     }
 
     pub fn file(&self, name: &str) -> PathBuf {
@@ -131,9 +140,13 @@ impl Plan {
     }
 
     pub fn start_without_key(&self, role: &str, name: &str, listen: SocketAddr, args: &[&str]) -> Up {
+        let at = listen.to_string();
+        let args = [&[role, "--listen", &at], args].concat();
+        if let Some(output) = self.output {
+            return Up::unread(tandem(&args).stdout(output()).stderr(output()), listen);
+        }
         let log = OpenOptions::new().create(true).append(true).open(self.file(name)).expect("the folder is writable");
-        let listen = listen.to_string();
-        Up::spawn(&[&[role, "--listen", &listen], args].concat(), log)
+        Up::spawn(&args, log)
     }
 
     pub fn router_list(&self) -> String {
@@ -190,6 +203,16 @@ impl Plan {
             known
         };
         until("the workers join", || self.view(), |view| known(view) == names)
+    }
+
+    /// Waits until the worker has joined with another instance than this one. Returns the instance.
+    pub fn joined_after(&self, worker: &str, instance: &str) -> String {
+        let joined = || {
+            let joined = self.view().workers.into_iter().flat_map(|worker| worker.info).find(|info| info.worker_id == worker);
+            joined.map(|info| info.instance_id)
+        };
+        let is_new = |joined: &Option<String>| joined.as_deref().is_some_and(|joined| joined != instance);
+        until("the new instance joins", joined, is_new).expect("an instance has joined")
     }
 }
 

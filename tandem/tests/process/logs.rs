@@ -1,58 +1,72 @@
-//! Logs that cannot be written: the process serves and drains as with logs.
+//! Logs that cannot be written: each role serves, rejoins and drains as with logs.
 
 use crate::{
-    cluster::{address, until},
-    up::tandem,
+    cluster::{Plan, address, ready, series, until},
+    talk::chat,
+    up::{Up, tandem},
 };
-use std::{
-    fs::File,
-    io::{Read, Write},
-    net::{SocketAddr, TcpStream},
-    process::{Child, Command, Stdio},
-};
+use std::{fs::File, io::Write, process::Stdio};
 
-struct Up(Child);
+const LOG: [&str; 2] = ["--log", "debug"];
 
-impl Drop for Up {
-    fn drop(&mut self) {
-        // Fails after `drains`, which is the end of the process.
-        let _ = self.0.kill();
+fn drains(process: Up) {
+    process.signal("-TERM");
+    assert_eq!(process.wait().0.code(), Some(0));
+}
+
+/// Starts `up` and each role with this stdout and stderr, and restarts a worker and the router. `loses`: lines are lost at once.
+fn served_with(output: fn() -> Stdio, loses: bool) {
+    let at = address();
+    let listen = at.to_string();
+    let up = Up::unread(tandem(&["up", "--engine", "sim", "--listen", &listen]).args(LOG).stdout(output()).stderr(output()), at);
+
+    let plan = Plan::new().with_output(output);
+    let [prefill, decode] = [address(), address()];
+    plan.list(&[prefill, decode]);
+    let routers = plan.router_list();
+    let frontend = [&["--engine", "sim", "--router", &routers], &LOG[..]].concat();
+    let frontend = plan.start("frontend", "frontend", address(), &frontend);
+    let router = plan.router(&LOG);
+    let worker = || plan.worker("prefill", "p", prefill, &LOG);
+    let (prefill, decode) = (worker(), plan.worker("decode", "d", decode, &LOG));
+    let instance = plan.joined_after("p", "");
+    prefill.signal("-KILL");
+    prefill.wait();
+    let prefill = worker();
+    plan.joined_after("p", &instance);
+    router.signal("-KILL");
+    router.wait();
+    let router = plan.router(&LOG);
+    plan.joined(&["d", "p"]);
+    for frontend in [&up, &frontend] {
+        ready(frontend);
+        chat(frontend, "the answer is complete");
+        until("lost lines are counted", || series(frontend, "tandem_log_lines_lost_total"), |lost| (*lost > 0.0) == loses);
     }
-}
-
-fn up(at: SocketAddr, stdout: Stdio, stderr: Stdio) -> Up {
-    let at = at.to_string();
-    let mut up = tandem(&["up", "--engine", "sim", "--listen", &at, "--log", "debug"]);
-    Up(up.stdout(stdout).stderr(stderr).spawn().expect("the binary runs"))
-}
-
-fn is_ready(at: SocketAddr) -> bool {
-    let Ok(mut stream) = TcpStream::connect(at) else { return false };
-    let mut answer = String::new();
-    let asked = write!(stream, "GET /ready HTTP/1.1\r\nhost: {at}\r\nconnection: close\r\n\r\n");
-    asked.and_then(|()| stream.read_to_string(&mut answer)).is_ok() && answer.starts_with("HTTP/1.1 200")
-}
-
-fn drains(mut up: Up) {
-    assert!(Command::new("kill").args(["-TERM", &up.0.id().to_string()]).status().expect("kill runs").success());
-    assert_eq!(up.0.wait().expect("the process is a child of this one").code(), Some(0));
+    [up, frontend, router, prefill, decode].into_iter().for_each(drains);
 }
 
 #[cfg(target_os = "linux")]
 #[test]
 fn full_disk_of_the_logs_changes_nothing() {
-    let full = || Stdio::from(File::options().write(true).open("/dev/full").expect("Linux has this device"));
-    let at = address();
-    let up = up(at, full(), full());
-    until("the process is ready", || is_ready(at), |ready| *ready);
-    drains(up);
+    served_with(|| File::options().write(true).open("/dev/full").expect("Linux has this device").into(), true);
 }
 
 #[test]
 fn logs_without_a_reader_change_nothing() {
-    let at = address();
-    let mut up = up(at, Stdio::null(), Stdio::piped());
-    drop(up.0.stderr.take());
-    until("the process is ready", || is_ready(at), |ready| *ready);
-    drains(up);
+    served_with(Stdio::piped, true);
+}
+
+#[test]
+fn logs_whose_reader_stalls_change_nothing() {
+    served_with(
+        || {
+            let (reader, mut writer) = std::io::pipe().expect("the system can create a pipe");
+            // Little space is left, and nothing reads.
+            writer.write_all(&[b' '; 60 << 10]).expect("a pipe of Linux holds 64 KiB");
+            std::mem::forget(reader);
+            writer.into()
+        },
+        false,
+    );
 }

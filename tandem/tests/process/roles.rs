@@ -100,11 +100,7 @@ fn restarted_worker_joins_as_a_new_instance() {
     let (router, frontend) = (plan.router(&[]), plan.frontend(&[]));
     let _decode = plan.worker("decode", "d", decode, &[]);
     let prefill = plan.worker("prefill", "p", at, &[]);
-    let instance = |view: tandem_proto::v1::WorkersReply| {
-        let worker = view.workers.into_iter().flat_map(|worker| worker.info).find(|info| info.worker_id == "p");
-        worker.expect("the worker has joined").instance_id
-    };
-    let first = instance(plan.joined(&["d", "p"]));
+    let first = plan.joined_after("p", "");
     ready(&frontend);
     let long = prompt("in place");
     chat(&frontend, &long);
@@ -113,10 +109,7 @@ fn restarted_worker_joins_as_a_new_instance() {
     prefill.signal("-KILL");
     prefill.wait();
     let _again = plan.worker("prefill", "p", at, &[]);
-    let joined_again = || {
-        plan.view().workers.iter().flat_map(|worker| &worker.info).any(|info| info.worker_id == "p" && info.instance_id != first)
-    };
-    until("the new instance joins", joined_again, |joined| *joined);
+    plan.joined_after("p", &first);
     assert_eq!(indexed(), Some(0.0), "the blocks of the old instance are removed from the index");
     let over = |process: &Up| metric(process, r#"tandem_router_overlap_over_tokens_total{worker="p"}"#);
     let before = over(&router);

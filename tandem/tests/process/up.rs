@@ -2,8 +2,8 @@
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
-    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+    net::{SocketAddr, TcpStream},
+    process::{Child, Command, ExitStatus, Stdio},
 };
 
 /// Returns a command that runs the binary, in an environment without `TANDEM_` variables.
@@ -18,7 +18,6 @@ pub fn tandem(args: &[&str]) -> Command {
 
 pub struct Up {
     process: Child,
-    stdout: BufReader<ChildStdout>,
     /// The text that the process printed when it was ready.
     pub introduction: String,
 }
@@ -38,7 +37,16 @@ impl Up {
             let read = stdout.read_line(&mut introduction).expect("the binary writes text");
             assert_ne!(read, 0, "the process ended early: {introduction}");
         }
-        Self { process, stdout, introduction }
+        // The pipe stays open.
+        process.stdout = Some(stdout.into_inner());
+        Self { process, introduction }
+    }
+
+    /// Starts a process whose output the test does not read. If it is piped, the pipe is closed.
+    pub fn unread(command: &mut Command, at: SocketAddr) -> Self {
+        let mut process = command.spawn().expect("the binary runs");
+        drop((process.stdout.take(), process.stderr.take()));
+        Self { process, introduction: format!("http://{at}") }
     }
 
     /// Returns the address in the first URL of the introduction: that of the OpenAI API, or else that of the admin endpoint.
@@ -71,8 +79,6 @@ impl Up {
     /// Waits until the process has ended. Returns the exit status, and the text on stderr if stderr is a pipe.
     pub fn wait(mut self) -> (ExitStatus, String) {
         let status = self.process.wait().expect("the process is a child of this one");
-        let mut rest = String::new();
-        self.stdout.read_to_string(&mut rest).expect("the output is UTF-8");
         let mut errors = String::new();
         if let Some(mut stderr) = self.process.stderr.take() {
             stderr.read_to_string(&mut errors).expect("the output is UTF-8");
