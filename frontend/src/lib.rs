@@ -105,7 +105,8 @@ pub async fn run(
     let api = listen::serve(listener, tls, routes, limits(connections_max, per_address_max, proxies), unread_max, of_api);
     let admin = admin.map(|listener| {
         let routes = http::guarded(http::admin(Arc::clone(&app)), Some(hosts), Origins::default());
-        listen::serve(listener, None, routes, limits(listen::ADMIN_CONNECTIONS_MAX, 0, Vec::new()), unread_max, of_admin)
+        let limits = limits(listen::ADMIN_CONNECTIONS_MAX, listen::ADMIN_CONNECTIONS_OF_ADDRESS_MAX, Vec::new());
+        listen::serve(listener, None, routes, limits, unread_max, of_admin)
     });
     let server = async {
         let draining = async {

@@ -56,7 +56,7 @@ fn check(model: &ServedModel, chat: &Chat) -> Result<(), ApiError> {
 }
 
 async fn encode(incoming: &Incoming, model: &Arc<ServedModel>, chat: Chat) -> Result<(Chat, Encoded), ApiError> {
-    let (encoder, bytes) = (Arc::clone(model), chat.encoding_bytes());
+    let encoder = Arc::clone(model);
     let encodings = incoming.encodings(model, &chat.options.cache_salt);
-    incoming.encode(bytes, move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded))).await
+    incoming.encode_conversation(move || chat.encode(&encoder, &encodings).map(|encoded| (chat, encoded))).await
 }

@@ -109,6 +109,17 @@ impl Incoming {
         App::namespace(model, self.header_options.cache_owner.as_deref(), cache_salt)
     }
 
+    /// Renders a conversation and tokenizes it, on a blocking thread: a model's template may take seconds even for a short conversation.
+    ///
+    /// # Errors
+    /// `encode` fails, or no core is free in time.
+    pub(super) async fn encode_conversation<T: Send + 'static>(
+        &self,
+        encode: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        self.app.encoding.run(self.client.as_ref(), encode).await
+    }
+
     /// Runs `encode`, which tokenizes `text_bytes` bytes of text. For a long text, `encode` runs on a blocking thread.
     ///
     /// # Errors
@@ -124,18 +135,25 @@ impl Incoming {
         self.app.encoding.run(self.client.as_ref(), encode).await
     }
 
-    /// Checks whether the request's constraint on the text, if it has one, can be enforced. This is done on a blocking thread. A check that takes
-    /// too long continues, but its client's next check waits for it.
+    /// Checks whether the request's constraint on the text, if it has one, can be enforced, unless a request of this client has passed the same
+    /// check. This is done on a blocking thread. A check that takes too long continues, but its client's next check waits for it.
     ///
     /// # Errors
     /// It cannot be enforced, checking takes longer than [`CHECK_MAX`], or no core is free in time.
     pub(super) async fn check_constraint(&self, options: &Options) -> Result<(), ApiError> {
         let Some(stated) = options.constraint.clone() else { return Ok(()) };
+        let key = (self.client.clone(), stated.constraint.clone());
+        if self.app.checked.lock().get(&key).is_some() {
+            return Ok(());
+        }
         let too_long =
             Problem::Constraint { problem: format!("checking it takes longer than {} s; simplify it", CHECK_MAX.as_secs()) };
         let too_long = ApiError::invalid(&*stated.param, too_long);
         let check = self.app.constraints.start(self.client.as_ref(), move || stated.check()).await?;
-        timeout(CHECK_MAX, check).await.map_err(|_| too_long)?.unwrap_or(Err(ApiError::Internal))
+        timeout(CHECK_MAX, check).await.map_err(|_| too_long)?.unwrap_or(Err(ApiError::Internal))?;
+        let removed = self.app.checked.lock().push(key, ());
+        drop(removed);
+        Ok(())
     }
 
     /// Determines the priority, and reserves all sequences of this many prompts, or fails.

@@ -50,7 +50,7 @@ async fn count(incoming: &mut Incoming, body: Bytes) -> Result<Response, ApiErro
             let chat = incoming.parse::<ChatRequest>(body).await?.check(&model)?;
             check_bytes(&model, chat.text_bytes(), "messages")?;
             let encodings = incoming.encodings(&model, &chat.options.cache_salt);
-            incoming.encode(chat.encoding_bytes(), move || chat.encode(&encoder, &encodings)).await?.tokens
+            incoming.encode_conversation(move || chat.encode(&encoder, &encodings)).await?.tokens
         }
     };
     let texts = request.return_token_strs.unwrap_or(false);

@@ -147,13 +147,6 @@ impl Chat {
         self.conversation.text_bytes()
     }
 
-    /// Returns the cost of rendering and encoding as a number of bytes of text. It has a fixed cost per message, even without text, because
-    /// the template runs for each message.
-    pub(crate) fn encoding_bytes(&self) -> usize {
-        const MESSAGE: usize = 256;
-        self.text_bytes() + MESSAGE * self.conversation.messages.len()
-    }
-
     /// Renders and encodes the conversation.
     ///
     /// Names of control tokens in the client's texts (messages, tools, arguments and so on) are encoded as plain text, so that no user

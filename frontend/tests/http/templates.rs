@@ -95,6 +95,21 @@ async fn trigger_word_of_a_hostile_template_costs_one_400() {
 }
 
 #[tokio::test]
+async fn costly_template_does_not_keep_other_requests_from_being_answered() {
+    const LOOPS: &str = "{% for i in range(90000) %}{% for i in range(90000) %}{% endfor %}{% endfor %}";
+    let model = model(&format!("{{% if messages[0].content == 'go' %}}{LOOPS}{{% endif %}}a")).expect("the template is valid");
+    let cluster = Cluster::with(|settings| settings.models = vec![model]).await;
+    let go = chat(json!({ "messages": [{ "role": "user", "content": "go" }] }));
+    let (costly, other) = (cluster.post(CHAT, &go), cluster.get("/live"));
+    // Everything runs on this thread, except what has threads of its own.
+    tokio::select! {
+        biased;
+        refused = costly => panic!("the costly request was answered first: {}", refused.status()),
+        (live, _) = other => assert_eq!(live, StatusCode::OK),
+    }
+}
+
+#[tokio::test]
 async fn template_that_renders_nothing_for_these_messages_is_a_400() {
     let template = "{% if messages[0].content != 'nothing' %}a{% endif %}";
     let (status, error) = refusal(template, vec![json!({ "role": "user", "content": "nothing" })]).await;

@@ -11,6 +11,11 @@ use minijinja::{
 /// Returns the time for `strftime_now`.
 pub(crate) type Clock = fn() -> jiff::Zoned;
 
+/// What the names of the engine's own filters begin with where this module replaces them. No template can name a filter with a space.
+const ENGINES_PREFIX: &str = "engine's ";
+/// The engine's own filters that apply an operation to each item.
+const ENGINES: [&str; 5] = ["engine's map", "engine's select", "engine's reject", "engine's selectattr", "engine's rejectattr"];
+
 /// Returns an environment without templates.
 pub(super) fn environment(clock: Clock) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
@@ -28,8 +33,24 @@ pub(super) fn environment(clock: Clock) -> Result<Environment<'static>, Error> {
     environment.set_unknown_method_callback(method::call);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-    environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.to_vec()));
+    environment.add_function("cycler", |items: Rest<Value>| {
+        limits::ensure_all(&items)?;
+        minijinja_contrib::globals::cycler(items.to_vec())
+    });
     environment.add_function("joiner", minijinja_contrib::globals::joiner);
+    environment.add_filter(ENGINES[0], filters::map);
+    environment.add_filter(ENGINES[1], filters::select);
+    environment.add_filter(ENGINES[2], filters::reject);
+    environment.add_filter(ENGINES[3], filters::selectattr);
+    environment.add_filter(ENGINES[4], filters::rejectattr);
+    for engines in ENGINES {
+        let name = engines.trim_start_matches(ENGINES_PREFIX);
+        environment.add_filter(name, move |state: &mut State<'_, '_>, value: &Value, args: Rest<Value>, named: Kwargs| {
+            let has_named = named.args().next().is_some();
+            let named = has_named.then(|| named.into());
+            for_each(state, engines, value, &args.iter().cloned().chain(named).collect::<Vec<_>>())
+        });
+    }
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("string", |value: &Value| python::str(value));
     environment.add_filter("join", join);
@@ -82,6 +103,21 @@ pub(super) fn rewrite(source: &str) -> String {
         }
     }
     rewritten + rest
+}
+
+/// Applies one of the [`ENGINES`] to each item, with the checks that [`limits`] has where a template names an operation.
+fn for_each(state: &mut State<'_, '_>, engines: &str, items: &Value, args: &[Value]) -> Result<Vec<Value>, Error> {
+    let mapped = args.first().filter(|_| engines == ENGINES[0]).and_then(Value::as_str);
+    if mapped.is_some_and(|name| name.starts_with(ENGINES_PREFIX)) {
+        return Err(ErrorKind::UnknownFilter.into());
+    }
+    let with = |first: Value, others: &[Value]| std::iter::once(first).chain(others.iter().cloned()).collect::<Vec<_>>();
+    limits::for_each(items, |item| {
+        if let Some(name) = mapped {
+            limits::ensure_operation(name, &with(item.clone(), &args[1..]))?;
+        }
+        state.apply_filter(engines, &with(vec![item].into(), args))?.try_iter().map(Iterator::collect)
+    })
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {

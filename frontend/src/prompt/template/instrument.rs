@@ -2,7 +2,7 @@
 
 use super::{
     environment,
-    limits::{MADE, MEMBER, MULTIPLYING, OPERANDS, TICK, VARIABLE},
+    limits::{MADE, MEMBER, MULTIPLYING, OPERANDS, SLICED, TICK, VARIABLE},
 };
 use minijinja::{
     Error, ErrorKind, Value,
@@ -11,7 +11,7 @@ use minijinja::{
 use std::collections::BTreeMap;
 
 /// The places of a rendering for the filters that it has looked up, of which the engine has 50. The last ones are used for the checks.
-const FIRST_PLACE: u8 = 45;
+const FIRST_PLACE: u8 = 44;
 const NO_PLACE: u8 = !0;
 
 /// Rewrites products so that the compiler does not compute them, whatever their size: what a filter returns is not a constant.
@@ -81,7 +81,7 @@ fn checked(instructions: &Instructions<'static>) -> Result<Instructions<'static>
 fn with_checks(instruction: &Instruction<'static>) -> Result<Vec<Instruction<'static>>, Error> {
     use Instruction as I;
     let check = |name: &'static str| {
-        let place = [VARIABLE, MEMBER, MADE, TICK, OPERANDS].iter().position(|filter| *filter == name).unwrap_or(0) as u8;
+        let place = [VARIABLE, MEMBER, MADE, SLICED, TICK, OPERANDS].iter().position(|filter| *filter == name).unwrap_or(0) as u8;
         I::ApplyFilter(name, Some(1), FIRST_PLACE + place)
     };
     let operands = |name: &str, count: usize| {
@@ -109,6 +109,7 @@ fn with_checks(instruction: &Instruction<'static>) -> Result<Vec<Instruction<'st
         }
         I::ApplyFilter(..) | I::CallMethod(..) | I::CallFunction(..) | I::CallObject(_) => vec![own, check(MADE)],
         I::Add | I::StringConcat | I::BuildMap(_) | I::BuildList(_) | I::BuildTuple(_) => vec![own, check(MADE)],
+        I::Slice => vec![own, check(SLICED)],
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte | I::In | I::CompareAndPreserve(_) | I::PerformTest(..) => {
             vec![own, check(TICK)]
         }

@@ -20,6 +20,8 @@ pub(super) const VARIABLE: &str = "tandem_variable";
 pub(super) const MEMBER: &str = "tandem_member";
 /// The filter for the results of operations that make values.
 pub(super) const MADE: &str = "tandem_made";
+/// The filter for slices. Those of lists are not copies.
+pub(super) const SLICED: &str = "tandem_sliced";
 /// The filter that checks the time. Returns its value unchanged.
 pub(super) const TICK: &str = "tandem_tick";
 /// The filter for the operands of an operation that multiplies. Its value is a tuple of the operands and the operation's name. Returns the
@@ -47,6 +49,8 @@ pub(super) const MULTIPLYING: [&str; 14] = [
 /// The bytes of a rendering without messages, and how many more each byte of the messages allows.
 const BYTES_MAX: usize = 64 << 20;
 const BYTES_PER_BYTE: usize = 16;
+/// The bytes of all values that become members of namespaces. A namespace is printed without checks, with all its members.
+const MEMBERS_MAX: usize = 1 << 30;
 /// The maximum number of values that the filters visit.
 const VISITS_MAX: u64 = 10_000_000;
 /// The maximum time of a rendering. The longest conversations of known templates need less than a second.
@@ -58,6 +62,7 @@ const VALUE_BYTES: usize = 32;
 #[derive(Clone, Copy)]
 struct Left {
     bytes: usize,
+    members: usize,
     visits: u64,
     end: Instant,
 }
@@ -69,7 +74,7 @@ thread_local! {
 /// Begins a rendering on this thread, of variables with this many bytes of text.
 pub(super) fn begin(input_bytes: usize) {
     let bytes = BYTES_MAX.saturating_add(input_bytes.saturating_mul(BYTES_PER_BYTE));
-    LEFT.set(Some(Left { bytes, visits: VISITS_MAX, end: Instant::now() + TIME_MAX }));
+    LEFT.set(Some(Left { bytes, members: MEMBERS_MAX, visits: VISITS_MAX, end: Instant::now() + TIME_MAX }));
 }
 
 fn exhausted(what: &'static str) -> Error {
@@ -98,6 +103,20 @@ pub(super) fn ensure(bytes: usize) -> Result<(), Error> {
     if bytes <= left()?.bytes { Ok(()) } else { Err(exhausted("the template makes too much text")) }
 }
 
+/// Returns whether a text of this many bytes exceeds what is left.
+pub(super) fn exceeds(bytes: usize) -> bool {
+    LEFT.get().is_some_and(|left| bytes > left.bytes)
+}
+
+/// Takes the bytes of a namespace's new member.
+fn spend_member(value: &Value) -> Result<(), Error> {
+    let weight = weight(value)?;
+    let left = left()?;
+    let members = left.members.checked_sub(weight).ok_or_else(|| exhausted("the template keeps too much text"))?;
+    LEFT.set(Some(Left { members, ..left }));
+    Ok(())
+}
+
 fn tick() -> Result<(), Error> {
     if Instant::now() < left()?.end { Ok(()) } else { Err(exhausted("the template takes too much time")) }
 }
@@ -112,12 +131,15 @@ fn visit() -> Result<(), Error> {
 /// Adds the filters that the instrumented template applies.
 pub(super) fn add_filters(environment: &mut Environment<'static>) {
     let kept = |value: &Value, bounded: Option<Value>| bounded.unwrap_or_else(|| value.clone());
-    environment.add_filter(MEMBER, move |value: &Value| bounded(value, 0).map(|bounded| kept(value, bounded)));
+    environment.add_filter(MEMBER, move |value: &Value| {
+        let member = bounded(value, 0).map(|bounded| kept(value, bounded))?;
+        spend_member(&member).map(|()| member)
+    });
     environment.add_filter(VARIABLE, move |value: &Value| {
         if !is_engines_own(value) {
             return bounded(value, 0).map(|bounded| kept(value, bounded));
         }
-        if has_type(value, "::Namespace") {
+        if is_namespace(value) {
             for name in value.try_iter()? {
                 bounded(&value.get_item(&name)?, 1)?;
             }
@@ -129,10 +151,17 @@ pub(super) fn add_filters(environment: &mut Environment<'static>) {
         match value.as_str() {
             Some(text) => spend(text.len())?,
             None => {
-                ensure(weight(&value)?)?;
+                if !is_engines_own(&value) || is_namespace(&value) {
+                    ensure(weight(&value)?)?;
+                }
                 spend(VALUE_BYTES * value.len().unwrap_or_default())?;
             }
         }
+        Ok::<_, Error>(value)
+    });
+    environment.add_filter(SLICED, |value: Value| {
+        tick()?;
+        spend(value.as_str().map_or(0, str::len))?;
         Ok::<_, Error>(value)
     });
     environment.add_filter(TICK, |value: Value| tick().map(|()| value));
@@ -180,13 +209,40 @@ fn bounded(value: &Value, depth: usize) -> Result<Option<Value>, Error> {
             Ok(changed.then(|| Value::from_pairs(members)))
         }
         _ => {
-            let found = if has_type(value, "::Namespace") { "a namespace" } else { "a macro or another object" };
+            let found = if is_namespace(value) { "a namespace" } else { "a macro or another object" };
             Err(refused(format!("{found} cannot be kept within another value")))
         }
     }
 }
 
+/// Checks that texts of these values together can be made. The values must not be objects of the engine, of which only namespaces show their size.
+pub(super) fn ensure_all(values: &[Value]) -> Result<(), Error> {
+    ensure(values.iter().try_fold(0_usize, |sum, value| Ok::<_, Error>(sum.saturating_add(weight(value)?)))?)
+}
+
+/// Applies a filter to one item after the other, with the checks that the filter has where a template names it. `each` applies it.
+pub(super) fn for_each(items: &Value, mut each: impl FnMut(Value) -> Result<Vec<Value>, Error>) -> Result<Vec<Value>, Error> {
+    let (mut all, mut weights) = (Vec::new(), 0_usize);
+    for item in items.try_iter()?.checked() {
+        tick()?;
+        for made in each(item?)? {
+            weights = weights.saturating_add(weight(&made)?);
+            ensure(weights)?;
+            all.push(made);
+        }
+    }
+    Ok(all)
+}
+
+/// Checks that the operation can be applied to these operands, the first of which is its object.
+pub(super) fn ensure_operation(name: &str, operands: &[Value]) -> Result<(), Error> {
+    if MULTIPLYING.contains(&name) { ensure(estimate(name, operands)?) } else { Ok(()) }
+}
+
 /// Returns about how many bytes the value has when it is printed: what it contains several times counts as often.
+///
+/// # Errors
+/// The value has an object of the engine that hides its size.
 fn weight(value: &Value) -> Result<usize, Error> {
     visit()?;
     let own = VALUE_BYTES + value.as_str().map_or(0, str::len);
@@ -194,10 +250,13 @@ fn weight(value: &Value) -> Result<usize, Error> {
         ValueKind::Seq | ValueKind::Iterable => {
             value.try_iter()?.checked().try_fold(own, |sum, item| Ok(sum.saturating_add(weight(&item?)?)))
         }
-        ValueKind::Map if !is_engines_own(value) => value.try_iter()?.checked().try_fold(own, |sum, name| {
-            let name = name?;
-            Ok(sum.saturating_add(weight(&name)?).saturating_add(weight(&value.get_item(&name)?)?))
-        }),
+        ValueKind::Map if !is_engines_own(value) || is_namespace(value) => {
+            value.try_iter()?.checked().try_fold(own, |sum, name| {
+                let name = name?;
+                Ok(sum.saturating_add(weight(&name)?).saturating_add(weight(&value.get_item(&name)?)?))
+            })
+        }
+        _ if is_engines_own(value) => Err(refused("a macro or another object cannot be within another value or a text")),
         _ => Ok(own),
     }
 }
@@ -261,6 +320,10 @@ fn estimate(operation: &str, operands: &[Value]) -> Result<usize, Error> {
 fn is_engines_own(value: &Value) -> bool {
     value.kind() == ValueKind::Plain
         || ["::Namespace", "::Macro", "::Loop", "::Module"].into_iter().any(|name| has_type(value, name))
+}
+
+fn is_namespace(value: &Value) -> bool {
+    has_type(value, "::Namespace")
 }
 
 fn has_type(value: &Value, name: &str) -> bool {

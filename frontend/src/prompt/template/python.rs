@@ -1,5 +1,6 @@
 //! Prints values as Python does.
 
+use super::limits;
 use minijinja::{Value, value::ValueKind};
 use std::fmt::Write;
 
@@ -39,6 +40,8 @@ pub(super) fn as_float(value: &Value) -> Option<f64> {
 }
 
 fn write_repr(value: &Value, text: &mut String, depth: usize) {
+    // The rendering fails for a text that is too long.
+    let ends_here = depth == 0 || limits::exceeds(text.len());
     let mut list = |value: &Value, open, close| {
         text.push(open);
         let (mut items, mut after) = (value.try_iter().into_iter().flatten(), "");
@@ -52,7 +55,7 @@ fn write_repr(value: &Value, text: &mut String, depth: usize) {
         text.push(close);
     };
     match value.kind() {
-        _ if depth == 0 => text.push_str("..."),
+        _ if ends_here => text.push_str("..."),
         ValueKind::String => quote(value.as_str().unwrap_or_default(), text),
         ValueKind::Undefined => text.push_str("Undefined"),
         ValueKind::Seq if value.is_tuple() => list(value, '(', ')'),

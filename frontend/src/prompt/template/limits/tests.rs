@@ -115,6 +115,7 @@ fn values_that_are_computed_when_they_are_read_do_not_nest() {
 #[test]
 fn work_and_memory_are_bounded() {
     const MEGABYTE: &str = "{% set mb = 'x\ny ' * 250000 %}";
+    let many = |count: usize, body: &str| (0..count).map(|number| body.replace('#', &number.to_string())).collect::<String>();
     let times = |count: usize, body: &str| {
         format!("{{% set ns = namespace(x='x' * 1000, l=[1]) %}}{{% for i in range({count}) %}}{body}{{% endfor %}}")
     };
@@ -141,6 +142,17 @@ fn work_and_memory_are_bounded() {
         "{{ 100000000 * [1] }}".to_owned(),
         MEGABYTE.to_owned() + "{{ range(100000)|join(mb) }}{{ mb|replace('', mb) }}",
         MEGABYTE.to_owned() + "{{ mb.join(range(100000)|list|string) }}",
+        "{{ ['%9000000000d']|map('format', 1)|list }}".to_owned(),
+        "{{ ['x\ny']|map('indent', 9000000000)|list }}".to_owned(),
+        "{{ [['x\ny']]|map('map', 'indent', 9000000000)|list }}".to_owned(),
+        MEGABYTE.to_owned() + "{{ [mb]|map('replace', 'x', mb)|list }}",
+        MEGABYTE.to_owned() + "{{ [" + &"mb[1:],".repeat(9_000) + "] }}",
+        MEGABYTE.to_owned() + "{% set n = namespace() %}" + &many(1_000, "{% set n.a# = mb %}") + "{{ n }}",
+        MEGABYTE.to_owned() + "{% set n = namespace() %}" + &many(2_000, "{% set n.a# = mb %}") + "{{ n ~ '' }}",
+        MEGABYTE.to_owned() + "{% set n = namespace(a=mb) %}{{ [" + &"n,".repeat(9_000) + "] ~ '' }}",
+        MEGABYTE.to_owned() + "{{ cycler(" + &"mb,".repeat(200) + ") }}",
+        "{{ ('x' * 200000)|list|reject('in', ('y' * 200000)|list)|list }}".to_owned(),
+        "{{ ('x' * 200000)|list|selectattr('a', 'in', ('y' * 200000)|list)|list }}".to_owned(),
         MEGABYTE.to_owned() + "{{ [mb] * 10000 ~ '' }}",
         MEGABYTE.to_owned() + "{{ [[mb, mb, mb]] * 100000 ~ '' }}",
         MEGABYTE.to_owned() + "{{ ([[0] * 1000] * 100)|tojson(indent=mb) }}{{ ([0] * 100000)|tojson(separators=[mb, mb]) }}",
@@ -155,7 +167,11 @@ fn work_and_memory_are_bounded() {
     ] {
         let source = format!("{{% if go %}}{body}{{% endif %}}ok");
         let found = render(&source);
-        assert!(found.as_ref().is_err_and(|error| ["exhausted", "too long"].contains(&error.as_str())), "{body}: {found:?}");
+        assert!(
+            found.as_ref().is_err_and(|error| ["exhausted", "too long"].contains(&error.as_str())),
+            "{}: {found:?}",
+            &body[..body.len().min(200)]
+        );
     }
 }
 
