@@ -2,7 +2,7 @@
 
 use crate::{
     Metrics, Shutdown,
-    listen::{ADMIN_CONNECTIONS_MAX, ConnectionLimits, ConnectionMetrics, Drain, Hosts, serve},
+    listen::{ADMIN_CONNECTIONS_MAX, ADMIN_CONNECTIONS_OF_ADDRESS_MAX, ConnectionLimits, ConnectionMetrics, Drain, Hosts, serve},
 };
 use axum::{
     Json, Router,
@@ -44,7 +44,13 @@ where
         ),
     };
     let refusal = body("too many connections").to_string();
-    let limits = Arc::new(ConnectionLimits::new(ADMIN_CONNECTIONS_MAX, 0, Vec::new(), refusal, connections));
+    let limits = Arc::new(ConnectionLimits::new(
+        ADMIN_CONNECTIONS_MAX,
+        ADMIN_CONNECTIONS_OF_ADDRESS_MAX,
+        Vec::new(),
+        refusal,
+        connections,
+    ));
     let ready = Arc::new(ready);
     let check = move || {
         let ready = ready();

@@ -59,7 +59,8 @@ impl LineFile {
     }
 
     /// Opens a file as [`LineFile::open`] does. When the file is full, it is renamed to `FILE.1`, `FILE.1` to `FILE.2` and so on, and `FILE.7` is
-    /// deleted. The eight files have at most `bytes_max` bytes together. Only a regular file is rotated.
+    /// deleted. The eight files have at most `bytes_max` bytes together, unless an earlier process has left longer
+    /// ones. Only a regular file is rotated.
     ///
     /// # Errors
     /// Those of [`LineFile::open`].

@@ -27,7 +27,8 @@ pub fn run<S: Served>(
     changed: &str,
     start: impl Future<Output = Result<S, StartError>>,
 ) -> anyhow::Result<()> {
-    telemetry::init(&telemetry.log, telemetry.log_format)?;
+    // Dropped at the end, so that the last lines are written.
+    let _logging = telemetry::init(&telemetry.log, telemetry.log_format)?;
     files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("the process cannot start threads")?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), changed, "starting; --print-config prints all settings");
@@ -48,24 +49,37 @@ async fn serve<S: Served>(
         () = signals.next() => return Ok(()),
     };
     let end = format!(
-        "\nCtrl-C lets running requests finish (for {} s at most); a second Ctrl-C stops immediately.\n",
-        grace.as_secs()
+        "\nCtrl-C lets running requests finish (for {} s at most{}); a second Ctrl-C stops immediately.\n",
+        grace.as_secs(),
+        if delay.is_zero() { String::new() } else { format!(", after a delay of {} s", delay.as_secs()) },
     );
     tell(stdout(), &(served.introduction() + &end));
     tokio::select! {
         error = served.failed() => return Err(error.into()),
         () = signals.next() => {}
     }
-    tracing::info!(delay_s = delay.as_secs(), grace_s = grace.as_secs(), "draining; a second signal stops immediately");
-    let draining = async {
-        served.announce_drain();
-        tokio::time::sleep(delay).await;
-        served.drain(grace).await;
-    };
+    served.announce_drain();
+    if !delay.is_zero() {
+        tracing::info!(
+            delay_s = delay.as_secs(),
+            "requests are accepted until the delay ends; a second signal stops immediately"
+        );
+        tokio::select! {
+            error = served.failed() => return Err(error.into()),
+            () = tokio::time::sleep(delay) => {}
+            () = signals.next() => return Err(aborted()),
+        }
+    }
+    tracing::info!(grace_s = grace.as_secs(), "draining; a second signal stops immediately");
+    let draining = served.drain(grace);
     tokio::select! {
         () = draining => Ok(()),
-        () = signals.next() => anyhow::bail!("stopped by a second signal; running requests were aborted"),
+        () = signals.next() => Err(aborted()),
     }
+}
+
+fn aborted() -> anyhow::Error {
+    anyhow::anyhow!("stopped by a second signal; running requests were aborted")
 }
 
 /// Returns the text with a replacement character for each control character except tab and line feed. Servers and models choose parts of what

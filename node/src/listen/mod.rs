@@ -52,6 +52,8 @@ const READ_BUFFER_BYTES: usize = 32 << 10;
 
 /// The maximum number of open connections to an admin port. Probes, scrapers and a few viewers of the dashboard need less.
 pub const ADMIN_CONNECTIONS_MAX: usize = 256;
+/// Maximum number of these connections from one address, so that no host keeps out the probes of others.
+pub const ADMIN_CONNECTIONS_OF_ADDRESS_MAX: usize = 64;
 
 /// Accepts connections until `drain` begins, then serves the open connections to the end of their last requests. Dropping the future closes
 /// all connections. `tls`: connections are encrypted. `unread_max`: a client that reads nothing of its response for this long is

@@ -42,7 +42,7 @@ pub struct FrontendArgs {
     #[arg(long, env = "TANDEM_AUDIT_RESULT", value_name = "FILE")]
     pub audit_result: Option<PathBuf>,
 
-    /// How long the frontend still accepts connections and requests after SIGTERM, in seconds, while /ready answers 503. Then it drains. Set it
+    /// How long the frontend still accepts connections and requests after SIGTERM, SIGHUP or Ctrl-C, in seconds, while /ready answers 503. Then it drains. Set it
     /// to the time in which load balancers notice that, if nothing else delays SIGTERM
     #[arg(long, env = "TANDEM_DRAIN_DELAY", value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=3_600))]
     pub drain_delay: u32,
