@@ -258,7 +258,8 @@ impl LivenessProbe {
     }
 }
 
-fn resident_max_mb(process: &Up) -> f64 {
+/// Returns the most memory that the process has used so far.
+pub fn resident_max_mb(process: &Up) -> f64 {
     let status = fs::read_to_string(format!("/proc/{}/status", process.id())).expect("the process runs");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the status has VmHWM");
     let kib: f64 = peak.trim().trim_end_matches(" kB").parse().expect("VmHWM is a number");

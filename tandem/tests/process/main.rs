@@ -12,6 +12,7 @@ mod etcd;
 mod external;
 mod hostile;
 mod key;
+mod liars;
 mod logs;
 mod metrics;
 mod mtls;
