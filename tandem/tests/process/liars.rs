@@ -1,4 +1,4 @@
-//! Engines that lie about lengths, beside an honest one. Each stands before a fake server, and tells it word for word until the lies begin.
+//! Engines that lie about lengths, together with an honest one. Each of them forwards the bytes of a fake server until the lies begin.
 
 use crate::{cluster::until, hostile::resident_max_mb, up::Up};
 use serde_json::json;
