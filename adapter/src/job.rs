@@ -315,7 +315,8 @@ impl Answer<'_> {
         let lease_ends = handle.as_ref().map(|handle| Instant::now() + 2 * handle.valid_for);
         let pulls = handle.is_some();
         let failed = |failure: EngineFailure, has_begun: bool| {
-            if pulls && !has_begun && failure.refusal().is_none() {
+            let is_answer = matches!(failure, EngineFailure::Denied { .. } | EngineFailure::Protocol(_));
+            if pulls && !has_begun && (is_answer || failure.refusal().is_none()) {
                 tracing::warn!(error = %error_chain(&failure), "the engine could not pull a prompt's KV from the prefill worker's engine");
                 return Ended::Event(Event::PullFailed);
             }

@@ -74,6 +74,7 @@ thread_local! {
 /// Begins a rendering on this thread, of variables with this many bytes of text.
 pub(super) fn begin(input_bytes: usize) {
     let bytes = BYTES_MAX.saturating_add(input_bytes.saturating_mul(BYTES_PER_BYTE));
+    python::set_text_max(bytes);
     LEFT.set(Some(Left { bytes, members: MEMBERS_MAX, visits: VISITS_MAX, end: Instant::now() + TIME_MAX }));
 }
 
@@ -90,6 +91,7 @@ fn spend(bytes: usize) -> Result<(), Error> {
     let left = left()?;
     let bytes = left.bytes.checked_sub(bytes).ok_or_else(|| exhausted("the template makes too much text"))?;
     LEFT.set(Some(Left { bytes, ..left }));
+    python::set_text_max(bytes);
     Ok(())
 }
 
@@ -101,11 +103,6 @@ pub(super) fn write(bytes: usize) -> Result<(), Error> {
 /// Checks that this many bytes are left, without taking them.
 pub(super) fn ensure(bytes: usize) -> Result<(), Error> {
     if bytes <= left()?.bytes { Ok(()) } else { Err(exhausted("the template makes too much text")) }
-}
-
-/// Returns whether a text of this many bytes exceeds what is left.
-pub(super) fn exceeds(bytes: usize) -> bool {
-    LEFT.get().is_some_and(|left| bytes > left.bytes)
 }
 
 /// Takes the bytes of a namespace's new member.

@@ -1,8 +1,16 @@
 //! Prints values as Python does.
 
-use super::limits;
 use minijinja::{Value, value::ValueKind};
-use std::fmt::Write;
+use std::{cell::Cell, fmt::Write};
+
+thread_local! {
+    static TEXT_MAX: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// Sets the length in bytes from which texts that this thread prints are cut. The rendering fails for such a text.
+pub(super) fn set_text_max(bytes: usize) {
+    TEXT_MAX.set(bytes);
+}
 
 /// Returns `str(value)`. An undefined value is empty, as in Jinja2.
 pub(super) fn str(value: &Value) -> String {
@@ -40,8 +48,7 @@ pub(super) fn as_float(value: &Value) -> Option<f64> {
 }
 
 fn write_repr(value: &Value, text: &mut String, depth: usize) {
-    // The rendering fails for a text that is too long.
-    let ends_here = depth == 0 || limits::exceeds(text.len());
+    let ends_here = depth == 0 || text.len() > TEXT_MAX.get();
     let mut list = |value: &Value, open, close| {
         text.push(open);
         let (mut items, mut after) = (value.try_iter().into_iter().flatten(), "");
