@@ -63,6 +63,19 @@ impl From<Kind> for Constraint {
     }
 }
 
+impl Constraint {
+    /// Returns the total length of all texts of the constraint in bytes, without the marker.
+    pub fn text_bytes(&self) -> usize {
+        match &self.kind {
+            Kind::JsonSchema { schema: text, .. } | Kind::Regex(text) | Kind::Grammar(text) | Kind::StructuralTag(text) => {
+                text.len()
+            }
+            Kind::JsonObject => 0,
+            Kind::Choice(texts) => texts.iter().map(String::len).sum(),
+        }
+    }
+}
+
 /// Maximum size of a constraint in bytes: the total length of all its texts.
 pub const CONSTRAINT_BYTES_MAX: usize = 256 * 1024;
 /// Maximum number of texts of a choice.

@@ -32,15 +32,12 @@ fn bounded_lark(lark: String) -> Result<TopLevelGrammar, GrammarError> {
 }
 
 fn check_size(constraint: &Constraint) -> Result<(), GrammarError> {
-    let found = match &constraint.kind {
-        Kind::JsonSchema { schema: text, .. } | Kind::Regex(text) | Kind::Grammar(text) | Kind::StructuralTag(text) => text.len(),
-        Kind::JsonObject => 0,
-        Kind::Choice(texts) if texts.len() > CHOICES_MAX => {
-            return Err(GrammarError::TooLarge { found: texts.len(), max: CHOICES_MAX, unit: "choices" });
-        }
-        Kind::Choice(texts) => texts.iter().map(String::len).sum(),
-    };
-    let max = CONSTRAINT_BYTES_MAX;
+    if let Kind::Choice(texts) = &constraint.kind
+        && texts.len() > CHOICES_MAX
+    {
+        return Err(GrammarError::TooLarge { found: texts.len(), max: CHOICES_MAX, unit: "choices" });
+    }
+    let (found, max) = (constraint.text_bytes(), CONSTRAINT_BYTES_MAX);
     if found > max { Err(GrammarError::TooLarge { found, max, unit: "bytes" }) } else { Ok(()) }
 }
 

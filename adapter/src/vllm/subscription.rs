@@ -28,7 +28,11 @@ use std::{
     time::Duration,
 };
 use tandem_node::Backoff;
-use tokio::{sync::mpsc, task::JoinSet, time::sleep};
+use tokio::{
+    sync::mpsc,
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 use zmtp::{Endpoint, SocketError};
 
 /// The settings of a [`Subscription`].
@@ -117,6 +121,7 @@ impl Subscription {
             settings: settings.into(),
             updates: sender,
             backoff,
+            connected: None,
             position: Position::Start,
             live: None,
             missing: None,
@@ -137,6 +142,8 @@ struct Follower {
     settings: Arc<SubscriptionSettings>,
     updates: mpsc::Sender<Update>,
     backoff: Backoff,
+    /// Since when the current connection can receive batches.
+    connected: Option<Instant>,
     position: Position,
     /// The number of the last batch that was received on the current connection; `None` before its first batch.
     live: Option<u64>,
@@ -226,6 +233,10 @@ impl Follower {
                 Ok(never) => match never {},
                 Err(Stop::Unsubscribed) => return,
                 Err(Stop::Failed(error)) => {
+                    // A publisher whose connections end soon is not connected to again and again at once.
+                    if self.connected.take().is_some_and(|since| since.elapsed() > PAUSE_MAX) {
+                        self.backoff.reset();
+                    }
                     if self.backoff.is_new_error(&error.to_string()) {
                         tracing::warn!(endpoint = self.settings.endpoint, %error, "cannot receive KV events from the engine; retrying");
                     }
@@ -239,6 +250,7 @@ impl Follower {
         let mut live = Live::connect(&self.settings).await?;
         self.live = None;
         self.synchronise().await?;
+        self.connected = Some(Instant::now());
         let mut until_check = FIRST_CHECK.min(self.settings.check_interval);
         loop {
             tokio::select! {
@@ -246,8 +258,6 @@ impl Follower {
                 batch = live.next() => {
                     let (number, payload) = batch?;
                     self.receive(number, &payload).await?;
-                    // A publisher that sends nothing useful is not connected to again and again at once.
-                    self.backoff.reset();
                 }
                 () = sleep(until_check), if self.settings.replay_endpoint.is_some() => {
                     until_check = (until_check * 2).min(self.settings.check_interval);

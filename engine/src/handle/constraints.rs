@@ -23,8 +23,10 @@ const COMPILE_MAX: Duration = Duration::from_secs(1);
 /// constraints refuses requests and does not seem to hang.
 const TURN_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Maximum number of compiled constraints that are remembered.
-const COMPILED_MAX: NonZero<usize> = NonZero::new(64).expect("not 0");
+/// Maximum number of compiled constraints that are remembered, and of the bytes of their texts. Compiled, a constraint takes up to about 100 times
+/// the memory of its text.
+const COMPILED_MAX: usize = 64;
+const COMPILED_TEXT_MAX: usize = 512 << 10;
 
 /// Maximum number of threads that compute masks. One mask takes some tens of microseconds.
 const MASK_THREADS_MAX: usize = 8;
@@ -41,7 +43,11 @@ pub(super) struct Constraints {
     wake: Arc<Notify>,
 }
 
-type Compiled = LruCache<Key, Arc<Matcher>>;
+/// The compiled constraints. The one that was used least recently is forgotten first.
+struct Compiled {
+    by_key: LruCache<Key, Arc<Matcher>>,
+    text_bytes: usize,
+}
 
 /// Identifies a compiled constraint. An account cannot find out by the time of its request what another account has compiled.
 #[derive(PartialEq, Eq, Hash)]
@@ -51,11 +57,25 @@ struct Key {
     stop_tokens: Vec<TokenId>,
 }
 
+impl Compiled {
+    fn insert(&mut self, key: Key, fresh: Arc<Matcher>) {
+        self.text_bytes += key.constraint.text_bytes();
+        let mut removed = self.by_key.push(key, fresh);
+        loop {
+            self.text_bytes -= removed.take().map_or(0, |(key, _)| key.constraint.text_bytes());
+            if self.by_key.len() <= COMPILED_MAX && self.text_bytes <= COMPILED_TEXT_MAX {
+                return;
+            }
+            removed = self.by_key.pop_lru();
+        }
+    }
+}
+
 impl Constraints {
     /// `wake` is notified whenever a mask has been computed.
     pub fn new(wake: Arc<Notify>) -> Self {
         let turns = Arc::new(Turns::new(quarter_of_cores()));
-        let compiled = Arc::new(Mutex::new(LruCache::new(COMPILED_MAX)));
+        let compiled = Arc::new(Mutex::new(Compiled { by_key: LruCache::unbounded(), text_bytes: 0 }));
         Self { vocabulary: None, threads: Arc::default(), turns, compiled, built: Arc::default(), wake }
     }
 
@@ -83,7 +103,7 @@ impl Constraints {
             self.mask_threads().map_err(|error| refused(&format!("the system cannot start a thread for it: {error}")))?;
         let account: Arc<str> = generate.account.as_str().into();
         let key = Key { account: Arc::clone(&account), constraint, stop_tokens: generate.sampling.stop_token_ids.clone() };
-        let remembered = self.compiled.lock().get(&key).cloned();
+        let remembered = self.compiled.lock().by_key.get(&key).cloned();
         let fresh = match remembered {
             Some(fresh) => fresh,
             None => {
@@ -109,13 +129,12 @@ impl Constraints {
 
 /// Compiles a constraint, unless a request of this account has done so while this one waited for its turn.
 fn compile_once(vocabulary: &Vocabulary, key: Key, compiled: &Mutex<Compiled>) -> Result<Arc<Matcher>, Refusal> {
-    let remembered = compiled.lock().get(&key).cloned();
+    let remembered = compiled.lock().by_key.get(&key).cloned();
     if let Some(fresh) = remembered {
         return Ok(fresh);
     }
     let fresh = compile(vocabulary, &key.constraint, &key.stop_tokens)?;
-    let removed = compiled.lock().push(key, Arc::clone(&fresh));
-    drop(removed);
+    compiled.lock().insert(key, Arc::clone(&fresh));
     Ok(fresh)
 }
 
@@ -292,10 +311,21 @@ mod tests {
         let resumed = Generate { generated: vec![Generated { sample: 0, tokens: vec![b'7'.into()] }], ..one.clone() };
         for (generate, remembered) in [(&one, 1), (&one, 1), (&with_stop, 2), (&of_other, 3), (&resumed, 3)] {
             constraints.prepare(digits.clone(), generate).await.expect("the constraint is valid");
-            assert_eq!(constraints.compiled.lock().len(), remembered);
+            assert_eq!(constraints.compiled.lock().by_key.len(), remembered);
         }
         let invalid = Constraint::from(Kind::Regex("(".to_owned()));
         constraints.prepare(invalid, &one).await.expect_err("a parenthesis is missing");
-        assert_eq!(constraints.compiled.lock().len(), 3, "refusals are not remembered");
+        assert_eq!(constraints.compiled.lock().by_key.len(), 3, "refusals are not remembered");
+        for number in 0..2 * COMPILED_MAX {
+            let long = if number > COMPILED_MAX { "x".repeat(COMPILED_TEXT_MAX / 8) } else { String::new() };
+            let schema = format!(r#"{{"const":{number},"description":"{long}"}}"#);
+            let constraint = Kind::JsonSchema { schema, lenient: false }.into();
+            constraints.prepare(constraint, &one).await.expect("the constraint is valid");
+            let compiled = constraints.compiled.lock();
+            let text_bytes: usize = compiled.by_key.iter().map(|(key, _)| key.constraint.text_bytes()).sum();
+            assert_eq!(text_bytes, compiled.text_bytes);
+            assert!(compiled.by_key.len() <= COMPILED_MAX && text_bytes <= COMPILED_TEXT_MAX);
+        }
+        assert_eq!(constraints.compiled.lock().by_key.len(), 7, "an eighth long one exceeds the limit");
     }
 }

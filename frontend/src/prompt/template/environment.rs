@@ -112,12 +112,21 @@ fn for_each(state: &mut State<'_, '_>, engines: &str, items: &Value, args: &[Val
         return Err(ErrorKind::UnknownFilter.into());
     }
     let with = |first: Value, others: &[Value]| std::iter::once(first).chain(others.iter().cloned()).collect::<Vec<_>>();
-    limits::for_each(items, |item| {
+    let mut all = Vec::new();
+    for item in items.try_iter()?.checked() {
+        let item = item?;
+        limits::tick()?;
         if let Some(name) = mapped {
             limits::ensure_operation(name, &with(item.clone(), &args[1..]))?;
         }
-        state.apply_filter(engines, &with(vec![item].into(), args))?.try_iter().map(Iterator::collect)
-    })
+        for value in state.apply_filter(engines, &with(vec![item].into(), args))?.try_iter()? {
+            if mapped.is_some() {
+                limits::made(&value)?;
+            }
+            all.push(value);
+        }
+    }
+    Ok(all)
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {

@@ -114,7 +114,7 @@ fn spend_member(value: &Value) -> Result<(), Error> {
     Ok(())
 }
 
-fn tick() -> Result<(), Error> {
+pub(super) fn tick() -> Result<(), Error> {
     if Instant::now() < left()?.end { Ok(()) } else { Err(exhausted("the template takes too much time")) }
 }
 
@@ -143,19 +143,7 @@ pub(super) fn add_filters(environment: &mut Environment<'static>) {
         }
         Ok(value.clone())
     });
-    environment.add_filter(MADE, |value: Value| {
-        tick()?;
-        match value.as_str() {
-            Some(text) => spend(text.len())?,
-            None => {
-                if !is_engines_own(&value) || is_namespace(&value) {
-                    ensure(weight(&value)?)?;
-                }
-                spend(VALUE_BYTES * value.len().unwrap_or_default())?;
-            }
-        }
-        Ok::<_, Error>(value)
-    });
+    environment.add_filter(MADE, |value: Value| made(&value).map(|()| value));
     environment.add_filter(SLICED, |value: Value| {
         tick()?;
         spend(value.as_str().map_or(0, str::len))?;
@@ -170,6 +158,20 @@ pub(super) fn add_filters(environment: &mut Environment<'static>) {
         operands.reverse();
         Ok::<_, Error>(Value::from(Tuple::from(operands)))
     });
+}
+
+/// Takes the bytes of a value that an operation has made.
+pub(super) fn made(value: &Value) -> Result<(), Error> {
+    tick()?;
+    match value.as_str() {
+        Some(text) => spend(text.len()),
+        None => {
+            if !is_engines_own(value) || is_namespace(value) {
+                ensure(weight(value)?)?;
+            }
+            spend(VALUE_BYTES * value.len().unwrap_or_default())
+        }
+    }
 }
 
 /// Checks that the value is nested at most [`python::DEPTH_MAX`] levels deep. Values that are computed when they are read, such as slices, can be
@@ -215,20 +217,6 @@ fn bounded(value: &Value, depth: usize) -> Result<Option<Value>, Error> {
 /// Checks that texts of these values together can be made. The values must not be objects of the engine, of which only namespaces show their size.
 pub(super) fn ensure_all(values: &[Value]) -> Result<(), Error> {
     ensure(values.iter().try_fold(0_usize, |sum, value| Ok::<_, Error>(sum.saturating_add(weight(value)?)))?)
-}
-
-/// Applies a filter to one item after the other, with the checks that the filter has where a template names it. `each` applies it.
-pub(super) fn for_each(items: &Value, mut each: impl FnMut(Value) -> Result<Vec<Value>, Error>) -> Result<Vec<Value>, Error> {
-    let (mut all, mut weights) = (Vec::new(), 0_usize);
-    for item in items.try_iter()?.checked() {
-        tick()?;
-        for made in each(item?)? {
-            weights = weights.saturating_add(weight(&made)?);
-            ensure(weights)?;
-            all.push(made);
-        }
-    }
-    Ok(all)
 }
 
 /// Checks that the operation can be applied to these operands, the first of which is its object.
