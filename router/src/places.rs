@@ -1,7 +1,8 @@
 //! Estimates when a request gets a place, and memory for its prompt, on the worker that decodes its answer.
 //!
 //! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If a worker's
-//! places and memory do not suffice for these, some of the answers that run have to end first. When an answer ends is not known. It is expected at the
+//! places and memory do not suffice for these, some of the answers that run have to end first. Tandem's own engines take places and memory from the
+//! further samples of other requests before that (docs/adr/021-fair-shares.md), so there only the first sample of each request counts. When an answer ends is not known. It is expected at the
 //! usual length of such answers. An answer that has outlived this time is expected to run for as long again as it has outlived it, so that a
 //! worker whose answers do not end is expected to stay full for longer and longer.
 
@@ -43,6 +44,8 @@ pub(crate) struct Room {
     pub(crate) available_blocks: u32,
     /// The number of blocks that the request's prompt takes.
     pub(crate) wanted_blocks: u32,
+    /// Whether the further samples of other requests yield their places and their memory to the request.
+    pub(crate) samples_yield: bool,
 }
 
 /// The speed of answers: what is known of those that have ended.
@@ -79,12 +82,13 @@ impl Room {
     /// Returns how long a request of this account and priority waits for a place and for its memory. `booked` has all answers on the worker.
     pub(crate) fn wait<'a>(
         &self,
-        booked: impl Iterator<Item = &'a BookedAnswer>,
+        booked: impl Iterator<Item = &'a BookedAnswer> + Clone,
         (account, priority): (&str, Priority),
         pace: Pace,
         now: Instant,
     ) -> Duration {
-        let Some(may_precede) = self.may_precede() else { return Duration::ZERO };
+        let room = if self.samples_yield { self.without_further_samples(booked.clone()) } else { *self };
+        let Some(may_precede) = room.may_precede() else { return Duration::ZERO };
         let (mut own, mut others) = (Preceding::default(), HashMap::<&str, Preceding>::new());
         for answer in booked {
             let same_account = *answer.account == *account;
@@ -92,7 +96,7 @@ impl Room {
             if answer.since.is_some() || !priority.outranks(answer.priority, same_account) {
                 let of_account = if same_account { &mut own } else { others.entry(&answer.account).or_default() };
                 let ends = if answer.since.is_some() { &mut of_account.running } else { &mut of_account.waiting };
-                ends.push((answer.remaining(pace, now), answer.samples.into()));
+                ends.push((answer.remaining(pace, now), if self.samples_yield { 1 } else { answer.samples.into() }));
             }
         }
         let share = count(&own.running) + count(&own.waiting) + 1;
@@ -104,9 +108,30 @@ impl Room {
         own.time_until(may_precede, pace.answer)
     }
 
+    /// Returns the room that there is if only the first sample of each request has a place and blocks. All sequences have equally many blocks.
+    fn without_further_samples<'a>(&self, booked: impl Iterator<Item = &'a BookedAnswer>) -> Self {
+        let (mut further, mut further_running) = (0_u32, 0_u32);
+        for answer in booked {
+            let samples = answer.samples.saturating_sub(1);
+            further = further.saturating_add(samples);
+            further_running = further_running.saturating_add(if answer.since.is_some() { samples } else { 0 });
+        }
+        let running = self.running.saturating_sub(further_running);
+        let kept = u64::from(self.in_use_blocks) * u64::from(running) / u64::from(self.running.max(1));
+        let in_use_blocks = u32::try_from(kept).unwrap_or(u32::MAX);
+        let yielded = self.in_use_blocks - in_use_blocks;
+        Self {
+            sequences: self.sequences.saturating_sub(further),
+            running,
+            in_use_blocks,
+            available_blocks: self.available_blocks.saturating_add(yielded),
+            ..*self
+        }
+    }
+
     /// Returns the number of sequences that may precede the request if it is to run; `None`: the worker is not full.
     fn may_precede(&self) -> Option<u64> {
-        let Self { sequences_max, sequences, running, in_use_blocks, available_blocks, wanted_blocks } = *self;
+        let Self { sequences_max, sequences, running, in_use_blocks, available_blocks, wanted_blocks, .. } = *self;
         let by_places = (sequences_max > 0 && sequences >= sequences_max).then(|| u64::from(sequences_max) - 1);
         let lacks_memory = in_use_blocks > 0 && wanted_blocks > available_blocks;
         let by_memory = lacks_memory.then(|| {
@@ -175,7 +200,15 @@ mod tests {
 
     fn places(sequences_max: u32, sequences: usize) -> Room {
         let sequences = sequences as u32;
-        Room { sequences_max, sequences, running: sequences, in_use_blocks: 0, available_blocks: 1_000, wanted_blocks: 10 }
+        Room {
+            sequences_max,
+            sequences,
+            running: sequences,
+            in_use_blocks: 0,
+            available_blocks: 1_000,
+            wanted_blocks: 10,
+            samples_yield: false,
+        }
     }
 
     fn wait(room: Room, booked: &[BookedAnswer], account: &str, pace: Pace, now: Instant) -> f64 {
@@ -228,10 +261,27 @@ mod tests {
     fn request_waits_for_memory() {
         let now = now();
         let booked = [answer("a", Some(0), now), answer("a", Some(1), now)];
-        let room =
-            Room { sequences_max: 64, sequences: 2, running: 2, in_use_blocks: 100, available_blocks: 9, wanted_blocks: 10 };
+        let room = Room { running: 2, in_use_blocks: 100, available_blocks: 9, ..places(64, 2) };
         assert_eq!(wait(room, &booked, "a", PACE, now), 1.0);
         assert_eq!(wait(Room { wanted_blocks: 9, ..room }, &booked, "a", PACE, now), 0.0);
         assert_eq!(wait(Room { wanted_blocks: 90, ..room }, &booked, "a", PACE, now), 2.0, "both have to end");
+    }
+
+    #[test]
+    fn further_samples_of_other_requests_delay_a_request_only_if_they_do_not_yield() {
+        let now = now();
+        let mut booked: Vec<_> = (0..10).map(|_| answer("a", Some(0), now)).collect();
+        booked.iter_mut().for_each(|answer| answer.samples = 128);
+        // All places and all memory are taken by 256 of 1,280 sequences.
+        let full = Room { running: 256, in_use_blocks: 1_000, available_blocks: 0, ..places(256, 1_280) };
+        assert_eq!(wait(full, &booked, "a", PACE, now), 2.0);
+        let yields = Room { samples_yield: true, ..full };
+        assert_eq!(wait(yields, &booked, "a", PACE, now), 0.0);
+        let places = Room { sequences_max: 10, ..yields };
+        assert_eq!(wait(places, &booked, "a", PACE, now), 2.0, "the first samples of ten requests fill ten places");
+        // Of 1,280 running sequences, 1,270 are further samples, so as many blocks can be had.
+        let running = Room { running: 1_280, in_use_blocks: 1_280, wanted_blocks: 1_271, ..yields };
+        assert_eq!(wait(running, &booked, "a", PACE, now), 2.0);
+        assert_eq!(wait(Room { wanted_blocks: 1_270, ..running }, &booked, "a", PACE, now), 0.0);
     }
 }

@@ -1,7 +1,7 @@
 //! The gRPC service: a `Route` stream owns a booking, which is released however the stream ends.
 
 use crate::{
-    cluster::{Cluster, Excluded, PlacementError, PlacementRequest, texts},
+    cluster::{Cluster, Excluded, Placed, PlacementError, PlacementRequest, texts},
     route::NoEligibleWorker,
     worker_bookings::BookingId,
 };
@@ -73,6 +73,7 @@ impl Router for RouterService {
             traceparent,
             prompt_tokens: request.prompt_tokens,
             max_wait: request.max_wait,
+            has_waited: false,
             request,
             excluded: Excluded::default(),
             attempts: 0,
@@ -243,6 +244,8 @@ struct Route {
     request: PlacementRequest,
     /// The limit with which the request came.
     max_wait: Option<Duration>,
+    /// Whether the request has waited in line for its whole limit, and has been placed again.
+    has_waited: bool,
     /// Tokens in the client's prompt. `request.prompt_tokens` also includes the tokens that failed attempts have generated.
     prompt_tokens: u32,
     /// Instances that have failed the request, at most [`EXCLUDED_MAX`].
@@ -271,7 +274,7 @@ impl Route {
                 Some(Message::Failed(failed)) => {
                     let has_waited = failed.reason() == FailureReason::Overloaded;
                     self.exclude(failed);
-                    let reply = if has_waited { self.refuse() } else { self.place() };
+                    let reply = if has_waited { self.place_at_once() } else { self.place() };
                     return Ok(Some((reply, self)));
                 }
                 Some(Message::PrefillFinished(finished)) => self.on_first_token(finished.cached_tokens),
@@ -289,15 +292,33 @@ impl Route {
     /// Places the request. Its previous booking, if any, is released first, so that it does not count in the cost.
     fn place(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
-        let span = self.service.cluster.settings.tracer.follow(&self.traceparent, "route");
         let mut state = self.service.cluster.lock();
         if let Some(booking) = self.booking.take() {
             state.release(booking);
         }
-        let message = match state.place(&self.request, &self.excluded, self.attempts) {
+        let placed = state.place(&self.request, &self.excluded, self.attempts);
+        drop(state);
+        self.reply(placed)
+    }
+
+    /// Places a request that has waited in line for its whole limit where it need not wait, but only once; refuses it otherwise.
+    fn place_at_once(&mut self) -> RouteReply {
+        self.attempts = self.attempts.saturating_add(1);
+        let mut state = self.service.cluster.lock();
+        if let Some(booking) = self.booking.take() {
+            state.release(booking);
+        }
+        let again = (!std::mem::replace(&mut self.has_waited, true)).then_some((&self.excluded, self.attempts));
+        let placed = state.place_at_once(&self.request, again, self.max_wait);
+        drop(state);
+        self.reply(placed)
+    }
+
+    fn reply(&mut self, placed: Result<Placed, PlacementError>) -> RouteReply {
+        let span = self.service.cluster.settings.tracer.follow(&self.traceparent, "route");
+        let message = match placed {
             Ok((booking, placement)) => {
                 self.booking = Some(booking);
-                drop(state);
                 self.request.max_wait = None;
                 describe(&span, &placement);
                 route_reply::Message::Placement(placement.with_signed_addresses(&self.service.key))
@@ -310,15 +331,6 @@ impl Route {
             }
         };
         RouteReply { message: Some(message) }
-    }
-
-    /// Refuses a request that has waited in line for longer than its limit.
-    fn refuse(&mut self) -> RouteReply {
-        let mut state = self.service.cluster.lock();
-        if let Some(booking) = self.booking.take() {
-            state.release(booking);
-        }
-        RouteReply { message: Some(route_reply::Message::Failure(failure(state.refuse(&self.request, self.max_wait)))) }
     }
 
     fn rebook(&mut self, existing: ExistingPlacement) -> Result<(), Status> {

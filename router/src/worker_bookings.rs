@@ -107,7 +107,7 @@ impl WorkerBookings {
     }
 
     /// Returns the answers that are, or will be, generated on the worker.
-    pub(crate) fn answers(&self) -> impl Iterator<Item = &BookedAnswer> {
+    pub(crate) fn answers(&self) -> impl Iterator<Item = &BookedAnswer> + Clone {
         self.answers.values()
     }
 

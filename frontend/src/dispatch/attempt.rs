@@ -47,6 +47,8 @@ pub(super) struct Work<'a> {
     pub(super) resumed: &'a [ResumedSample],
     /// Time at which the first placement was requested.
     pub(super) requested_at: Instant,
+    /// The limit of the wait in line, by the router's estimate; `None`: the request waits for as long as it must.
+    pub(super) max_wait: Option<Duration>,
 }
 
 /// An attempt that has generated a token. Dropping it ends the request on the workers.
@@ -161,8 +163,7 @@ impl Work<'_> {
             account: prompt.account.clone(),
             priority: Some(prompt.priority.into()),
             prefill_start_timeout_ms: start_timeout.map(millis),
-            // A resumed answer has been admitted, so it waits for as long as it must.
-            wait_max_ms: prompt.max_wait.filter(|_| resumed.is_empty()).map(|max_wait| millis(max_wait + WAIT_TOLERANCE)),
+            wait_max_ms: self.max_wait.map(|max_wait| millis(max_wait + WAIT_TOLERANCE)),
         }
     }
 

@@ -98,7 +98,7 @@ impl Dispatcher {
     /// No attempt generated a token.
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Generation, DispatchError> {
         let limit = self.limits.first_token_timeout;
-        let work = Work { prompt, resumed: &[], requested_at: Instant::now() };
+        let work = Work { prompt, resumed: &[], requested_at: Instant::now(), max_wait: prompt.max_wait };
         let starting = async {
             let (booking, placement) = Booking::open(&self.routers, prompt).await?;
             self.first_token(work, booking, placement, 1, Losses::default()).await
@@ -140,7 +140,8 @@ impl Dispatcher {
             "the stream from the decode worker was lost"
         );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
-        let work = Work { prompt, resumed, requested_at: Instant::now() };
+        // The answer has been admitted.
+        let work = Work { prompt, resumed, requested_at: Instant::now(), max_wait: None };
         self.check_losses(&mut losses, work, &error)?;
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
@@ -166,7 +167,7 @@ impl Dispatcher {
     /// Runs attempts until one generates a token. `number` is the number of the first attempt.
     async fn first_token(
         &self,
-        work: Work<'_>,
+        mut work: Work<'_>,
         mut booking: Booking,
         mut placement: Placement,
         mut number: u32,
@@ -202,7 +203,10 @@ impl Dispatcher {
                 return Err(DispatchError::Refused { message: error.message });
             }
             self.check_losses(&mut losses, work, &error)?;
-            // A request that has waited for its whole limit is not placed again. The router answers when to try again.
+            // The router places a request that has waited for its whole limit only where it need not wait. Otherwise it answers when to try again.
+            if reason == FailureReason::Overloaded {
+                work.max_wait = work.max_wait.map(|_| Duration::ZERO);
+            }
             if number >= last && reason != FailureReason::Overloaded {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });
             }

@@ -78,7 +78,7 @@ pub(crate) struct State {
 }
 
 /// A placement with its booking.
-type Placed = (BookingId, v1::Placement);
+pub(crate) type Placed = (BookingId, v1::Placement);
 
 impl Cluster {
     pub(crate) fn new(settings: RouterSettings, metrics: Metrics) -> Self {
@@ -247,14 +247,27 @@ impl State {
         placed
     }
 
-    /// Refuses a request that has waited in line for longer than its limit. Returns the error that says when to try again.
-    pub(crate) fn refuse(&mut self, request: &PlacementRequest, max_wait: Option<Duration>) -> PlacementError {
-        self.metrics.refused.increment(1);
-        self.metrics.overloaded.increment(1);
-        match self.placer.preview(&self.members, request) {
-            Ok(decision) => decision.overloaded(request, max_wait.unwrap_or_default(), self.members.now()),
-            Err(error) => error,
-        }
+    /// Places a request that has waited in line for its limit `max_wait` where it need not wait. `again` has its excluded instances and the number of
+    /// this placement; `None`: it is not placed.
+    ///
+    /// # Errors
+    /// It would wait wherever it were placed. The error says when to try again.
+    pub(crate) fn place_at_once(
+        &mut self,
+        request: &PlacementRequest,
+        again: Option<(&Excluded, u32)>,
+        max_wait: Option<Duration>,
+    ) -> Result<Placed, PlacementError> {
+        let at_once = PlacementRequest { max_wait: Some(Duration::ZERO), ..request.clone() };
+        let placed = again.and_then(|(excluded, attempt)| self.try_place(&at_once, excluded, attempt).ok());
+        placed.ok_or_else(|| {
+            self.metrics.refused.increment(1);
+            self.metrics.overloaded.increment(1);
+            match self.placer.preview(&self.members, request) {
+                Ok(decision) => decision.overloaded(request, max_wait.unwrap_or_default(), self.members.now()),
+                Err(error) => error,
+            }
+        })
     }
 
     fn try_place(&mut self, request: &PlacementRequest, excluded: &Excluded, attempt: u32) -> Result<Placed, PlacementError> {

@@ -6,6 +6,7 @@ use tandem_kv::{InstanceId, Priority, RequestId, SequenceHash};
 use tandem_proto::v1::EqualPrompt;
 
 /// A request to place.
+#[derive(Clone)]
 pub(crate) struct PlacementRequest {
     pub(crate) request_id: RequestId,
     /// The requested model's id; empty: the only model that members serve.

@@ -143,6 +143,7 @@ impl<'a> Waits<'a> {
             available_blocks: candidate.available_blocks,
             wanted_blocks: u32::try_from(candidate.new_tokens(query, known).div_ceil(query.block_size.into()))
                 .unwrap_or(u32::MAX),
+            samples_yield: members[at].info.transfer_family.is_empty(),
         };
         room.wait(members[at].bookings.answers(), request.owner(), *pace, *now)
     }

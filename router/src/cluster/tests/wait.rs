@@ -153,3 +153,28 @@ async fn request_to_a_full_worker_waits_until_an_answer_ends() {
     lines.place(Some(SECOND), [].into(), &[], 1).expect("a place is free");
     lines.scenario.state.release(second);
 }
+
+#[tokio::test(start_paused = true)]
+async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_need_not_wait() {
+    let mut lines = Lines::new();
+    // A line on d0 does not move. The request has waited there.
+    lines.add(4, &["d1-1"]);
+    advance(10 * SECOND).await;
+    let excluded = Excluded { failed: ["d0-1".into()].into(), ..Excluded::default() };
+    let request = PlacementRequest { max_wait: None, ..lines.scenario.request(1_001, [].into()) };
+    let state = &mut lines.scenario.state;
+    let refused = state.place_at_once(&request, None, Some(10 * SECOND));
+    assert!(matches!(refused, Err(PlacementError::Overloaded { .. })), "{refused:?}");
+    let (booking, placement) = state.place_at_once(&request, Some((&excluded, 2)), Some(10 * SECOND)).expect("d1 is idle");
+    assert_eq!(name(&placement.decode), "d1");
+    // Nothing moves on d1 either.
+    advance(12 * SECOND).await;
+    let Err(PlacementError::Overloaded { retry_after }) = state.place_at_once(&request, Some((&excluded, 2)), Some(10 * SECOND))
+    else {
+        panic!("no worker can begin at once")
+    };
+    assert_eq!(retry_after, 2 * SECOND);
+    state.release(booking);
+    let metrics = lines.scenario.recorder.render();
+    assert!(metrics.contains("tandem_router_overloaded_total 2\n"), "{metrics}");
+}
