@@ -301,7 +301,7 @@ impl Route {
         self.reply(placed)
     }
 
-    /// Places a request that has waited in line for its whole limit where it need not wait, but only once; refuses it otherwise.
+    /// Places a request that has waited in line for its whole limit where it hardly waits, but only once; refuses it otherwise.
     fn place_at_once(&mut self) -> RouteReply {
         self.attempts = self.attempts.saturating_add(1);
         let mut state = self.service.cluster.lock();

@@ -203,7 +203,7 @@ impl Dispatcher {
                 return Err(DispatchError::Refused { message: error.message });
             }
             self.check_losses(&mut losses, work, &error)?;
-            // The router places a request that has waited for its whole limit only where it need not wait. Otherwise it answers when to try again.
+            // The router places a request that has waited for its whole limit only where it hardly waits. Otherwise it answers when to try again.
             if reason == FailureReason::Overloaded {
                 work.max_wait = work.max_wait.map(|_| Duration::ZERO);
             }

@@ -78,6 +78,10 @@ pub(crate) struct State {
 }
 
 /// A placement with its booking.
+/// The longest estimated wait of a request that is placed again because it has waited for its whole limit. Frontends allow such a request a second, and
+/// estimates may be wrong by a factor.
+const SHORT_WAIT: Duration = Duration::from_millis(500);
+
 pub(crate) type Placed = (BookingId, v1::Placement);
 
 impl Cluster {
@@ -247,7 +251,7 @@ impl State {
         placed
     }
 
-    /// Places a request that has waited in line for its limit `max_wait` where it need not wait. `again` has its excluded instances and the number of
+    /// Places a request that has waited in line for its limit `max_wait` where it hardly waits. `again` has its excluded instances and the number of
     /// this placement; `None`: it is not placed.
     ///
     /// # Errors
@@ -258,7 +262,7 @@ impl State {
         again: Option<(&Excluded, u32)>,
         max_wait: Option<Duration>,
     ) -> Result<Placed, PlacementError> {
-        let at_once = PlacementRequest { max_wait: Some(Duration::ZERO), ..request.clone() };
+        let at_once = PlacementRequest { max_wait: Some(SHORT_WAIT), ..request.clone() };
         let placed = again.and_then(|(excluded, attempt)| self.try_place(&at_once, excluded, attempt).ok());
         placed.ok_or_else(|| {
             self.metrics.refused.increment(1);

@@ -155,7 +155,7 @@ async fn request_to_a_full_worker_waits_until_an_answer_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_need_not_wait() {
+async fn request_that_has_waited_for_its_limit_is_placed_again_only_where_it_hardly_waits() {
     let mut lines = Lines::new();
     // A line on d0 does not move. The request has waited there.
     lines.add(4, &["d1-1"]);
