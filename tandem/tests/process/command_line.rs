@@ -65,10 +65,23 @@ fn drain_finishes_running_answers() {
     assert_eq!(up.wait().0.code(), Some(0));
 }
 
+/// Starts `tandem up` with the simulated engine through another program.
+fn started_by(program: &[&str], args: &[&str]) -> Up {
+    let mut direct = tandem(&["up", "--engine", "sim", "--listen", "127.0.0.1:0"]);
+    direct.args(args);
+    let mut command = Command::new(program[0]);
+    command.args(&program[1..]).arg(direct.get_program()).args(direct.get_args());
+    for (name, _) in direct.get_envs() {
+        command.env_remove(name);
+    }
+    Up::of(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
+}
+
 #[test]
 fn closed_terminal_drains_a_process_unless_it_ignores_hangups() {
     let body = LONG.replace("60000", "2000");
-    let up = sim(&["--sim-speedup", "20"]);
+    // The tests themselves may run under nohup.
+    let up = started_by(&["env", "--default-signal=HUP"], &["--sim-speedup", "20"]);
     let mut answer = running(&up, &body);
     up.signal("-HUP");
     let mut rest = String::new();
@@ -76,13 +89,7 @@ fn closed_terminal_drains_a_process_unless_it_ignores_hangups() {
     assert!(rest.contains("data: [DONE]"), "the answer is incomplete");
     assert_eq!(up.wait().0.code(), Some(0));
 
-    let direct = tandem(&["up", "--engine", "sim", "--listen", "127.0.0.1:0"]);
-    let mut under_nohup = Command::new("nohup");
-    under_nohup.arg(direct.get_program()).args(direct.get_args());
-    for (name, _) in direct.get_envs() {
-        under_nohup.env_remove(name);
-    }
-    let up = Up::of(under_nohup.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+    let up = started_by(&["nohup"], &[]);
     up.signal("-HUP");
     assert!(up.get("/ready").starts_with("HTTP/1.1 200"), "nohup has made the process ignore hangups");
     up.signal("-TERM");
