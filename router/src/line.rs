@@ -181,18 +181,18 @@ impl Line {
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
-    /// Returns which of the waiting requests are served after one more `request`: those that it outranks and, if the worker computes short prompts first
+    /// Returns which of the waiting requests are served after one more, of this account and priority and with so many new tokens: those that it outranks and, if the worker computes short prompts first
     /// (`shortest_first`), those of equal rank with more work.
-    pub(crate) fn behind(&self, request: &Waiting, shortest_first: bool) -> Behind {
+    pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
         let (mut requests, mut behind, mut all) = (0, 0, 0);
-        for ((priority, account), Equals { each, work }) in &self.waiting {
+        for ((of, owner), Equals { each, work }) in &self.waiting {
             all += work;
-            let same_account = *account == request.account;
-            if request.priority.outranks(*priority, same_account) {
+            let same_account = **owner == *account;
+            if priority.outranks(*of, same_account) {
                 requests += each.len();
                 behind += work;
-            } else if shortest_first && !priority.outranks(request.priority, same_account) {
-                for work in each.iter().filter(|work| **work > request.work) {
+            } else if shortest_first && !of.outranks(priority, same_account) {
+                for work in each.iter().filter(|work| **work > new_tokens + REQUEST_TOKENS) {
                     requests += 1;
                     behind += work;
                 }
@@ -206,7 +206,6 @@ impl Line {
         self.waiting.values().map(|equals| equals.work).sum()
     }
 
-    #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
@@ -369,7 +368,7 @@ mod tests {
             let waits = line.wait(&request, speed, now).as_secs_f64();
             assert!((waits - expected).abs() < 0.05 * expected + 0.01, "{request:?}: {waits} s, not {expected} s");
         }
-        let behind = |across, within| line.behind(&request("a", across, within), true);
+        let behind = |across, within| line.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
         assert_eq!(behind(7, 7), Behind::default());
         assert_eq!(behind(0, 0), Behind { requests: 10, share: 10.0 / 60.0 });
         assert_eq!(behind(-1, -1), Behind { requests: 60, share: 1.0 });
@@ -384,10 +383,12 @@ mod tests {
         let now = Instant::now();
         let mut line = Line::new(now);
         [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| line.join(&request(of, tokens), now));
-        assert_eq!(line.behind(&request("a", 100), true), Behind { requests: 3, share: 1.0 });
-        assert_eq!(line.behind(&request("a", 500), true), Behind { requests: 2, share: 0.95 });
-        assert_eq!(line.behind(&request("a", 9_000), true), Behind::default());
-        assert_eq!(line.behind(&request("a", 100), false), Behind::default());
+        let behind =
+            |work, shortest_first| line.behind("a", Priority::default(), work - REQUEST_TOKENS.min(work), shortest_first);
+        assert_eq!(behind(100, true), Behind { requests: 3, share: 1.0 });
+        assert_eq!(behind(500, true), Behind { requests: 2, share: 0.95 });
+        assert_eq!(behind(9_000, true), Behind::default());
+        assert_eq!(behind(100, false), Behind::default());
     }
 
     #[test]

@@ -1,9 +1,10 @@
-//! Simulates many clusters and loads with this router's rule and with the rules of other routers, and prints how this router's figures compare with the
-//! best of the others.
+//! Simulates clusters under many loads with the rules of this router and of others, and prints their figures: times in milliseconds, hits in percent,
+//! medians over seeds of the tie-break. docs/routing.md shows a run.
 //!
 //! ```sh
-//! TANDEM_TRACE=conversation_trace.jsonl cargo bench -p tandem-simulator --bench worlds -- [WORDS OF A WORLD'S NAME]
+//! TANDEM_TRACE=conversation_trace.jsonl cargo bench -p tandem-simulator --bench worlds -- [PARTS OF NAMES]
 //! ```
+#![expect(clippy::print_stdout, reason = "the benchmark prints figures")]
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -151,7 +152,8 @@ fn worlds() -> Vec<World> {
     add("4 + 4, pace 3", cluster(split(4, 4)), conversations(2_500, 3.0, 1));
     for (name, size) in [("8 mixed", mixed(8)), ("4 + 4", split(4, 4)), ("6 + 2", split(6, 2))] {
         add(&format!("{name}, small KV"), with_kv(size, 200_000), conversations(2_000, 1.0, 1));
-        add(&format!("{name}, answers x 8"), cluster(size), conversations(2_000, 1.0, 8));
+        let pace = if name == "6 + 2" { 0.5 } else { 1.0 };
+        add(&format!("{name}, answers x 8"), cluster(size), conversations(2_000, pace, 8));
         add(&format!("{name}, one slow worker"), slow(size), conversations(2_000, 1.5, 1));
         add(&format!("{name}, lost workers"), lossy(size), conversations(2_000, 1.0, 1));
         add(&format!("{name}, agents"), cluster(size), agents(80, 0.25));
@@ -166,27 +168,21 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-const COLUMNS: [(&str, fn(&Figures) -> f64); 6] = [
-    ("TTFT", |figures| figures.ttft_mean_s * 1e3),
-    ("p99", |figures| figures.ttft_p99_s * 1e3),
-    ("ITL", |figures| figures.itl_mean_ms),
-    ("p99", |figures| figures.itl_p99_ms),
-    ("E2E", |figures| figures.end_mean_s * 1e3),
-    ("hits", |figures| figures.hit_rate * 1e2),
-];
+/// Returns mean and 99th percentile of the time to the first token and of the time between tokens, the mean time to the last token, and the hits.
+fn columns(figures: &Figures) -> [f64; 6] {
+    let &Figures { ttft_mean_s, ttft_p99_s, itl_mean_ms, itl_p99_ms, end_mean_s, hit_rate, .. } = figures;
+    [ttft_mean_s * 1e3, ttft_p99_s * 1e3, itl_mean_ms, itl_p99_ms, end_mean_s * 1e3, hit_rate * 1e2]
+}
 
 fn main() {
     let filter: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
-    let rules = std::env::var("TANDEM_RULES").unwrap_or_default();
     let mut worlds = worlds();
     worlds.retain(|world| filter.is_empty() || filter.iter().any(|part| world.name.contains(part)));
     let is_split = |world: &World| world.cluster.workers.iter().any(|worker| worker.role == tandem_router::Role::Prefill);
     let mut jobs = Vec::new();
     for (at, world) in worlds.iter().enumerate() {
         for (rule, _) in RULES.iter().enumerate().filter(|(_, rule)| rule.0 != "remote" || is_split(world)) {
-            if rules.is_empty() || rules.split(',').any(|name| name == RULES[rule].0) {
-                jobs.extend(SEEDS.map(|seed| (at, rule, seed)));
-            }
+            jobs.extend(SEEDS.map(|seed| (at, rule, seed)));
         }
     }
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -203,14 +199,20 @@ fn main() {
         }
     });
     let done = done.into_inner().expect("no thread panics with it");
+    println!(
+        "{:<24} {:<7} {}",
+        "world",
+        "rule",
+        ["TTFT", "p99", "ITL", "p99", "E2E", "hits"].map(|name| format!("{name:>9}")).join(" ")
+    );
     for (at, world) in worlds.iter().enumerate() {
         for (rule, (name, ..)) in RULES.iter().enumerate() {
-            let of: Vec<&Figures> = done.iter().filter(|(key, _)| *key == (at, rule)).map(|(_, figures)| figures).collect();
-            if of.is_empty() {
-                continue;
+            let of = done.iter().filter(|(key, _)| *key == (at, rule));
+            let of: Vec<[f64; 6]> = of.map(|(_, figures)| columns(figures)).collect();
+            if !of.is_empty() {
+                let values = (0..6).map(|column| format!("{:9.2}", median(of.iter().map(|values| values[column]).collect())));
+                println!("{:<24} {name:<7} {}", world.name, values.collect::<Vec<_>>().join(" "));
             }
-            let values = COLUMNS.map(|(_, column)| median(of.iter().map(|figures| column(figures)).collect()));
-            println!("{:<24} {name:<7} {}", world.name, values.map(|value| format!("{value:9.2}")).join(" "));
         }
     }
 }

@@ -8,7 +8,6 @@ use super::{
 use crate::{
     answers::{AnswerLengths, MovingMean},
     demand::Demands,
-    line::Waiting,
     places::{BookedAnswer, Length, Pace},
     route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy, Role},
     settings::{Costs, PrefillPlace, RouterSettings},
@@ -150,12 +149,11 @@ impl Placer {
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
-        for (candidate, member) in candidates.iter_mut().zip(&members) {
+        for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.line.is_empty()) {
             // Tandem's own engines compute short prompts first, others those that arrived first.
             let shortest_first = member.info.transfer_family.is_empty();
             let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
-            let waiting = Waiting::new(request.account.clone(), request.priority, own_tokens);
-            let behind = member.line.behind(&waiting, shortest_first);
+            let behind = member.line.behind(&request.account, request.priority, own_tokens, shortest_first);
             candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
             candidate.behind_prompts = behind.requests;
         }

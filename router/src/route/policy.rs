@@ -28,10 +28,6 @@ impl PlacementSeed {
 /// The load of a worker is assumed to be at most this part of its rate. With more, the time until its queue is empty would have no bound.
 const LOAD_MAX: f64 = 0.9;
 
-/// The delay of running answers grows with this power of their number. The worlds of docs/routing.md determine it: with 1, prompts follow differences
-/// between workers that have passed before the prompts are computed.
-const SEQUENCES_EXPONENT: f64 = 0.8;
-
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
@@ -167,9 +163,11 @@ impl Rates {
         busy_s * prompts / workers * compute_ms.min(tokens / prompts / rate * 1e3)
     }
 
-    /// Returns the time by which `prefill_ms` of prefill delay the answers of so many sequences.
+    /// Returns the time by which `prefill_ms` of prefill delay the answers of so many sequences. It grows with the power ¾ of their number: in proportion to
+    /// it, prompts would follow differences between workers that have passed before the prompts are computed (docs/routing.md).
     fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
-        prefill_ms * f64::from(sequences).powf(SEQUENCES_EXPONENT) * self.costs.answer_preference
+        let root = f64::from(sequences).sqrt();
+        prefill_ms * root * root.sqrt() * self.costs.answer_preference
     }
 
     /// Returns the time until enough blocks are available for the queued prompts, for `blocks` more blocks, and for what the answers of the

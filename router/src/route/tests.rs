@@ -289,14 +289,14 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
 }
 
 #[test]
-fn local_prefill_is_charged_half_of_its_time_for_the_answers_that_it_delays() {
+fn local_prefill_is_charged_for_the_answers_that_it_delays() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
     let is_first = |one: Candidate, queued_tokens| {
         let workers = [one, Candidate { queued_tokens, ..decode() }];
         placed(&local, &workers).expect("the request can be placed").0 == 0
     };
-    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 32 answers counts as that of 16.
-    for (sequences, tokens) in [(1, 510), (32, 8_320)] {
+    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers counts as that of 8.
+    for (sequences, tokens) in [(1, 610), (16, 4_960)] {
         let busy = Candidate { sequences, ..decode() };
         assert!(is_first(busy.clone(), tokens + 1) && !is_first(busy, tokens - 1), "{sequences}");
     }
@@ -310,10 +310,10 @@ fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_t
     // The prompt takes a second. A longer one waits for it, and is computed after it.
     let prefills = |tokens| chosen(&remote(1_001), [decode(), line(5_000.0, prefill()), queue(tokens, prefill())]).1;
     assert_eq!((prefills(1_001), prefills(999)), (Some(1), Some(2)));
-    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts a half.
+    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.6.
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
     let decodes = |tokens| chosen(&local, [line(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
-    assert_eq!((decodes(3_501), decodes(3_499)), (0, 1));
+    assert_eq!((decodes(4_001), decodes(3_999)), (0, 1));
     // A worker that only decodes the answer delays it by the prompts in its line.
     let receives = |tokens| chosen(&remote(1_001), [queue(1_000, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((receives(1_001), receives(999)), (0, 1));
