@@ -52,6 +52,7 @@ pub struct EngineHandle {
     busy_since: watch::Receiver<Option<Instant>>,
     step_max: Duration,
     batch_max: u32,
+    chunk_budget: u32,
     resume_below: usize,
     constraints: Constraints,
 }
@@ -103,10 +104,23 @@ impl EngineHandle {
         let wake = Arc::new(Notify::new());
         let driver = Driver::new(engine, &settings, draw_ticket, clock, received, Arc::clone(&wake));
         let (load, busy_since) = (driver.load.subscribe(), driver.busy_since.subscribe());
-        let EngineSettings { step_max, batch_max, .. } = settings;
+        let EngineSettings { step_max, batch_max, chunk_budget, .. } = settings;
         let resume_below = driver.max_buffered_events / 2;
         let constraints = Constraints::new(Arc::clone(&wake));
-        (Self { info, commands, wake, kv_memory, load, busy_since, step_max, batch_max, resume_below, constraints }, driver)
+        let handle = Self {
+            info,
+            commands,
+            wake,
+            kv_memory,
+            load,
+            busy_since,
+            step_max,
+            batch_max,
+            chunk_budget,
+            resume_below,
+            constraints,
+        };
+        (handle, driver)
     }
 
     /// Returns the properties of the engine's model and KV memory. They never change.
@@ -117,6 +131,11 @@ impl EngineHandle {
     /// Returns [`EngineSettings::batch_max`].
     pub fn batch_max(&self) -> u32 {
         self.batch_max
+    }
+
+    /// Returns [`EngineSettings::chunk_budget`].
+    pub fn chunk_budget(&self) -> u32 {
+        self.chunk_budget
     }
 
     /// Queues a prefill.

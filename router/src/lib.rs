@@ -7,6 +7,7 @@ mod answers;
 mod applied;
 mod breaker;
 mod cluster;
+mod demand;
 mod index;
 mod line;
 mod metrics;

@@ -36,13 +36,29 @@ impl Waiting {
 #[derive(Debug)]
 pub(crate) struct Line {
     /// The work of the waiting requests by priority and account. Each entry has some.
-    waiting: BTreeMap<(Priority, Arc<str>), u64>,
+    waiting: BTreeMap<(Priority, Arc<str>), Equals>,
     period: Period,
     /// Time at which a request last got its first token, at which the worker last reported that it prefills, or at which the first of the line joined
     /// it.
     moved_at: Instant,
     /// The measured speed, and when it was measured; `None` until then.
     speed: Option<(Speed, Instant)>,
+}
+
+/// The waiting requests of one account and priority.
+#[derive(Debug, Default)]
+struct Equals {
+    each: Vec<u64>,
+    work: u64,
+}
+
+/// The waiting requests that a worker would serve after one more request.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Behind {
+    /// Their number.
+    pub(crate) requests: usize,
+    /// Their part of the line's work.
+    pub(crate) share: f64,
 }
 
 /// A period over which the speed is measured.
@@ -93,7 +109,9 @@ impl Line {
     pub(crate) fn join(&mut self, request: &Waiting, now: Instant) {
         if request.work > 0 {
             let was_empty = self.waiting.is_empty();
-            *self.waiting.entry((request.priority, request.account.clone())).or_default() += request.work;
+            let equals = self.waiting.entry((request.priority, request.account.clone())).or_default();
+            equals.each.push(request.work);
+            equals.work += request.work;
             if was_empty {
                 self.moved_at = now;
             }
@@ -108,9 +126,11 @@ impl Line {
     /// Removes a request that has joined the line.
     pub(crate) fn leave(&mut self, Waiting { account, priority, work }: &Waiting, left: Left, now: Instant) {
         let key = (*priority, account.clone());
-        let Some(of_equals) = self.waiting.get_mut(&key).filter(|_| *work > 0) else { return };
-        *of_equals -= work;
-        if *of_equals == 0 {
+        let Some(equals) = self.waiting.get_mut(&key) else { return };
+        let Some(at) = equals.each.iter().position(|of| of == work) else { return };
+        equals.each.swap_remove(at);
+        equals.work -= work;
+        if equals.each.is_empty() {
             self.waiting.remove(&key);
         }
         self.period.left += work;
@@ -144,7 +164,7 @@ impl Line {
     /// has not moved for some time, it is expected not to move for as long again, at least for those that would stand behind others.
     pub(crate) fn wait(&self, request: &Waiting, speed: f64, now: Instant) -> Duration {
         let (mut ahead, mut own, mut others) = (0, 0, BTreeMap::<&str, u64>::new());
-        for ((priority, account), work) in &self.waiting {
+        for ((priority, account), Equals { work, .. }) in &self.waiting {
             let same_account = *account == request.account;
             if priority.outranks(request.priority, same_account) {
                 own += if same_account && priority.across == request.priority.across { *work } else { 0 };
@@ -161,21 +181,37 @@ impl Line {
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
-    /// Returns which part of the line's work a request of this account and priority does not outrank; `None`: it outranks none.
-    pub(crate) fn preceding(&self, account: &str, priority: Priority) -> Option<f64> {
-        let outranked = |((of, other), _): &(&(Priority, Arc<str>), &u64)| priority.outranks(*of, **other == *account);
-        let outranked: u64 = self.waiting.iter().filter(outranked).map(|(_, work)| work).sum();
-        let all: u64 = self.waiting.values().sum();
-        (outranked > 0).then(|| (all - outranked) as f64 / all as f64)
+    /// Returns which of the waiting requests are served after one more, of this account and priority and with so many new tokens: those that it outranks and, if the worker computes short prompts first
+    /// (`shortest_first`), those of equal rank with more work.
+    pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
+        let (mut requests, mut behind, mut all) = (0, 0, 0);
+        for ((of, owner), Equals { each, work }) in &self.waiting {
+            all += work;
+            let same_account = **owner == *account;
+            if priority.outranks(*of, same_account) {
+                requests += each.len();
+                behind += work;
+            } else if shortest_first && !of.outranks(priority, same_account) {
+                for work in each.iter().filter(|work| **work > new_tokens + REQUEST_TOKENS) {
+                    requests += 1;
+                    behind += work;
+                }
+            }
+        }
+        Behind { requests, share: behind as f64 / all.max(1) as f64 }
     }
 
-    #[cfg(test)]
+    /// Returns the work of all waiting requests.
+    fn work(&self) -> u64 {
+        self.waiting.values().map(|equals| equals.work).sum()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
     fn begin_period(&mut self, now: Instant) {
-        self.period = Period { since: now, at_first: self.waiting.values().sum(), served: 0, left: 0 };
+        self.period = Period { since: now, at_first: self.work(), served: 0, left: 0 };
     }
 
     /// Takes the speed of a period in which there was always work.
@@ -332,14 +368,27 @@ mod tests {
             let waits = line.wait(&request, speed, now).as_secs_f64();
             assert!((waits - expected).abs() < 0.05 * expected + 0.01, "{request:?}: {waits} s, not {expected} s");
         }
-        let preceding = |across, within| line.preceding("a", Priority { across, within });
-        assert_eq!(preceding(7, 7), None);
-        assert!(preceding(0, 0).is_some_and(|part| (part - 50.0 / 60.0).abs() < 1e-9), "{:?}", preceding(0, 0));
-        assert_eq!(preceding(-1, -1), Some(0.0));
+        let behind = |across, within| line.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
+        assert_eq!(behind(7, 7), Behind::default());
+        assert_eq!(behind(0, 0), Behind { requests: 10, share: 10.0 / 60.0 });
+        assert_eq!(behind(-1, -1), Behind { requests: 60, share: 1.0 });
         for (request, count) in [(urgent, 10), (later, 10), (self::request("a", 1_000), 40)] {
             (0..count).for_each(|_| line.leave(&request, Left::Abandoned, now));
         }
         assert!(line.is_empty());
+    }
+
+    #[test]
+    fn shorter_prompts_of_equal_rank_are_served_first_where_the_engine_does_so() {
+        let now = Instant::now();
+        let mut line = Line::new(now);
+        [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| line.join(&request(of, tokens), now));
+        let behind =
+            |work, shortest_first| line.behind("a", Priority::default(), work - REQUEST_TOKENS.min(work), shortest_first);
+        assert_eq!(behind(100, true), Behind { requests: 3, share: 1.0 });
+        assert_eq!(behind(500, true), Behind { requests: 2, share: 0.95 });
+        assert_eq!(behind(9_000, true), Behind::default());
+        assert_eq!(behind(100, false), Behind::default());
     }
 
     #[test]

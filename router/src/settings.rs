@@ -124,14 +124,13 @@ pub struct Costs {
     /// With 0, waiting for a block that is being computed would cost as much as computing it elsewhere, and a burst of equal prompts would
     /// be scattered.
     pub work_weight: f64,
-    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 0.25: one in four
-    /// evicted blocks is assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all
+    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 1: all
+    /// evicted blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all
     /// caches before any of them overflows.
     pub displaced_weight: f64,
-    /// The cost of a millisecond of prefill on a decode worker, in milliseconds for each sequence that runs there. Default 0.1: a pause
-    /// within an answer is a smaller delay for its reader than a late first token. With 1, workers with long answers received hardly any
-    /// prompts, and the queues of the other workers grew.
-    pub interference: f64,
+    /// How many milliseconds of first tokens a millisecond is worth by which an answer is delayed that has begun. Default 0.6: a pause within an answer
+    /// is a smaller delay for its reader than a late first token.
+    pub answer_preference: f64,
     /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
     /// blocks that running answers must release. Default 5 s: some hundred tokens of ten milliseconds each, and more.
     pub answer_ms: f64,
@@ -152,8 +151,8 @@ impl Default for Costs {
             transfer_bytes_per_second: 1e9,
             handoff_ms: 5.0,
             work_weight: 0.25,
-            displaced_weight: 0.25,
-            interference: 0.1,
+            displaced_weight: 1.0,
+            answer_preference: 0.6,
             answer_ms: 5_000.0,
             answer_tokens: 256.0,
             rate_half_life: Duration::from_secs(30),

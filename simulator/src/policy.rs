@@ -122,7 +122,13 @@ mod tests {
     fn workers(count: usize, change: impl Fn(usize, &mut Candidate)) -> Vec<Candidate> {
         let mut router = VirtualRouter::new(RouterSettings::default());
         for _ in 0..count {
-            router.join(VirtualWorker { role: Role::Decode, block_size: 16, capacity_blocks: 100, block_bytes: 1 });
+            router.join(VirtualWorker {
+                role: Role::Decode,
+                block_size: 16,
+                capacity_blocks: 100,
+                block_bytes: 1,
+                step_tokens: 0,
+            });
         }
         let mut workers: Vec<Candidate> = router.candidates(&[]).into_iter().map(|(_, candidate)| candidate).collect();
         for (at, worker) in workers.iter_mut().enumerate() {

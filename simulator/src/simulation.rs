@@ -104,6 +104,7 @@ impl<'a> Simulation<'a> {
                 block_size: cluster.block_tokens as u32,
                 capacity_blocks,
                 block_bytes,
+                step_tokens: cluster.device.step_tokens as u32,
             });
             Engine::new(worker.role, worker.slower, cluster.device, cluster.block_tokens, capacity_blocks)
         });

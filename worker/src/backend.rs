@@ -63,6 +63,12 @@ pub trait Backend: Send + Sync + 'static {
         0
     }
 
+    /// Returns the most prompt tokens of a step, whose KV is sent during the next step; 0: no KV is sent before the prompt is computed. This never
+    /// changes.
+    fn step_tokens(&self) -> u32 {
+        0
+    }
+
     /// Returns the largest number of blocks that [`Self::watch`] reports as cached. This never changes.
     fn cached_blocks_max(&self) -> u32 {
         self.info().capacity_blocks
@@ -142,6 +148,10 @@ impl Backend for EngineHandle {
 
     fn sequences_max(&self) -> u32 {
         self.batch_max()
+    }
+
+    fn step_tokens(&self) -> u32 {
+        self.chunk_budget()
     }
 
     async fn prefill(&self, prefill: Prefill) -> Result<Box<dyn Job>, Refusal> {

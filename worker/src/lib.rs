@@ -117,6 +117,7 @@ impl Worker {
             approximate_index: backend.assumes_cache(),
             cached_blocks_max: backend.cached_blocks_max(),
             sequences_max: backend.sequences_max(),
+            step_tokens: backend.step_tokens(),
             loras: backend.loras().to_vec(),
         };
         let ledger = settings.ledger.of(&settings.worker_id, metrics);

@@ -304,6 +304,9 @@ impl State {
             waiting: decision.waiting(request, choice),
         };
         self.metrics.estimated_wait.record(wait);
+        let role = if choice.prefill.is_some() { Role::Prefill } else { Role::Decode };
+        let (model, tokens) = (decision.model.clone(), full.tokens);
+        self.placer.on_placed(&model, role, tokens, self.members.now());
         self.count_placement(&booking, overlap_blocks);
         Ok((self.book(booking, load), placement))
     }

@@ -7,8 +7,9 @@ use super::{
 };
 use crate::{
     answers::{AnswerLengths, MovingMean},
+    demand::Demands,
     places::{BookedAnswer, Length, Pace},
-    route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy},
+    route::{self, Candidate, Choice, CostsByUse, NoEligibleWorker, PlacementQuery, PlacementSeed, Policy, Role},
     settings::{Costs, PrefillPlace, RouterSettings},
 };
 use std::{
@@ -35,6 +36,7 @@ struct ModelHistory {
     /// The time in milliseconds from the end of a prompt's prefill to the end of its answer.
     answer_ms: MovingMean,
     lengths: AnswerLengths,
+    demands: Demands,
 }
 
 /// A decision and the input on which it is based. Lists are in the order of `members`.
@@ -97,6 +99,13 @@ impl Placer {
         self.weigh(members, request, 1, &BTreeSet::new(), Some(members.now()))
     }
 
+    /// Records that a worker of this role will compute so many tokens of a prompt to the model.
+    pub(super) fn on_placed(&mut self, model: &str, role: Role, tokens: u64, now: Instant) {
+        if let Some(history) = self.by_model.get_mut(model) {
+            history.demands.add(role, tokens, now);
+        }
+    }
+
     /// Records how long after its prefill a request of the model ended.
     pub(super) fn on_released(&mut self, model: &str, took: Duration) {
         if let Some(history) = self.by_model.get_mut(model) {
@@ -140,13 +149,16 @@ impl Placer {
         let costs = Costs { answer_ms: answer_ms.unwrap_or(settings.costs.answer_ms), ..settings.costs };
         let seed = PlacementSeed { seed: settings.seed, number: placements };
         let mut candidates = all.candidates(&members, hashes, excluded, breakers_at, &costs);
-        for (candidate, member) in candidates.iter_mut().zip(&members) {
-            // The request does not wait for prompts that it outranks.
-            if let Some(preceding) = member.line.preceding(&request.account, request.priority) {
-                candidate.queued_tokens = (candidate.queued_tokens as f64 * preceding) as u64;
-            }
+        for (candidate, member) in candidates.iter_mut().zip(&members).filter(|(_, member)| !member.line.is_empty()) {
+            // Tandem's own engines compute short prompts first, others those that arrived first.
+            let shortest_first = member.info.transfer_family.is_empty();
+            let own_tokens = candidate.new_tokens(&query, candidate.overlap_blocks.into());
+            let behind = member.line.behind(&request.account, request.priority, own_tokens, shortest_first);
+            candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
+            candidate.behind_prompts = behind.requests;
         }
-        let costs = route::costs_by_use(&**policy, &costs, &query, &candidates, seed);
+        let demand = history.map(|history| history.demands.per_second(all.now())).unwrap_or_default();
+        let costs = route::costs_by_use(&**policy, &costs, demand, &query, &candidates, seed);
         let equal = request.equal_prompt.as_ref().filter(|_| attempt == 1);
         let with_equal = equal.and_then(|equal| workers_of(equal, &members, &costs));
         let choice = with_equal.map_or_else(|| route::place(&costs, &query, &candidates, seed), Ok);

@@ -39,6 +39,8 @@ pub struct VirtualWorker {
     pub capacity_blocks: u32,
     /// Bytes of KV per block.
     pub block_bytes: u64,
+    /// The most prompt tokens of a step.
+    pub step_tokens: u32,
 }
 
 /// A request to a [`VirtualRouter`].
@@ -122,7 +124,7 @@ impl VirtualRouter {
     }
 
     fn join_as(&mut self, number: usize, worker: VirtualWorker) -> (MemberId, String) {
-        let VirtualWorker { role, block_size, capacity_blocks, block_bytes } = worker;
+        let VirtualWorker { role, block_size, capacity_blocks, block_bytes, step_tokens } = worker;
         let role = match role {
             Role::Prefill => worker_info::Role::Prefill,
             Role::Decode => worker_info::Role::Decode,
@@ -137,6 +139,7 @@ impl VirtualRouter {
             block_size,
             capacity_blocks,
             block_bytes,
+            step_tokens,
             ..Default::default()
         };
         let member = self.state.join_empty(info).expect("the workers are described completely and alike");

@@ -12,6 +12,41 @@ pub enum Role {
     Decode,
 }
 
+/// A value for each role.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ByRole<T> {
+    prefill: T,
+    decode: T,
+}
+
+impl<T: Copy> ByRole<T> {
+    pub fn of(&self, role: Role) -> T {
+        match role {
+            Role::Prefill => self.prefill,
+            Role::Decode => self.decode,
+        }
+    }
+
+    pub(crate) fn of_mut(&mut self, role: Role) -> &mut T {
+        match role {
+            Role::Prefill => &mut self.prefill,
+            Role::Decode => &mut self.decode,
+        }
+    }
+
+    pub(crate) fn map<U>(self, to: impl Fn(T) -> U) -> ByRole<U> {
+        ByRole { prefill: to(self.prefill), decode: to(self.decode) }
+    }
+}
+
+/// The work that placements bring to all workers of one role in a second.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Demand {
+    pub prompts: f64,
+    /// Prompt tokens to compute.
+    pub tokens: f64,
+}
+
 /// The request to place.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacementQuery {
@@ -51,6 +86,10 @@ pub struct Candidate {
     pub cache_filled: f64,
     /// Prompt tokens that the worker has still to compute, including those of placed requests that its report does not include yet.
     pub queued_tokens: u64,
+    /// The part of `queued_tokens` that would be computed after the prompt.
+    pub behind_tokens: f64,
+    /// The number of prompts with these tokens.
+    pub behind_prompts: usize,
     /// Sequences that run or wait on the worker, including those of placed requests that its report does not include yet.
     pub sequences: u32,
     /// Sequences on the worker that have blocks now.
@@ -61,6 +100,8 @@ pub struct Candidate {
     pub in_use_blocks: u32,
     /// The number of tokens that the answers of the requests placed on the worker are expected to have, generated or not.
     pub answer_tokens: u64,
+    /// The most prompt tokens of a step, whose KV a prefill worker sends during the next step; 0: it sends none before the prompt is computed.
+    pub step_tokens: u32,
     /// Bytes of KV per block.
     pub block_bytes: u64,
     /// The prefill rate; `None`: not measured.

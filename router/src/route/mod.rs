@@ -7,13 +7,13 @@ mod candidate;
 mod family;
 mod policy;
 
-pub use candidate::{Candidate, PlacementQuery, Role};
+pub use candidate::{ByRole, Candidate, Demand, PlacementQuery, Role};
 pub use family::{Pair, cheapest_pair, paired_families};
 pub use policy::{Cost, PlacementSeed, Policy, policy};
 
 use crate::settings::{Costs, PrefillPlace};
 use family::{cheapest, ranked};
-use policy::{Position, Rates};
+use policy::{Position, Rates, Sender};
 use std::collections::BTreeSet;
 
 /// The chosen workers, as positions in the slice of candidates.
@@ -87,11 +87,12 @@ pub fn place(
 pub fn costs_by_use(
     policy: &dyn Policy,
     costs: &Costs,
+    demand: ByRole<Demand>,
     query: &PlacementQuery,
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Vec<CostsByUse> {
-    let rates = Rates::new(costs, workers);
+    let mut rates = Rates::new(costs, demand, workers);
     let allowed = query.allowed_prefill();
     let is_eligible = |worker: &Candidate| !worker.excluded && worker.fits(query);
     let paired = match allowed {
@@ -100,7 +101,10 @@ pub fn costs_by_use(
     };
     let is_paired = |worker: &Candidate| worker.family.as_deref().is_some_and(|family| paired.contains(family));
     let mut by_use = vec![CostsByUse::default(); workers.len()];
-    let mut estimate = |role, is_usable: &dyn Fn(&Candidate) -> bool, set: &dyn Fn(&mut CostsByUse, &Candidate, Position)| {
+    let estimate = |by_use: &mut [CostsByUse],
+                    role,
+                    is_usable: &dyn Fn(&Candidate) -> bool,
+                    set: &dyn Fn(&mut CostsByUse, &Candidate, Position)| {
         let is_eligible = |at: &usize| workers[*at].role == role && is_eligible(&workers[*at]) && is_usable(&workers[*at]);
         let eligible: Vec<usize> = (0..workers.len()).filter(is_eligible).collect();
         for (index, at) in eligible.iter().enumerate() {
@@ -108,14 +112,19 @@ pub fn costs_by_use(
             set(&mut by_use[*at], &workers[*at], position);
         }
     };
-    estimate(Role::Prefill, &is_paired, &|costs, worker, position| {
+    estimate(&mut by_use, Role::Prefill, &is_paired, &|costs, worker, position| {
         costs.prefill = Some(policy.prefill(query, &rates, worker, position));
     });
-    estimate(Role::Decode, &is_paired, &|costs, worker, position| {
+    let senders = by_use.iter().zip(workers).filter_map(|(costs, worker)| Some((costs.prefill?, worker)));
+    for (cost, worker) in senders {
+        let sender = Sender { cost: cost.total(), compute_ms: cost.compute_ms, step_tokens: worker.step_tokens };
+        rates.add_sender(&worker.family, sender);
+    }
+    estimate(&mut by_use, Role::Decode, &is_paired, &|costs, worker, position| {
         costs.decode = Some(policy.decode(query, &rates, worker, position));
     });
     if allowed != PrefillPlace::Remote {
-        estimate(Role::Decode, &|_| true, &|costs, worker, position| {
+        estimate(&mut by_use, Role::Decode, &|_| true, &|costs, worker, position| {
             costs.local = Some(policy.local(query, &rates, worker, position));
         });
     }

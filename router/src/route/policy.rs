@@ -1,6 +1,6 @@
 //! Policies. A policy estimates the cost of using a worker.
 
-use super::candidate::{Candidate, PlacementQuery};
+use super::candidate::{ByRole, Candidate, Demand, PlacementQuery};
 use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
@@ -25,6 +25,9 @@ impl PlacementSeed {
     }
 }
 
+/// The load of a worker is assumed to be at most this part of its rate. With more, the time until its queue is empty would have no bound.
+const LOAD_MAX: f64 = 0.9;
+
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
 pub struct Position {
@@ -39,14 +42,14 @@ pub struct Position {
 /// other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Time until the queued prompts are computed and running sequences have released the blocks that the prompt needs.
+    /// Time until the queued prompts that precede this one are computed and running sequences have released the blocks that the prompt needs.
     pub queue_ms: f64,
     /// Time to compute the tokens that are not cached.
     pub compute_ms: f64,
-    /// Time by which the computation delays other requests, and time that other requests lose because their blocks are evicted from a full
-    /// cache.
+    /// Time by which the request delays others: prompts in line and prompts to come, running answers, and requests whose blocks are evicted from a
+    /// full cache. Also the time by which prompts that are computed after this one delay its answer.
     pub interference_ms: f64,
-    /// Time to transfer the blocks that the worker lacks.
+    /// Time to transfer the blocks that the worker lacks, after the prompt is computed.
     pub transfer_ms: f64,
     /// Fixed time of the handoff from the prefill worker to the decode worker.
     pub handoff_ms: f64,
@@ -73,16 +76,30 @@ impl Cost {
 #[derive(Clone, Debug)]
 pub struct Rates {
     costs: Costs,
+    demand: ByRole<Demand>,
     prefill_tokens_per_second: MeanRate,
     prefill_fixed_ms: MeanRate,
     decode_step_ms: MeanRate,
     /// For each transfer family with measurements, the mean of the bandwidths that its sending workers have measured. It is used for every pair of the family,
     /// because the sender is not known when the receiver is chosen.
     transfer_bytes_per_second: BTreeMap<Option<Arc<str>>, f64>,
+    /// The cheapest prefill worker of each transfer family.
+    senders: BTreeMap<Option<Arc<str>>, Sender>,
+}
+
+/// A prefill worker as the sender of KV.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sender {
+    /// The total cost of its use.
+    pub(super) cost: f64,
+    /// The time in which it computes the prompt.
+    pub(super) compute_ms: f64,
+    /// As [`Candidate::step_tokens`].
+    pub(super) step_tokens: u32,
 }
 
 impl Rates {
-    pub(super) fn new(costs: &Costs, workers: &[Candidate]) -> Self {
+    pub(super) fn new(costs: &Costs, demand: ByRole<Demand>, workers: &[Candidate]) -> Self {
         let mean = |measurement: fn(&Candidate) -> Option<Measurement>, default| {
             MeanRate::of(workers.iter().filter_map(measurement), default)
         };
@@ -97,6 +114,8 @@ impl Rates {
         };
         Self {
             costs: *costs,
+            demand,
+            senders: BTreeMap::new(),
             prefill_tokens_per_second: mean(|worker| worker.prefill_tokens_per_second, costs.prefill_tokens_per_second),
             prefill_fixed_ms: mean(|worker| worker.prefill_fixed_ms, costs.prefill_fixed_ms),
             decode_step_ms: mean(|worker| worker.decode_step_ms, costs.decode_step_ms),
@@ -107,6 +126,48 @@ impl Rates {
     /// Returns the time by which the worker's sequences delay the decoding of one more sequence.
     fn decode_load_ms(&self, worker: &Candidate) -> f64 {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
+    }
+
+    /// Records the cost of a prefill worker.
+    pub(super) fn add_sender(&mut self, family: &Option<Arc<str>>, sender: Sender) {
+        let cheapest = self.senders.entry(family.clone()).or_insert(sender);
+        if sender.cost < cheapest.cost {
+            *cheapest = sender;
+        }
+    }
+
+    /// Returns the time to transfer `tokens` of the prompt to the worker that is not hidden by the computation of the prompt: blocks of a step are sent
+    /// while the next one is computed.
+    fn transfer_ms(&self, worker: &Candidate, query: &PlacementQuery, tokens: u32) -> f64 {
+        let bytes_per_second = self.transfer_bytes_per_second.get(&worker.family);
+        let bytes_per_second = bytes_per_second.copied().unwrap_or(self.costs.transfer_bytes_per_second);
+        let ms = |tokens: u32| f64::from(tokens.div_ceil(query.block_size)) * worker.block_bytes as f64 / bytes_per_second * 1e3;
+        match self.senders.get(&worker.family) {
+            Some(Sender { compute_ms, step_tokens, .. }) if *step_tokens > 0 => {
+                (ms(tokens) - compute_ms).max(ms(tokens.min(*step_tokens)))
+            }
+            _ => ms(tokens),
+        }
+    }
+
+    /// Returns the time by which `compute_ms` of computation delay prompts that will come while the worker is busy. By then it has computed its queue, the
+    /// prompt, and what comes meanwhile. A shorter prompt to come is delayed only by its own length, because it precedes.
+    fn later_ms(&self, worker: &Candidate, position: Position, compute_ms: f64) -> f64 {
+        let rate = self.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let (Demand { prompts, tokens }, workers) = (self.demand.of(worker.role), position.count as f64);
+        if prompts <= 0.0 {
+            return 0.0;
+        }
+        let load = (tokens / workers / rate).min(LOAD_MAX);
+        let busy_s = (worker.queued_tokens as f64 / rate + compute_ms / 1e3) / (1.0 - load);
+        busy_s * prompts / workers * compute_ms.min(tokens / prompts / rate * 1e3)
+    }
+
+    /// Returns the time by which `prefill_ms` of prefill delay the answers of so many sequences. It grows with the power ¾ of their number: in proportion to
+    /// it, prompts would follow differences between workers that have passed before the prompts are computed (docs/routing.md).
+    fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
+        let root = f64::from(sequences).sqrt();
+        prefill_ms * root * root.sqrt() * self.costs.answer_preference
     }
 
     /// Returns the time until enough blocks are available for the queued prompts, for `blocks` more blocks, and for what the answers of the
@@ -143,7 +204,7 @@ pub fn policy(kind: PolicyKind) -> Box<dyn Policy> {
     }
 }
 
-/// Estimates the milliseconds to the first token, and the delay of other requests (docs/adr/005-routing-cost.md).
+/// Estimates the milliseconds to the first token, and by how many milliseconds others are delayed (docs/adr/005-routing-cost.md).
 struct FirstToken {
     use_caches: bool,
 }
@@ -159,29 +220,30 @@ impl FirstToken {
 }
 
 impl Policy for FirstToken {
-    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
+    fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
         let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
         let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
         let fixed_ms = if new > 0.0 { rates.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms) } else { 0.0 };
-        let charged_again = new * (rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight);
         let ms = |tokens: f64| tokens / rate * 1e3;
+        let compute_ms = fixed_ms + ms(new);
+        let charged_again = rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight;
+        let behind_ms = compute_ms * worker.behind_prompts as f64;
         Cost {
-            queue_ms: ms(worker.queued_tokens as f64),
-            compute_ms: fixed_ms + ms(new),
-            interference_ms: ms(charged_again),
+            queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens),
+            compute_ms,
+            interference_ms: ms(new) * charged_again + behind_ms + rates.later_ms(worker, position, compute_ms),
             ..Cost::default()
         }
     }
 
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
         let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
-        let lacking = query.prompt_tokens.saturating_sub(1).div_ceil(query.block_size).saturating_sub(cached);
-        let bytes_per_second = rates.transfer_bytes_per_second.get(&worker.family);
-        let bytes_per_second = bytes_per_second.copied().unwrap_or(rates.costs.transfer_bytes_per_second);
-        let transfer_ms = f64::from(lacking) * worker.block_bytes as f64 / bytes_per_second * 1e3;
+        let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
+        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
         Cost {
-            queue_ms: rates.blocks_ms(query, worker, u64::from(lacking)),
-            transfer_ms,
+            queue_ms: rates.blocks_ms(query, worker, u64::from(lacking.div_ceil(query.block_size))),
+            interference_ms: rates.answers_ms(worker.queued_tokens as f64 / rate * 1e3, 1),
+            transfer_ms: rates.transfer_ms(worker, query, lacking),
             handoff_ms: rates.costs.handoff_ms,
             decode_load_ms: rates.decode_load_ms(worker),
             ..Cost::default()
@@ -190,11 +252,13 @@ impl Policy for FirstToken {
 
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
         let prefill = self.prefill(query, rates, worker, position);
+        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
         let new_blocks = worker.new_tokens(query, self.known_blocks(worker)).div_ceil(u64::from(query.block_size));
-        let delayed_ms = prefill.compute_ms * f64::from(worker.running) * rates.costs.interference;
+        let others_ms = rates.answers_ms(prefill.compute_ms, worker.sequences);
+        let own_ms = rates.answers_ms(worker.behind_tokens / rate * 1e3, 1);
         Cost {
             queue_ms: prefill.queue_ms + rates.blocks_ms(query, worker, new_blocks),
-            interference_ms: prefill.interference_ms + delayed_ms,
+            interference_ms: prefill.interference_ms + others_ms + own_ms,
             decode_load_ms: rates.decode_load_ms(worker),
             ..prefill
         }

@@ -22,11 +22,14 @@ fn worker(role: Role) -> Candidate {
         predicted_blocks: 0,
         cache_filled: 0.0,
         queued_tokens: 0,
+        behind_tokens: 0.0,
+        behind_prompts: 0,
         sequences: 0,
         running: 0,
         available_blocks: 6_250,
         in_use_blocks: 0,
         answer_tokens: 0,
+        step_tokens: 0,
         block_bytes: 16_000,
         prefill_tokens_per_second: measured(1_000.0),
         prefill_fixed_ms: None,
@@ -58,7 +61,7 @@ fn place_by(
     workers: &[Candidate],
     placement: PlacementSeed,
 ) -> Result<(usize, Option<usize>), NoEligibleWorker> {
-    let costs = costs_by_use(&*policy(kind), &Costs::default(), query, workers, placement);
+    let costs = costs_by_use(&*policy(kind), &Costs::default(), ByRole::default(), query, workers, placement);
     place(&costs, query, workers, placement).map(|Choice { decode, prefill }| (decode, prefill))
 }
 
@@ -82,10 +85,10 @@ fn prefill_worker_with_the_shortest_wait_wins() {
     // 50 cached blocks are 800 tokens. They outweigh a queue of up to 1,000 tokens, 1.25 times as many.
     assert_eq!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 999)), 1);
     assert_ne!(chosen(&|w| (w[1].overlap_blocks, w[1].queued_tokens) = (50, 1_001)), 1);
-    // Eviction from a full cache costs as much as computing a quarter of the new tokens: 400 of 1,600.
+    // Eviction from a full cache costs as much as computing the evicted tokens again: 1,600.
     assert_ne!(chosen(&|w| w[1].cache_filled = 0.01), 1);
-    assert_eq!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens, w[3].queued_tokens) = (1.0, 401, 401)), 1);
-    assert_ne!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens) = (1.0, 399)), 1);
+    assert_eq!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens, w[3].queued_tokens) = (1.0, 1_601, 1_601)), 1);
+    assert_ne!(chosen(&|w| (w[1].cache_filled, w[2].queued_tokens) = (1.0, 1_599)), 1);
     // A worker without a measurement is assumed to be as fast as the others.
     assert_ne!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].queued_tokens) = (None, 1)), 1);
     assert_eq!(chosen(&|w| (w[1].prefill_tokens_per_second, w[1].overlap_blocks) = (None, 1)), 1);
@@ -286,12 +289,72 @@ fn short_prompt_is_charged_the_fixed_time_of_a_step() {
 }
 
 #[test]
-fn local_prefill_is_charged_a_tenth_of_its_time_per_running_sequence() {
+fn local_prefill_is_charged_for_the_answers_that_it_delays() {
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
-    let chosen = |one: Candidate, other: Candidate| placed(&local, &[one, other]).expect("the request can be placed").0;
-    // Each sequence costs 10 ms of a step. Each running sequence also costs 100 ms, a tenth of the prompt's one second of prefill.
-    assert_eq!(chosen(Candidate { sequences: 10, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 0);
-    assert_eq!(chosen(Candidate { sequences: 12, ..decode() }, Candidate { sequences: 1, running: 1, ..decode() }), 1);
+    let is_first = |one: Candidate, queued_tokens| {
+        let workers = [one, Candidate { queued_tokens, ..decode() }];
+        placed(&local, &workers).expect("the request can be placed").0 == 0
+    };
+    // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers counts as that of 8.
+    for (sequences, tokens) in [(1, 610), (16, 4_960)] {
+        let busy = Candidate { sequences, ..decode() };
+        assert!(is_first(busy.clone(), tokens + 1) && !is_first(busy, tokens - 1), "{sequences}");
+    }
+}
+
+#[test]
+fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_the_answer() {
+    let chosen = |query: &PlacementQuery, workers: [Candidate; 3]| placed(query, &workers).expect("the request can be placed");
+    let line = |behind_tokens, worker: Candidate| Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, ..worker };
+    let queue = |queued_tokens, worker: Candidate| Candidate { queued_tokens, ..worker };
+    // The prompt takes a second. A longer one waits for it, and is computed after it.
+    let prefills = |tokens| chosen(&remote(1_001), [decode(), line(5_000.0, prefill()), queue(tokens, prefill())]).1;
+    assert_eq!((prefills(1_001), prefills(999)), (Some(1), Some(2)));
+    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.6.
+    let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
+    let decodes = |tokens| chosen(&local, [line(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
+    assert_eq!((decodes(4_001), decodes(3_999)), (0, 1));
+    // A worker that only decodes the answer delays it by the prompts in its line.
+    let receives = |tokens| chosen(&remote(1_001), [queue(1_000, decode()), queue(tokens, decode()), prefill()]).0;
+    assert_eq!((receives(1_001), receives(999)), (0, 1));
+}
+
+#[test]
+fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
+    let costs = |queued_tokens, demand| {
+        let demands = {
+            let mut of = ByRole::default();
+            *of.of_mut(Role::Prefill) = demand;
+            of
+        };
+        let workers = [decode(), Candidate { queued_tokens, ..prefill() }];
+        let policy = policy(PolicyKind::KvAware);
+        let by_use = costs_by_use(&*policy, &Costs::default(), demands, &remote(1_001), &workers, PlacementSeed::default());
+        by_use[1].prefill.expect("it can be used").interference_ms
+    };
+    let idle = costs(0, Demand::default());
+    // Half of the worker's second is taken by ten prompts of 50 ms. Until it is idle, 2 s pass, or 8 s with three seconds of work before.
+    let demand = Demand { prompts: 10.0, tokens: 500.0 };
+    assert!((costs(0, demand) - idle - 2.0 * 10.0 * 50.0).abs() < 1e-6);
+    assert!((costs(3_000, demand) - idle - 8.0 * 10.0 * 50.0).abs() < 1e-6);
+    // Demand beyond the rate counts as nine tenths of it.
+    let beyond = Demand { prompts: 1.0, tokens: 5_000.0 };
+    assert!((costs(0, beyond) - idle - 10.0 * 1_000.0).abs() < 1e-6);
+}
+
+#[test]
+fn transfer_is_charged_as_far_as_the_computation_does_not_hide_it() {
+    // A token takes a millisecond to compute or to send.
+    let transfer = |step_tokens, cached| {
+        let workers = [decode(), Candidate { step_tokens, overlap_blocks: cached, ..prefill() }];
+        let policy = policy(PolicyKind::KvAware);
+        let by_use =
+            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &remote(1_601), &workers, PlacementSeed::default());
+        by_use[0].decode.expect("it can be used").transfer_ms.round()
+    };
+    assert_eq!(transfer(0, 0), 1_600.0, "external engines send nothing before the prompt is computed");
+    assert_eq!(transfer(160, 0), 160.0, "only the last step remains");
+    assert_eq!(transfer(160, 50), 800.0, "cached blocks are sent while the others are computed");
 }
 
 #[test]

@@ -19,6 +19,9 @@ pub struct Figures {
     /// The mean time to the first token, in seconds.
     pub ttft_mean_s: f64,
     pub ttft_p99_s: f64,
+    /// The mean time between two tokens of an answer, in milliseconds.
+    pub itl_mean_ms: f64,
+    pub itl_p99_ms: f64,
     /// The mean time to the last token, in seconds.
     pub end_mean_s: f64,
     /// The number of preempted sequences.
@@ -61,6 +64,8 @@ pub fn figures(cluster: &Cluster, requests: &[Request]) -> Figures {
         hit_rate: report.tokens.hit_rate().unwrap_or(0.0),
         ttft_mean_s: ttft.mean_ms / 1e3,
         ttft_p99_s: ttft.p99_ms / 1e3,
+        itl_mean_ms: report.itl.as_ref().map_or(0.0, |itl| itl.mean_ms),
+        itl_p99_ms: report.itl.as_ref().map_or(0.0, |itl| itl.p99_ms),
         end_mean_s: e2e.mean_ms / 1e3,
         preemptions: totals.preemptions,
         computed_max: report.balance.and_then(|balance| balance.computed_max_to_mean).unwrap_or(0.0),

@@ -83,7 +83,7 @@ proptest! {
         let placement = PlacementSeed { seed: 1, number };
         // The costs are computed as if all workers were in one family, so that every worker has the cost that it would have in a pair.
         let one_family: Vec<Candidate> = workers.iter().cloned().map(|worker| of("", worker)).collect();
-        let costs = costs_by_use(&*policy(PolicyKind::KvAware), &Costs::default(), &query, &one_family, placement);
+        let costs = costs_by_use(&*policy(PolicyKind::KvAware), &Costs::default(), ByRole::default(), &query, &one_family, placement);
         let pairs = |is_one: &dyn Fn(&Candidate) -> bool| {
             let of_role = |role| workers.iter().enumerate().filter(move |(_, worker)| worker.role == role && is_one(worker));
             let all = of_role(Role::Decode).flat_map(|(decode, to)| of_role(Role::Prefill).map(move |from| (decode, to, from)));

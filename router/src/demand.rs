@@ -1,0 +1,65 @@
+//! How many prompts the workers of one role have to compute in a second, and how many tokens.
+
+use crate::route::{ByRole, Demand, Role};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// The age at which a placement counts half as much as the latest one: some placements even of a quiet cluster, but not those of the last load.
+const HALF_LIFE: Duration = Duration::from_secs(30);
+
+/// The latest placements of one model, by the role of the worker that computes the prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Demands(ByRole<Sums>);
+
+/// Sums in which older placements count less.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    prompts: f64,
+    tokens: f64,
+    at: Option<Instant>,
+}
+
+impl Demands {
+    /// Adds a prompt of which a worker of this role computes so many tokens.
+    pub(crate) fn add(&mut self, role: Role, tokens: u64, now: Instant) {
+        let sums = self.0.of_mut(role);
+        let before = sums.at(now);
+        *sums = Sums { prompts: before.prompts + 1.0, tokens: before.tokens + tokens as f64, at: Some(now) };
+    }
+
+    pub(crate) fn per_second(&self, now: Instant) -> ByRole<Demand> {
+        let factor = std::f64::consts::LN_2 / HALF_LIFE.as_secs_f64();
+        self.0.map(|sums| {
+            let Sums { prompts, tokens, .. } = sums.at(now);
+            Demand { prompts: prompts * factor, tokens: tokens * factor }
+        })
+    }
+}
+
+impl Sums {
+    fn at(self, now: Instant) -> Self {
+        let age = self.at.map_or(Duration::ZERO, |at| now.duration_since(at));
+        let kept = (-age.as_secs_f64() / HALF_LIFE.as_secs_f64()).exp2();
+        Self { prompts: self.prompts * kept, tokens: self.tokens * kept, at: self.at }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn demand_follows_the_latest_placements() {
+        let (mut demands, mut now) = (Demands::default(), Instant::now());
+        assert_eq!(demands.per_second(now).of(Role::Prefill), Demand::default());
+        for _ in 0..3_000 {
+            now += Duration::from_millis(100);
+            demands.add(Role::Prefill, 500, now);
+        }
+        let Demand { prompts, tokens } = demands.per_second(now).of(Role::Prefill);
+        assert!((9.9..10.3).contains(&prompts) && (4_950.0..5_150.0).contains(&tokens), "{prompts} {tokens}");
+        assert_eq!(demands.per_second(now).of(Role::Decode), Demand::default());
+        let later = demands.per_second(now + HALF_LIFE).of(Role::Prefill);
+        assert!((later.prompts / prompts - 0.5).abs() < 1e-9 && (later.tokens / tokens - 0.5).abs() < 1e-9, "{later:?}");
+    }
+}
