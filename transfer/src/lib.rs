@@ -30,6 +30,7 @@ mod path;
 mod push;
 mod send;
 mod service;
+mod share;
 mod simulated;
 
 pub use destination::{Destination, Refused};

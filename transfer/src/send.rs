@@ -4,6 +4,7 @@ use crate::{
     Lifetime, Progress, SendPath, TicketError, TransferError, TransferMode,
     nccl::NcclSender,
     push::PushPath,
+    share::SharedClock,
     simulated::{SimulatedNetwork, SimulatedPath},
 };
 use std::{sync::Arc, time::Duration};
@@ -43,6 +44,7 @@ struct Inner {
     ipc_handle: Vec<u8>,
     nccl: Option<NcclSender>,
     simulated: Option<Arc<SimulatedNetwork>>,
+    clock: SharedClock,
 }
 
 impl SendPaths {
@@ -74,6 +76,7 @@ impl SendPaths {
             nccl: memory.filter(|_| nccl_ranks > 0).map(|memory| NcclSender::new(memory, channels.clone(), lifetime)),
             channels,
             simulated,
+            clock: SharedClock::default(),
         }))
     }
 
@@ -89,7 +92,7 @@ impl SendPaths {
     /// # Errors
     /// Fails if the ticket cannot be used, or if its communicator is closed.
     pub fn open(&self, ticket: v1::Ticket) -> Result<Transfer, TransferError> {
-        let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, .. } = &*self.0;
+        let Inner { instance_id, block_bytes, channels, capabilities, nccl, simulated, clock, .. } = &*self.0;
         if !ticket.has_signed_address(instance_id, channels.network().key()) {
             return Err(TicketError::UnsignedAddress.into());
         }
@@ -109,7 +112,7 @@ impl SendPaths {
             }
             (TransferPath::CudaIpc | TransferPath::Nccl, _) => return Err(TicketError::NotOffered.into()),
         };
-        Ok(Transfer { next: Some((self.clone(), ticket)), ..Transfer::new(path, *block_bytes) })
+        Ok(Transfer { next: Some((self.clone(), ticket)), clock: clock.clone(), ..Transfer::new(path, *block_bytes) })
     }
 
     /// Prepares the paths that the ticket of a finished transfer requests. This is safe because the decode worker at the signed address has
@@ -133,6 +136,7 @@ pub struct Transfer {
     block_bytes: u64,
     started: Option<Instant>,
     sent: Sent,
+    clock: SharedClock,
     next: Option<(SendPaths, v1::Ticket)>,
 }
 
@@ -146,7 +150,8 @@ pub struct Sent {
     /// The bytes from which the bandwidth is measured: all of them, or, if the receiver copies blocks while later blocks are computed, only
     /// the last ones.
     pub measured_bytes: u64,
-    /// The time for which the sender did nothing but wait for the transfer of the `measured_bytes`.
+    /// The time for which the `measured_bytes` were in flight. While several transfers of the sender have bytes in flight, each is charged an equal part
+    /// of the time.
     pub measured: Duration,
     /// The IPC handle of the whole KV memory if the ticket requests it, otherwise empty.
     pub ipc_handle: Vec<u8>,
@@ -155,7 +160,14 @@ pub struct Sent {
 impl Transfer {
     /// Makes a transfer that sends blocks of `block_bytes` bytes on `path`.
     pub fn new(path: Box<dyn SendPath>, block_bytes: usize) -> Self {
-        Self { path, block_bytes: block_bytes as u64, started: None, sent: Sent::default(), next: None }
+        Self {
+            path,
+            block_bytes: block_bytes as u64,
+            started: None,
+            sent: Sent::default(),
+            clock: SharedClock::default(),
+            next: None,
+        }
     }
 
     /// Returns the path's label in metrics and traces.
@@ -173,15 +185,16 @@ impl Transfer {
     /// # Errors
     /// Fails if the transfer has ended.
     pub async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<(), TransferError> {
-        let (began, bytes) = (Instant::now(), blocks.len() as u64 * self.block_bytes);
-        self.started.get_or_insert(began);
+        let bytes = blocks.len() as u64 * self.block_bytes;
+        self.started.get_or_insert_with(Instant::now);
+        let sending = self.clock.begin();
         if self.path.send(blocks).await? == Progress::Announced {
             // Earlier blocks are copied while later blocks are computed, so only the time of the last blocks measures the bandwidth.
             (self.sent.measured_bytes, self.sent.measured) = (0, Duration::ZERO);
         }
         self.sent.bytes += bytes;
         self.sent.measured_bytes += bytes;
-        self.sent.measured += began.elapsed();
+        self.sent.measured += sending.charged();
         Ok(())
     }
 
@@ -196,9 +209,9 @@ impl Transfer {
     /// Fails if a block was not written.
     pub async fn finish(mut self) -> Result<Sent, TransferError> {
         let Some(started) = self.started else { return Ok(Sent::default()) };
-        let began = Instant::now();
+        let sending = self.clock.begin();
         self.path.finish().await?;
-        self.sent.measured += began.elapsed();
+        self.sent.measured += sending.charged();
         self.sent.duration = started.elapsed();
         self.sent.ipc_handle = self.next.map(|(paths, ticket)| paths.prepare(ticket)).unwrap_or_default();
         Ok(self.sent)

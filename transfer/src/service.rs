@@ -6,7 +6,11 @@ use crate::{
     nccl::{Connection, NcclReceiver},
 };
 use futures::{Stream, StreamExt, TryStreamExt, stream};
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{
+    pin::{Pin, pin},
+    sync::Arc,
+    time::Duration,
+};
 use tandem_kv::Ticket;
 use tandem_proto::{
     channel::MESSAGE_BYTES_MAX,
@@ -18,9 +22,11 @@ use tandem_proto::{
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-/// At most this many messages of one transfer wait to be written. The destination writes only between two steps of its engine. If only one message
-/// could wait, a prompt would take as many steps as it has blocks.
-const WRITES_MAX: usize = 16;
+/// Messages of one transfer with together this many bytes, but at least [`WRITES_MIN`] and at most [`WRITES_MAX`] messages, wait to be written. The
+/// destination writes only between two steps of its engine: with steps of 10 ms, this many bytes are moved at 6.7 GB/s.
+const WRITES_BYTES: usize = 64 << 20;
+const WRITES_MIN: usize = 16;
+const WRITES_MAX: usize = 1_024;
 /// The longest time from the opening of a control stream until its first message.
 const FIRST_WAIT: Duration = Duration::from_secs(5);
 /// At most this many control streams are open at a time: more than a cluster has prefill workers.
@@ -70,8 +76,19 @@ impl Transfer for TransferService {
             let message = message?;
             Ok((parse(&message.ticket)?, message))
         });
-        let writes = messages.map_ok(|(ticket, message)| self.write(ticket, message));
-        let written_blocks = writes.try_buffered(WRITES_MAX).try_fold(0, |sum, blocks| async move { Ok(sum + blocks) }).await?;
+        let mut messages = pin!(messages.peekable());
+        // The blocks of a transfer are equally large. Messages that only name blocks have no payload.
+        let first =
+            messages.as_mut().peek().await.and_then(|first: &Result<_, Status>| Some(first.as_ref().ok()?.1.payload.len()));
+        let writes_max =
+            WRITES_BYTES.checked_div(first.unwrap_or(0)).map_or(WRITES_MIN, |most| most.clamp(WRITES_MIN, WRITES_MAX));
+        let writes = messages.map(|message| match message {
+            Ok((_, message)) if message.payload.len() > first.unwrap_or(0) => {
+                Err(Status::invalid_argument("a block is larger than the first one of the transfer"))
+            }
+            message => message.map(|(ticket, message)| self.write(ticket, message)),
+        });
+        let written_blocks = writes.try_buffered(writes_max).try_fold(0, |sum, blocks| async move { Ok(sum + blocks) }).await?;
         Ok(Response::new(PushReply { written_blocks }))
     }
 

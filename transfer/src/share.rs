@@ -1,0 +1,83 @@
+//! The time that each of several transfers has a sender's network for itself.
+
+use parking_lot::Mutex;
+use std::{sync::Arc, time::Duration};
+use tokio::time::Instant;
+
+/// The clock of a sender's network: while several transfers have bytes in flight, each of them is charged an equal part of the time. So the bytes of one
+/// transfer divided by its time are the bandwidth of the network, however many transfers share it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SharedClock(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    sending: u32,
+    /// Time up to which `each` was counted; `None` before the first transfer.
+    at: Option<Instant>,
+    /// The time charged to a transfer that has sent all the time.
+    each: Duration,
+}
+
+/// A transfer that has bytes in flight, until it is dropped.
+pub(crate) struct Sending {
+    clock: SharedClock,
+    began: Duration,
+}
+
+impl SharedClock {
+    pub(crate) fn begin(&self) -> Sending {
+        let mut state = self.0.lock();
+        state.advance();
+        state.sending += 1;
+        Sending { clock: self.clone(), began: state.each }
+    }
+}
+
+impl Sending {
+    /// Returns the time charged to the transfer so far.
+    pub(crate) fn charged(&self) -> Duration {
+        let mut state = self.clock.0.lock();
+        state.advance();
+        state.each - self.began
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let mut state = self.clock.0.lock();
+        state.advance();
+        state.sending -= 1;
+    }
+}
+
+impl State {
+    fn advance(&mut self) {
+        let now = Instant::now();
+        let before = self.at.replace(now).unwrap_or(now);
+        if self.sending > 0 {
+            self.each += (now - before) / self.sending;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::time::advance;
+
+    #[tokio::test(start_paused = true)]
+    async fn transfers_that_send_at_the_same_time_share_it() {
+        let clock = SharedClock::default();
+        let first = clock.begin();
+        advance(Duration::from_secs(1)).await;
+        let second = clock.begin();
+        advance(Duration::from_secs(2)).await;
+        assert_eq!((first.charged(), second.charged()), (Duration::from_secs(2), Duration::from_secs(1)));
+        drop(first);
+        advance(Duration::from_secs(3)).await;
+        assert_eq!(second.charged(), Duration::from_secs(4));
+        drop(second);
+        advance(Duration::from_secs(5)).await;
+        assert_eq!(clock.begin().charged(), Duration::ZERO, "no transfer is charged while nothing is sent");
+    }
+}
