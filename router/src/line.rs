@@ -55,7 +55,7 @@ struct Equals {
 /// The waiting requests that a worker would serve after one more request.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Behind {
-    /// Their number.
+    /// The number of those of equal rank. The delay of requests that it outranks does not count.
     pub(crate) requests: usize,
     /// Their part of the line's work.
     pub(crate) share: f64,
@@ -189,7 +189,6 @@ impl Line {
             all += work;
             let same_account = **owner == *account;
             if priority.outranks(*of, same_account) {
-                requests += each.len();
                 behind += work;
             } else if shortest_first && !of.outranks(priority, same_account) {
                 for work in each.iter().filter(|work| **work > new_tokens + REQUEST_TOKENS) {
@@ -370,8 +369,8 @@ mod tests {
         }
         let behind = |across, within| line.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
         assert_eq!(behind(7, 7), Behind::default());
-        assert_eq!(behind(0, 0), Behind { requests: 10, share: 10.0 / 60.0 });
-        assert_eq!(behind(-1, -1), Behind { requests: 60, share: 1.0 });
+        assert_eq!(behind(0, 0), Behind { requests: 0, share: 10.0 / 60.0 });
+        assert_eq!(behind(-1, -1), Behind { requests: 0, share: 1.0 });
         for (request, count) in [(urgent, 10), (later, 10), (self::request("a", 1_000), 40)] {
             (0..count).for_each(|_| line.leave(&request, Left::Abandoned, now));
         }

@@ -50,9 +50,11 @@ impl TransferService {
         TransferServer::new(Self { destination, ipc, nccl, control_streams }).max_decoding_message_size(MESSAGE_BYTES_MAX)
     }
 
-    async fn write(&self, ticket: Ticket, message: PushRequest) -> Result<u32, Status> {
+    /// Writes the blocks of a message. A block of more than `bytes_max` bytes is refused.
+    async fn write(&self, ticket: Ticket, message: PushRequest, bytes_max: usize) -> Result<u32, Status> {
         let PushRequest { block_index, payload, ready_blocks, .. } = message;
         match (ready_blocks, &self.ipc) {
+            (None, _) if payload.len() > bytes_max => Err(self.destination.refuse(ticket).await.into()),
             (None, _) => {
                 self.destination.write(ticket, block_index, payload).await?;
                 Ok(1)
@@ -82,12 +84,7 @@ impl Transfer for TransferService {
             messages.as_mut().peek().await.and_then(|first: &Result<_, Status>| Some(first.as_ref().ok()?.1.payload.len()));
         let writes_max =
             WRITES_BYTES.checked_div(first.unwrap_or(0)).map_or(WRITES_MIN, |most| most.clamp(WRITES_MIN, WRITES_MAX));
-        let writes = messages.map(|message| match message {
-            Ok((_, message)) if message.payload.len() > first.unwrap_or(0) => {
-                Err(Status::invalid_argument("a block is larger than the first one of the transfer"))
-            }
-            message => message.map(|(ticket, message)| self.write(ticket, message)),
-        });
+        let writes = messages.map_ok(|(ticket, message)| self.write(ticket, message, first.unwrap_or(0)));
         let written_blocks = writes.try_buffered(writes_max).try_fold(0, |sum, blocks| async move { Ok(sum + blocks) }).await?;
         Ok(Response::new(PushReply { written_blocks }))
     }

@@ -17,7 +17,10 @@ use tonic::{Code, Status, Streaming};
 const REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// A request may wait in line for this much longer than its limit, because a router only estimates its wait.
-const WAIT_TOLERANCE: Duration = Duration::from_secs(1);
+pub(super) const WAIT_TOLERANCE: Duration = Duration::from_secs(1);
+
+/// A request that has waited for its whole limit, and is placed where it hardly waits, may wait for this long there.
+pub(super) const SHORT_WAIT: Duration = Duration::from_millis(750);
 
 /// The facts about the attempt that generated the first token. They stay those of this attempt after a resume on another worker. Only the
 /// count of cached tokens may still change: this attempt may report it later.
@@ -47,8 +50,8 @@ pub(super) struct Work<'a> {
     pub(super) resumed: &'a [ResumedSample],
     /// Time at which the first placement was requested.
     pub(super) requested_at: Instant,
-    /// The limit of the wait in line, by the router's estimate; `None`: the request waits for as long as it must.
-    pub(super) max_wait: Option<Duration>,
+    /// The time for which the request may wait in line; `None`: it waits for as long as it must.
+    pub(super) wait_max: Option<Duration>,
 }
 
 /// An attempt that has generated a token. Dropping it ends the request on the workers.
@@ -163,7 +166,7 @@ impl Work<'_> {
             account: prompt.account.clone(),
             priority: Some(prompt.priority.into()),
             prefill_start_timeout_ms: start_timeout.map(millis),
-            wait_max_ms: self.max_wait.map(|max_wait| millis(max_wait + WAIT_TOLERANCE)),
+            wait_max_ms: self.wait_max.map(millis),
         }
     }
 

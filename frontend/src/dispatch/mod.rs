@@ -18,7 +18,7 @@ pub(crate) use prompt::Prompt;
 pub(crate) use routers::{MemberList, Routers};
 
 use crate::metrics::FrontendMetrics;
-use attempt::{Attempt, Work};
+use attempt::{Attempt, SHORT_WAIT, WAIT_TOLERANCE, Work};
 use booking::Booking;
 use futures::FutureExt;
 use losses::Losses;
@@ -98,7 +98,8 @@ impl Dispatcher {
     /// No attempt generated a token.
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Generation, DispatchError> {
         let limit = self.limits.first_token_timeout;
-        let work = Work { prompt, resumed: &[], requested_at: Instant::now(), max_wait: prompt.max_wait };
+        let wait_max = prompt.max_wait.map(|max_wait| max_wait + WAIT_TOLERANCE);
+        let work = Work { prompt, resumed: &[], requested_at: Instant::now(), wait_max };
         let starting = async {
             let (booking, placement) = Booking::open(&self.routers, prompt).await?;
             self.first_token(work, booking, placement, 1, Losses::default()).await
@@ -141,7 +142,7 @@ impl Dispatcher {
         );
         prompt.span.event("worker lost", &[("tandem.attempt", number.into()), ("error.type", reason.label().into())]);
         // The answer has been admitted.
-        let work = Work { prompt, resumed, requested_at: Instant::now(), max_wait: None };
+        let work = Work { prompt, resumed, requested_at: Instant::now(), wait_max: None };
         self.check_losses(&mut losses, work, &error)?;
         if resumes >= self.limits.resumes {
             return Err(DispatchError::Lost { reason });
@@ -205,7 +206,7 @@ impl Dispatcher {
             self.check_losses(&mut losses, work, &error)?;
             // The router places a request that has waited for its whole limit only where it hardly waits. Otherwise it answers when to try again.
             if reason == FailureReason::Overloaded {
-                work.max_wait = work.max_wait.map(|_| Duration::ZERO);
+                work.wait_max = work.wait_max.map(|_| SHORT_WAIT);
             }
             if number >= last && reason != FailureReason::Overloaded {
                 return Err(DispatchError::Attempts { attempts: self.limits.attempts, reason });

@@ -78,8 +78,7 @@ pub(crate) struct State {
 }
 
 /// A placement with its booking.
-/// The longest estimated wait of a request that is placed again because it has waited for its whole limit. Frontends allow such a request a second, and
-/// estimates may be wrong by a factor.
+/// The longest estimated wait of a request that is placed again because it has waited for its whole limit. Frontends allow it a little more.
 const SHORT_WAIT: Duration = Duration::from_millis(500);
 
 pub(crate) type Placed = (BookingId, v1::Placement);

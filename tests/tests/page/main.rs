@@ -300,7 +300,14 @@ async fn explains(browser: &mut Browser, client: &Client) -> Result<()> {
     }
     browser.press("Enter").await?;
     browser.until("document.querySelector('#explained .explanation') !== null").await?;
-    assert_eq!(browser.value("document.querySelector('#explained .explanation').textContent").await?, expected["explanation"]);
+    // Costs depend on the latest placements, so they differ a little from moment to moment.
+    let without_costs = |text: &Value| {
+        let words: Vec<&str> = text.as_str().unwrap_or_default().split(' ').collect();
+        let kept = (0..words.len()).filter(|at| !words.get(at + 1).is_some_and(|next| next.starts_with("ms")));
+        kept.map(|at| words[at]).collect::<Vec<_>>().join(" ")
+    };
+    let shown = browser.value("document.querySelector('#explained .explanation').textContent").await?;
+    assert_eq!(without_costs(&shown), without_costs(&expected["explanation"]));
     let chosen = "[...document.querySelectorAll('#costs .chosen th')].map((head) => head.firstChild.textContent)";
     let prefill = expected["prefill_worker"].as_str().context("prompts are computed elsewhere")?;
     assert_eq!(browser.value(chosen).await?, json!([format!("{prefill} prefills"), format!("{DECODE} receives")]));

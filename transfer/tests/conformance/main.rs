@@ -147,7 +147,7 @@ async fn dropped_transfer_has_written_only_complete_blocks_and_its_ticket_can_be
 }
 
 async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
-    const BLOCKS: u32 = 128;
+    const BLOCKS: u32 = 4_096;
     rig.memory.issue(TICKET, 0..BLOCKS);
     rig.memory.hold();
     let mut push = rig.open(TICKET).await;
@@ -163,7 +163,7 @@ async fn sender_waits_while_the_receiver_does_not_write(rig: Rig) {
     }
     push.finish().await.expect("the receiver still needs all blocks");
     let written = rig.memory.revoke(TICKET);
-    assert_eq!(written.len(), 128);
+    assert_eq!(written.len(), BLOCKS as usize);
     assert!(written.iter().all(|(index, payload)| *payload == block(*index)));
 }
 
