@@ -55,10 +55,12 @@ struct Equals {
 /// The waiting requests that a worker would serve after one more request.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Behind {
-    /// The number of those of equal rank. The delay of requests that it outranks does not count.
+    /// The number of those of equal rank.
     pub(crate) requests: usize,
     /// Their part of the line's work.
     pub(crate) share: f64,
+    /// The part of the line's work that the request outranks.
+    pub(crate) outranked: f64,
 }
 
 /// A period over which the speed is measured.
@@ -181,15 +183,15 @@ impl Line {
         Duration::try_from_secs_f64(ahead as f64 / speed).unwrap_or(Duration::MAX).max(still)
     }
 
-    /// Returns which of the waiting requests are served after one more, of this account and priority and with so many new tokens: those that it outranks and, if the worker computes short prompts first
-    /// (`shortest_first`), those of equal rank with more work.
+    /// Returns which of the waiting requests are served after one more, of this account and priority and with so many new tokens: those that it outranks
+    /// and, if the worker computes short prompts first (`shortest_first`), those of equal rank with more work.
     pub(crate) fn behind(&self, account: &str, priority: Priority, new_tokens: u64, shortest_first: bool) -> Behind {
-        let (mut requests, mut behind, mut all) = (0, 0, 0);
+        let (mut requests, mut behind, mut outranked, mut all) = (0, 0, 0, 0);
         for ((of, owner), Equals { each, work }) in &self.waiting {
             all += work;
             let same_account = **owner == *account;
             if priority.outranks(*of, same_account) {
-                behind += work;
+                outranked += work;
             } else if shortest_first && !of.outranks(priority, same_account) {
                 for work in each.iter().filter(|work| **work > new_tokens + REQUEST_TOKENS) {
                     requests += 1;
@@ -197,7 +199,8 @@ impl Line {
                 }
             }
         }
-        Behind { requests, share: behind as f64 / all.max(1) as f64 }
+        let share = |work: u64| work as f64 / all.max(1) as f64;
+        Behind { requests, share: share(behind), outranked: share(outranked) }
     }
 
     /// Returns the work of all waiting requests.
@@ -369,8 +372,8 @@ mod tests {
         }
         let behind = |across, within| line.behind("a", Priority { across, within }, 1_000 - REQUEST_TOKENS, true);
         assert_eq!(behind(7, 7), Behind::default());
-        assert_eq!(behind(0, 0), Behind { requests: 0, share: 10.0 / 60.0 });
-        assert_eq!(behind(-1, -1), Behind { requests: 0, share: 1.0 });
+        assert_eq!(behind(0, 0), Behind { outranked: 10.0 / 60.0, ..Behind::default() });
+        assert_eq!(behind(-1, -1), Behind { outranked: 1.0, ..Behind::default() });
         for (request, count) in [(urgent, 10), (later, 10), (self::request("a", 1_000), 40)] {
             (0..count).for_each(|_| line.leave(&request, Left::Abandoned, now));
         }
@@ -384,8 +387,8 @@ mod tests {
         [("a", 500), ("a", 3_000), ("b", 6_500)].into_iter().for_each(|(of, tokens)| line.join(&request(of, tokens), now));
         let behind =
             |work, shortest_first| line.behind("a", Priority::default(), work - REQUEST_TOKENS.min(work), shortest_first);
-        assert_eq!(behind(100, true), Behind { requests: 3, share: 1.0 });
-        assert_eq!(behind(500, true), Behind { requests: 2, share: 0.95 });
+        assert_eq!(behind(100, true), Behind { requests: 3, share: 1.0, outranked: 0.0 });
+        assert_eq!(behind(500, true), Behind { requests: 2, share: 0.95, outranked: 0.0 });
         assert_eq!(behind(9_000, true), Behind::default());
         assert_eq!(behind(100, false), Behind::default());
     }

@@ -156,6 +156,8 @@ impl Placer {
             let behind = member.line.behind(&request.account, request.priority, own_tokens, shortest_first);
             candidate.behind_tokens = candidate.queued_tokens as f64 * behind.share;
             candidate.behind_prompts = behind.requests;
+            // The request does not wait for prompts that it outranks, and their delay does not count.
+            candidate.queued_tokens = (candidate.queued_tokens as f64 * (1.0 - behind.outranked)) as u64;
         }
         let demand = history.map(|history| history.demands.per_second(all.now())).unwrap_or_default();
         let costs = route::costs_by_use(&**policy, &costs, demand, &query, &candidates, seed);

@@ -88,7 +88,7 @@ pub struct Candidate {
     pub queued_tokens: u64,
     /// The part of `queued_tokens` that would be computed after the prompt.
     pub behind_tokens: f64,
-    /// The number of these prompts whose delay counts: those that the request does not outrank.
+    /// The number of these prompts.
     pub behind_prompts: usize,
     /// Sequences that run or wait on the worker, including those of placed requests that its report does not include yet.
     pub sequences: u32,
