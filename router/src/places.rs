@@ -2,9 +2,10 @@
 //!
 //! Engines serve accounts in turn: a request competes with all sequences of its own account, and with as many of every other account. If a worker's
 //! places and memory do not suffice for these, some of the answers that run have to end first. Tandem's own engines take places and memory from the
-//! further samples of other requests before that (docs/adr/021-fair-shares.md), so there only the first sample of each request counts. When an answer ends is not known. It is expected at the
-//! usual length of such answers. An answer that has outlived this time is expected to run for as long again as it has outlived it, so that a
-//! worker whose answers do not end is expected to stay full for longer and longer.
+//! further samples of other requests before that (docs/adr/021-fair-shares.md), so there only the first sample of each request counts.
+//!
+//! When an answer ends is not known. It is expected at the usual length of such answers. An answer that has outlived this time is expected to run for as
+//! long again as it has outlived it, so that a worker whose answers do not end is expected to stay full for longer and longer.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 use tandem_kv::Priority;

@@ -77,10 +77,10 @@ impl Default for RouterSettings {
 #[value(rename_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyKind {
-    /// The shortest estimated time to the first token, given each worker's cached blocks
+    /// The lowest cost, given each worker's cached blocks: the estimated time to the first token, and by how much others are delayed
     #[default]
     KvAware,
-    /// The shortest estimated time to the first token if nothing were cached
+    /// The lowest cost if nothing were cached
     LeastLoaded,
     /// One worker after the other: a baseline to compare with, not meant for production
     RoundRobin,
@@ -92,7 +92,7 @@ pub enum PolicyKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PrefillPlace {
-    /// On the worker with the shortest estimated time to the first token
+    /// Where its cost is lowest: on a decode worker only if that delays the answers there less than it gains
     #[default]
     Auto,
     /// On a prefill worker; without one the request fails
@@ -124,9 +124,9 @@ pub struct Costs {
     /// With 0, waiting for a block that is being computed would cost as much as computing it elsewhere, and a burst of equal prompts would
     /// be scattered.
     pub work_weight: f64,
-    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 1: all
-    /// evicted blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all
-    /// caches before any of them overflows.
+    /// The fraction of a prompt's compute time that is charged for the blocks that it evicts from a full cache. Default 1: all evicted
+    /// blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all caches before
+    /// any of them overflows.
     pub displaced_weight: f64,
     /// How many milliseconds of first tokens a millisecond is worth by which an answer is delayed that has begun. Default 0.6: a pause within an answer
     /// is a smaller delay for its reader than a late first token.

@@ -8,7 +8,7 @@ use tandem_router::Candidate;
 /// A rule that chooses workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
-    /// The rule of this router: the shortest estimated time to the first token, given each worker's cached blocks
+    /// The rule of this router: the lowest cost, that is the estimated time to the first token and by how much others are delayed
     Tandem,
     /// One worker after the other
     RoundRobin,

@@ -77,10 +77,10 @@ pub(crate) struct State {
     placer: Placer,
 }
 
-/// A placement with its booking.
 /// The longest estimated wait of a request that is placed again because it has waited for its whole limit. Frontends allow it a little more.
 const SHORT_WAIT: Duration = Duration::from_millis(500);
 
+/// A placement with its booking.
 pub(crate) type Placed = (BookingId, v1::Placement);
 
 impl Cluster {

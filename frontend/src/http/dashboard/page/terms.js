@@ -87,7 +87,7 @@ const TERMS = {
   'Predicted': 'Blocks that the router expects on the worker, including those of prompts that it just placed there',
   'Queued': 'Prompt tokens that wait on the worker',
   'chosen': 'The router would place the prompt here',
-  'total ms': 'Estimated time until the first token; the router chooses the smallest sum',
+  'total ms': 'Estimated time until the first token, and by which others are delayed; the router chooses the smallest sum',
   'queue ms': 'Wait behind prompts that were placed before',
   'compute ms': 'Computation of the tokens that are not cached',
   'interference ms': 'Delay of others: prompts in line and to come, running answers, evicted blocks',
