@@ -49,6 +49,7 @@ fn round(vocabulary_size: usize, sampling: &Sampling) -> Duration {
     let engine = Measured { engine: SimEngine::with_vocabulary(settings, vocabulary), ended: None, gaps };
     let settings = EngineSettings {
         chunk_budget: 512,
+        itl_max: None,
         batch_max: BATCH,
         queue_max: BATCH,
         prefix_caching: true,

@@ -94,8 +94,6 @@ pub(crate) struct Machine {
     draw_ticket: ticket::Draw,
 }
 
-/// The minimum of a step's budget of prompt tokens: this many tokens remain even if the decoding sequences use up the budget.
-const PREFILL_TOKENS_MIN: usize = 16;
 /// The time after which a job that others outrank may become exempt: the default of the router's limit on the wait in line.
 const EXEMPT_AFTER: Duration = Duration::from_secs(10);
 /// One audit checks the contents of this many blocks. With 100,000 blocks an audit takes 6 ms; if it checked all contents, it would take 93 ms.
@@ -162,8 +160,7 @@ impl Machine {
         self.grow();
         let batch = self.batch();
         let decodes = batch.iter().filter(|index| self.running[**index].is_decoding()).count();
-        let budget = (self.settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
-        let mut allotted = self.allot(&batch, budget);
+        let mut allotted = self.allot(&batch, self.prompt_budget(decodes));
         let mut len =
             |index: usize| if self.running[index].is_decoding() { 1 } else { allotted.remove(&index).unwrap_or_default() };
         let chunks = batch.into_iter().map(|sequence| PlannedChunk { sequence, len: len(sequence) });
@@ -395,6 +392,7 @@ impl Machine {
         let forking = self.forking.iter().map(Sequence::samples_left).sum::<usize>();
         let waiting = self.waiting.iter().filter(|queued| queued.sequence.computes_prompt());
         let running = self.running.iter().filter(|sequence| sequence.computes_prompt()).map(Sequence::remaining);
+        let decodes = self.running.iter().filter(|sequence| sequence.is_decoding()).count();
         let pending_tokens = waiting.map(|queued| self.tokens_to_compute(queued)).chain(running).sum::<usize>();
         Load {
             running_sequences: (self.running.len() + self.reserved.len() + forking) as u32,
@@ -407,6 +405,7 @@ impl Machine {
             prefill_measurements: self.rates.prefill_measurements(),
             prefill_fixed_ms: self.rates.prefill_fixed_ms(),
             decode_step_ms: self.rates.decode_step_ms(),
+            prompt_share: self.rates.prompt_share(self.prompt_budget(decodes), decodes),
             preemptions: self.preemptions,
             invariant_violations: self.invariant_violations,
             refused_graphs: 0,

@@ -11,6 +11,9 @@ const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 /// allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
+/// The plausible range of the share of prompts in the time of a step: engines give them at least a few hundredths.
+const PROMPT_SHARE: RangeInclusive<f64> = 0.01..=1.0;
+
 /// The plausible range of transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest
 /// network.
 const TRANSFER_BYTES_PER_SECOND: RangeInclusive<f64> = 1.0..=1e15;
@@ -30,6 +33,7 @@ impl From<&Load> for v1::Load {
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: load.prefill_fixed_ms,
             decode_step_ms: load.decode_step_ms,
+            prompt_share: load.prompt_share,
             ..Self::default()
         }
     }
@@ -50,6 +54,7 @@ impl From<&v1::Load> for Load {
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
             decode_step_ms: measured(load.decode_step_ms, STEP_MS),
+            prompt_share: measured(load.prompt_share, PROMPT_SHARE),
             ..Self::default()
         }
     }
@@ -78,6 +83,7 @@ mod tests {
             (free_blocks, cached_blocks, in_use_blocks) in any::<(u32, u32, u32)>(),
             prefill_measurements in any::<u64>(),
             (prefill_tokens_per_second, prefill_fixed_ms, decode_step_ms) in (0.1..1e9_f64, 1e-3..1e5_f64, 1e-3..6e5_f64),
+            prompt_share in 0.01..=1.0_f64,
         ) {
             let load = Load {
                 running_sequences,
@@ -90,6 +96,7 @@ mod tests {
                 prefill_measurements,
                 prefill_fixed_ms,
                 decode_step_ms,
+                prompt_share,
                 preemptions: 0,
                 invariant_violations: 0,
                 refused_graphs: 0,
@@ -105,6 +112,7 @@ mod tests {
                 prefill_tokens_per_second: bad,
                 prefill_fixed_ms: bad,
                 decode_step_ms: bad,
+                prompt_share: bad,
                 transfer_bytes_per_second: bad,
                 running_sequences: 7,
                 ..Default::default()

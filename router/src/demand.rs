@@ -13,7 +13,7 @@ pub(crate) struct Demands(ByRole<Sums>);
 
 /// Sums in which older placements count less.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sums {
+pub(crate) struct Sums {
     prompts: f64,
     tokens: f64,
     at: Option<Instant>,
@@ -22,21 +22,26 @@ struct Sums {
 impl Demands {
     /// Adds a prompt of which a worker of this role computes so many tokens.
     pub(crate) fn add(&mut self, role: Role, tokens: u64, now: Instant) {
-        let sums = self.0.of_mut(role);
-        let before = sums.at(now);
-        *sums = Sums { prompts: before.prompts + 1.0, tokens: before.tokens + tokens as f64, at: Some(now) };
+        self.0.of_mut(role).add(tokens, now);
     }
 
     pub(crate) fn per_second(&self, now: Instant) -> ByRole<Demand> {
-        let factor = std::f64::consts::LN_2 / HALF_LIFE.as_secs_f64();
-        self.0.map(|sums| {
-            let Sums { prompts, tokens, .. } = sums.at(now);
-            Demand { prompts: prompts * factor, tokens: tokens * factor }
-        })
+        self.0.map(|sums| sums.per_second(now))
     }
 }
 
 impl Sums {
+    /// Adds a prompt of which so many tokens are computed.
+    pub(crate) fn add(&mut self, tokens: u64, now: Instant) {
+        let before = self.at(now);
+        *self = Self { prompts: before.prompts + 1.0, tokens: before.tokens + tokens as f64, at: Some(now) };
+    }
+
+    pub(crate) fn per_second(&self, now: Instant) -> Demand {
+        let (Self { prompts, tokens, .. }, factor) = (self.at(now), std::f64::consts::LN_2 / HALF_LIFE.as_secs_f64());
+        Demand { prompts: prompts * factor, tokens: tokens * factor }
+    }
+
     fn at(self, now: Instant) -> Self {
         let age = self.at.map_or(Duration::ZERO, |at| now.duration_since(at));
         let kept = (-age.as_secs_f64() / HALF_LIFE.as_secs_f64()).exp2();

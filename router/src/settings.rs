@@ -128,7 +128,7 @@ pub struct Costs {
     /// blocks are assumed to be needed again. Storing blocks in an empty cache evicts nothing, so new prompts are spread over all caches before
     /// any of them overflows.
     pub displaced_weight: f64,
-    /// How many milliseconds of first tokens a millisecond is worth by which an answer is delayed that has begun. Default 0.6: a pause within an answer
+    /// How many milliseconds of first tokens a millisecond is worth by which an answer is delayed that has begun. Default 0.7: a pause within an answer
     /// is a smaller delay for its reader than a late first token.
     pub answer_preference: f64,
     /// The assumed duration of an answer in milliseconds, until the router has measured one. It determines how long a prompt waits for
@@ -152,7 +152,7 @@ impl Default for Costs {
             handoff_ms: 5.0,
             work_weight: 0.25,
             displaced_weight: 1.0,
-            answer_preference: 0.6,
+            answer_preference: 0.7,
             answer_ms: 5_000.0,
             answer_tokens: 256.0,
             rate_half_life: Duration::from_secs(30),

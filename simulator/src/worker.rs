@@ -19,6 +19,9 @@ const LOOKAHEAD_STEPS: u64 = 4;
 /// The least number of prompt tokens of a step, as in the engine.
 const PREFILL_TOKENS_MIN: u64 = 16;
 
+/// The longest step with prompts, in steps without, as in the engine.
+const ITL_STEPS: f64 = 16.0;
+
 /// Steps with this many prompt tokens, or more, are long enough to measure a rate, as in the engine.
 const LONG_STEP_TOKENS: u64 = 64;
 
@@ -372,6 +375,32 @@ impl Engine {
         }
     }
 
+    /// Returns how many prompt tokens a step computes that also continues `decoding` sequences, as in the engine.
+    fn prompt_budget(&self, decoding: u64) -> u64 {
+        let (device, decode) = (&self.device, self.decode_seconds(decoding));
+        let other = decode + device.prefill_step.as_secs_f64();
+        let seconds = (decode * ITL_STEPS - other).max(other);
+        let is_limited = decoding > 0 && decode > 0.0;
+        let within_itl = if is_limited { (seconds * device.prefill_tokens_per_second) as u64 } else { u64::MAX };
+        within_itl.min(device.step_tokens.saturating_sub(decoding)).max(PREFILL_TOKENS_MIN)
+    }
+
+    /// Returns the time in which the device continues so many sequences.
+    fn decode_seconds(&self, decoding: u64) -> f64 {
+        (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
+    }
+
+    /// Returns the part of a step's time that prompts get while answers run.
+    fn prompt_share(&self) -> f64 {
+        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
+        if decoding == 0 {
+            return 1.0;
+        }
+        let tokens = self.prompt_budget(decoding) as f64;
+        let prefill = self.device.prefill_step.as_secs_f64() + tokens / self.device.prefill_tokens_per_second;
+        prefill / (prefill + self.decode_seconds(decoding))
+    }
+
     /// Plans the next step. Returns the number of tokens for each running sequence, and the duration of the step in microseconds; `None` if
     /// no sequence runs.
     fn plan(&mut self) -> Option<(Vec<u64>, u64)> {
@@ -379,7 +408,7 @@ impl Engine {
             return None;
         }
         let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
-        let mut budget = self.device.step_tokens.saturating_sub(decoding).max(PREFILL_TOKENS_MIN);
+        let mut budget = self.prompt_budget(decoding);
         let mut tokens: Vec<u64> = self.running.iter().map(|sequence| u64::from(sequence.is_decoding())).collect();
         let mut prompts: Vec<usize> = (0..tokens.len()).filter(|at| !self.running[*at].is_decoding()).collect();
         prompts.sort_by_key(|at| self.running[*at].due);
@@ -471,6 +500,7 @@ impl Engine {
             prefill_measurements: self.long_steps,
             prefill_fixed_ms: if has_prefilled { self.device.prefill_step.as_secs_f64() * 1e3 * self.slower } else { 0.0 },
             decode_step_ms: self.decode_step_ms,
+            prompt_share: self.prompt_share(),
             ..Default::default()
         }
     }

@@ -120,6 +120,7 @@ pub fn worker_settings(worker_id: &str, model: &str) -> WorkerSettings {
 pub fn engine_settings() -> EngineSettings {
     EngineSettings {
         chunk_budget: 512,
+        itl_max: None,
         batch_max: 64,
         queue_max: 64,
         prefix_caching: true,

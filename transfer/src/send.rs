@@ -217,3 +217,116 @@ impl Transfer {
         Ok(self.sent)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tandem_kv::BlockId;
+    use tokio::time::{advance, sleep};
+
+    const BLOCK_BYTES: usize = 1_000;
+    /// The time of a block on the network: 5 MB/s.
+    const BLOCK: Duration = Duration::from_micros(200);
+
+    /// A path whose blocks arrive at once.
+    struct Arrives;
+
+    #[tonic::async_trait]
+    impl SendPath for Arrives {
+        fn label(&self) -> &'static str {
+            "arrives"
+        }
+
+        fn access(&self) -> BlockAccess {
+            BlockAccess::Copied
+        }
+
+        async fn send(&mut self, _: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+            Ok(Progress::Sent)
+        }
+
+        async fn interrupted(&mut self) -> TransferError {
+            std::future::pending().await
+        }
+
+        async fn finish(self: Box<Self>) -> Result<(), TransferError> {
+            Ok(())
+        }
+    }
+
+    /// A path whose receiver is told of blocks and copies them over the network later.
+    struct Announces {
+        network: SimulatedPath,
+        announced: Vec<ReadyBlock>,
+    }
+
+    #[tonic::async_trait]
+    impl SendPath for Announces {
+        fn label(&self) -> &'static str {
+            "announces"
+        }
+
+        fn access(&self) -> BlockAccess {
+            BlockAccess::InPlace
+        }
+
+        async fn send(&mut self, blocks: Vec<ReadyBlock>) -> Result<Progress, TransferError> {
+            // The receiver has copied the earlier blocks while these were computed.
+            self.announced = blocks;
+            Ok(Progress::Announced)
+        }
+
+        async fn interrupted(&mut self) -> TransferError {
+            std::future::pending().await
+        }
+
+        async fn finish(mut self: Box<Self>) -> Result<(), TransferError> {
+            self.network.send(self.announced).await?;
+            Box::new(self.network).finish().await
+        }
+    }
+
+    fn blocks(count: u32) -> Vec<ReadyBlock> {
+        let block = |index| ReadyBlock { index, block: BlockId(index), content: Vec::new() };
+        (0..count).map(block).collect()
+    }
+
+    /// Returns the rate that `transfers` transfers of one worker measure, as a fraction of the network's. Each sends six bursts of 50 blocks, which take
+    /// 10 ms of the network, and computes for `computes` before each.
+    async fn measured(transfers: u64, computes: Duration, announces: bool) -> f64 {
+        let (network, clock) = (Arc::new(SimulatedNetwork::new(BLOCK)), SharedClock::default());
+        let one = |number: u64| {
+            let path = SimulatedPath::new(Box::new(Arrives), Arc::clone(&network));
+            let path: Box<dyn SendPath> =
+                if announces { Box::new(Announces { network: path, announced: Vec::new() }) } else { Box::new(path) };
+            let mut transfer = Transfer { clock: clock.clone(), ..Transfer::new(path, BLOCK_BYTES) };
+            async move {
+                sleep(Duration::from_millis(number * 7)).await;
+                for _ in 0..6 {
+                    sleep(computes).await;
+                    transfer.send(blocks(50)).await.expect("the network does not fail");
+                }
+                transfer.finish().await.expect("the network does not fail")
+            }
+        };
+        let sent = futures::future::join_all((0..transfers).map(one)).await;
+        assert!(sent.iter().all(|sent| sent.bytes == 300 * BLOCK_BYTES as u64));
+        let bytes: u64 = sent.iter().map(|sent| sent.measured_bytes).sum();
+        let time: Duration = sent.iter().map(|sent| sent.measured).sum();
+        bytes as f64 / time.as_secs_f64() / (BLOCK_BYTES as f64 / BLOCK.as_secs_f64())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn measured_rate_is_that_of_the_network_under_any_load() {
+        advance(Duration::from_secs(1)).await;
+        for announces in [false, true] {
+            for transfers in [1, 2, 8, 40] {
+                for computes in [0, 5, 20, 100] {
+                    let rate = measured(transfers, Duration::from_millis(computes), announces).await;
+                    let of = format!("{transfers} transfers, {computes} ms of computation, announces: {announces}");
+                    assert!((0.8..1.2).contains(&rate), "{of}: {rate:.2} of the network's rate");
+                }
+            }
+        }
+    }
+}

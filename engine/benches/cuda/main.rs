@@ -151,6 +151,7 @@ fn prefill(engine: &mut dyn Engine, tokens: &[TokenId], blocks: &[BlockId]) -> O
 fn settings() -> EngineSettings {
     EngineSettings {
         chunk_budget: CHUNK as u32,
+        itl_max: None,
         batch_max: 256,
         queue_max: 256,
         prefix_caching: false,

@@ -9,6 +9,7 @@ use tandem_kv::{BlockId, Change, HashKey, Namespace, Priority};
 
 const SETTINGS: EngineSettings = EngineSettings {
     chunk_budget: 64,
+    itl_max: None,
     batch_max: 16,
     queue_max: 64,
     prefix_caching: true,

@@ -1,5 +1,6 @@
-//! Splits the prompt tokens of a step between the prompts of the batch.
+//! How many prompt tokens a step computes, and how they are split between the prompts of the batch.
 //!
+//! A step that also continues answers delays their next tokens, so it has fewer prompt tokens ([`Rates::prompt_tokens`](super::rates::Rates)).
 //! [`RoundRobin`](super::fair::RoundRobin) splits them by rank and account. A step with more tokens takes longer, so prompts are left out of steps that
 //! compute the rest of a prompt that outranks them, or its first token, although these steps have room for more tokens.
 
@@ -7,6 +8,8 @@ use super::{Machine, fair::Demand};
 use std::{collections::BTreeMap, sync::Arc};
 use tandem_kv::Priority;
 
+/// The minimum of a step's budget of prompt tokens, however many sequences decode and however slow the device is.
+pub(super) const PREFILL_TOKENS_MIN: usize = 16;
 /// The exempt job gets this part of a step's prompt tokens, so that a long prompt delays those that outrank it little.
 const EXEMPT_SHARE: usize = 8;
 /// Maximum number of tokens in a chunk that returns logits for every token. The limit bounds memory: each row has a logit for every token of the
@@ -40,6 +43,13 @@ impl ShortSteps {
 }
 
 impl Machine {
+    /// Returns how many prompt tokens a step may compute that also continues `decodes` sequences.
+    pub(super) fn prompt_budget(&self, decodes: usize) -> usize {
+        let most = (self.settings.chunk_budget as usize).saturating_sub(decodes);
+        let within_itl = if decodes > 0 { self.rates.prompt_tokens(decodes, self.settings.itl_max) } else { None };
+        within_itl.map_or(most, |tokens| tokens.min(most)).max(PREFILL_TOKENS_MIN)
+    }
+
     /// Splits the step's budget of prompt tokens between the sequences of the batch. Returns the number of tokens of each sequence, by its
     /// index in `running`. As in the fair order, the first sequence of every request precedes all further samples (which compute tokens
     /// again after a preemption) of its priority. The exempt prompt gets its part first, and prompts that requests without a first token outrank get none

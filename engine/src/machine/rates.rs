@@ -5,6 +5,7 @@
 //! Without enough steps there is no rate: a step of a few tokens takes little more than the fixed time, so its time per token says nothing about a
 //! longer prompt.
 
+use std::time::Duration;
 use tandem_kv::StepStats;
 
 /// Prefill and decode speed, measured over the latest steps.
@@ -31,6 +32,10 @@ const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 /// A slope is significant if it exceeds its standard error at least by this factor.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
+/// Without a limit of its own, a step with prompts takes at most so many times as long as one that only continues the same sequences. With a lower
+/// number, prompts take longer: they get fifteen sixteenths of the time.
+const ITL_STEPS: f64 = 16.0;
+
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
 const LENGTH_CLASSES: usize = 16;
 
@@ -42,7 +47,7 @@ impl Rates {
         // A step with prompt tokens and decoding sequences counts for one of the two kinds only if the time of the other kind is known. For
         // decoding sequences the mean time suffices; for prompt tokens it does not, because their time per token depends on the length of
         // the step.
-        let decode_part = || self.decode.line().map(|line| line.seconds(sequences)).or(self.decode.mean());
+        let decode_part = || self.decode_seconds(stats.decode_tokens as usize);
         let prefill_seconds = if sequences > 0.0 { decode_part().map(|part| seconds - part) } else { Some(seconds) };
         let prefill_part = || self.prefill.line().or_else(|| self.prefill.scaled()).map(|line| line.seconds(tokens));
         let decode_seconds = if tokens > 0.0 { prefill_part().map(|part| seconds - part) } else { Some(seconds) };
@@ -75,6 +80,32 @@ impl Rates {
     /// Returns the fixed time of a step that computes prompt tokens, in milliseconds; 0 while there is no evidence.
     pub fn prefill_fixed_ms(&self) -> f64 {
         self.prefill.rate().map_or(0.0, |line| line.fixed * 1e3)
+    }
+
+    /// Returns how many prompt tokens a step may compute that also continues `sequences`, so that these wait no longer than `itl_max` for their next
+    /// tokens; `None`: [`ITL_STEPS`] times as long as for a step without prompts. The tokens take at least half of the step. Returns `None` while there is
+    /// no evidence.
+    pub fn prompt_tokens(&self, sequences: usize, itl_max: Option<Duration>) -> Option<usize> {
+        let (prefill, decode) = (self.prefill.rate()?, self.decode_seconds(sequences).filter(|seconds| *seconds > 0.0)?);
+        let step = itl_max.map_or(decode * ITL_STEPS, |itl_max| itl_max.as_secs_f64());
+        let other = decode + prefill.fixed;
+        Some(((step - other).max(other) / prefill.each) as usize)
+    }
+
+    /// Returns the part of a step's time that `tokens` prompt tokens take if the step also continues `sequences`; 0 while there is no evidence.
+    pub fn prompt_share(&self, tokens: usize, sequences: usize) -> f64 {
+        if sequences == 0 {
+            return 1.0;
+        }
+        let Some((prefill, decode)) = self.prefill.rate().zip(self.decode_seconds(sequences)) else { return 0.0 };
+        let prefill = prefill.seconds(tokens as f64);
+        prefill / (prefill + decode)
+    }
+
+    /// Returns the time that a step takes to continue so many sequences.
+    fn decode_seconds(&self, sequences: usize) -> Option<f64> {
+        let seconds = self.decode.line().map(|line| line.seconds(sequences as f64)).or_else(|| self.decode.mean())?;
+        Some(seconds.max(0.0))
     }
 
     /// Returns the mean time of the latest steps that continue sequences, in milliseconds; 0 while there is no evidence.
@@ -258,6 +289,29 @@ mod tests {
         // If all steps have both prompt tokens and decoding sequences, the time of neither kind can be determined.
         let rates = after(&steps[3..]);
         assert_eq!((rates.prefill_tokens_per_second(), rates.decode_step_ms()), (0.0, 0.0));
+    }
+
+    #[test]
+    fn prompts_of_a_step_fit_the_time_that_answers_may_wait() {
+        let (answers, prompts) = (vec![(0, 20); 3], (0..50).map(|at| (1 + at * 97 % 512, 20)));
+        let rates = after(&answers.into_iter().chain(prompts).collect::<Vec<_>>());
+        // A step takes 8 ms for 20 answers, and 4 ms for prompts of any length: 128 - 12 ms are left, 30 - 12 ms, or as long as both take.
+        for (itl_max, tokens) in [(None, 2_320.0), (Some(30), 360.0), (Some(20), 240.0), (Some(1), 240.0)] {
+            let found = rates.prompt_tokens(20, itl_max.map(Duration::from_millis)).expect("both times were measured");
+            assert!(is_near(found as f64, tokens, 0.03), "{itl_max:?}: {found}");
+        }
+        assert!(is_near(rates.prompt_share(360, 20), 22.0 / 30.0, 0.02), "{}", rates.prompt_share(360, 20));
+        assert_eq!((rates.prompt_share(360, 0), Rates::default().prompt_share(360, 1)), (1.0, 0.0));
+        assert_eq!(after(&[(512, 0); 9]).prompt_tokens(20, None), None, "no answer was measured");
+        let mut no_time = Rates::default();
+        let stats = |tokens, sequences, ms| StepStats {
+            prefill_tokens: tokens,
+            decode_tokens: sequences,
+            duration: Duration::from_millis(ms),
+        };
+        (0..9).for_each(|_| no_time.record(&stats(512, 0, 30), BUDGET));
+        (0..9).for_each(|_| no_time.record(&stats(0, 1, 0), BUDGET));
+        assert_eq!(no_time.prompt_tokens(1, None), None, "answers that take no time leave no limit");
     }
 
     #[test]

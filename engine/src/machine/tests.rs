@@ -6,6 +6,7 @@ mod chunks;
 mod fair;
 mod fairness;
 mod history;
+mod itl;
 mod masks;
 mod paused;
 mod priorities;
@@ -14,6 +15,7 @@ mod refused;
 mod resumed;
 mod sending;
 
+use super::budget::PREFILL_TOKENS_MIN;
 use super::*;
 use crate::sim::{SimEngine, SimSettings};
 use crate::{CachedTokens, Engine, Generate, KvSource, Prefill, Refusal, Sampling, WriteRefused};
@@ -30,12 +32,17 @@ struct World {
     steps: usize,
     /// The job of each chunk of the last step, and the number of its tokens.
     chunks: Vec<(JobId, usize)>,
+    /// The duration of a step with so many prompt tokens and decoding sequences.
+    device: fn(u32, u32) -> Duration,
+    /// The duration of the last step.
+    took: Duration,
     /// By how many the short steps exceed the others (`ShortSteps`).
     short_steps: u32,
 }
 
 const SETTINGS: EngineSettings = EngineSettings {
     chunk_budget: 64,
+    itl_max: None,
     batch_max: 16,
     queue_max: 64,
     prefix_caching: true,
@@ -56,6 +63,8 @@ impl World {
             now: Duration::ZERO,
             steps: 0,
             chunks: Vec::new(),
+            device: |_, _| Duration::from_millis(1),
+            took: Duration::ZERO,
             short_steps: 0,
         }
     }
@@ -85,7 +94,7 @@ impl World {
     }
 
     fn step(&mut self) -> bool {
-        self.now += Duration::from_millis(1);
+        self.now += self.took.max(Duration::from_millis(1));
         let plan = self.machine.plan(self.now);
         self.act();
         let Some(plan) = plan else { return false };
@@ -96,8 +105,11 @@ impl World {
         let prefill: usize = chunks.iter().map(|chunk| chunk.tokens.len()).filter(|len| *len > 1).sum();
         let budget = self.machine.settings.chunk_budget as usize;
         assert!(prefill <= budget.max(PREFILL_TOKENS_MIN), "{prefill} prompt tokens in a step, the budget is {budget}");
+        let decodes = plan.chunks.iter().filter(|chunk| self.machine.running[chunk.sequence].is_decoding()).count();
+        let computed: usize = plan.chunks.iter().map(|chunk| chunk.len).sum();
+        self.took = (self.device)((computed - decodes) as u32, decodes as u32);
         let output = self.engine.step(&chunks).expect("the simulator does not fail");
-        self.machine.complete(&plan, output, Duration::from_millis(1), self.now);
+        self.machine.complete(&plan, output, self.took, self.now);
         self.steps += 1;
         self.act();
         true

@@ -117,6 +117,7 @@ impl Pair {
     fn start(pace: Pace, chunk_budget: u32) -> Self {
         let settings = EngineSettings {
             chunk_budget,
+            itl_max: None,
             batch_max: 16,
             queue_max: 16,
             prefix_caching: true,

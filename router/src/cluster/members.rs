@@ -13,6 +13,7 @@ use super::{
 use crate::{
     applied::{Applied, IndexedWorker},
     breaker::Breaker,
+    demand::Sums,
     index::{PrefixIndex, Replacement, WorkerSlot},
     line::{Left, Line},
     metrics::WorkerSeries,
@@ -76,6 +77,10 @@ pub(super) struct Member {
     /// The time of the latest report that showed decoding since the previous report.
     decoded_at: Instant,
     pub(super) bookings: WorkerBookings,
+    /// The prompts that were placed on this decode worker alone.
+    local: Sums,
+    /// The part of its time that they took, by its latest report.
+    local_share: f64,
     /// The requests that the worker prefills and that wait for their first tokens.
     pub(super) line: Line,
     pub(super) breaker: Breaker,
@@ -199,6 +204,8 @@ impl Members {
             prefilled_at: now,
             decoded_at: now,
             bookings: own_bookings,
+            local: Sums::default(),
+            local_share: 0.0,
             line,
             breaker: Breaker::default(),
             series,
@@ -266,6 +273,8 @@ impl Members {
             decode_step_ms: Measurement::log(load.decode_step_ms),
             transfer_bytes_per_second: Measurement::log(stats.transfer_bytes_per_second),
         };
+        let rate = load.prefill_tokens_per_second;
+        member.local_share = if rate > 0.0 { member.local.per_second(now).tokens / rate } else { 0.0 };
         (member.load, member.stats) = (load, stats);
         for request_id in included {
             member.bookings.on_included(request_id);
@@ -397,6 +406,9 @@ impl Members {
         let now = self.now();
         if let Some(member) = self.of_mut(booking.prefills_on()).filter(|_| booking.prefilling) {
             member.line.join(&booking.waiting, now);
+            if booking.prefill.is_none() {
+                member.local.add(load.decode.tokens, now);
+            }
         }
     }
 
@@ -487,10 +499,12 @@ impl Member {
             in_use_blocks: load.in_use_blocks,
             answer_tokens: bookings.answer_tokens,
             step_tokens: info.step_tokens,
+            local_share: self.local_share,
             block_bytes: info.block_bytes,
             prefill_tokens_per_second: measurement(measured.prefill_tokens_per_second, prefilled),
             prefill_fixed_ms: measurement(measured.prefill_fixed_ms, prefilled),
             decode_step_ms: measurement(measured.decode_step_ms, decoded),
+            prompt_share: if load.prompt_share > 0.0 { load.prompt_share } else { 1.0 },
             transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
         }
     }

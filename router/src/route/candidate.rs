@@ -100,6 +100,8 @@ pub struct Candidate {
     pub in_use_blocks: u32,
     /// The number of tokens that the answers of the requests placed on the worker are expected to have, generated or not.
     pub answer_tokens: u64,
+    /// The part of its time that a decode worker has lately spent on prompts that were placed on it alone.
+    pub local_share: f64,
     /// The most prompt tokens of a step, whose KV a prefill worker sends during the next step; 0: it sends none before the prompt is computed.
     pub step_tokens: u32,
     /// Bytes of KV per block.
@@ -110,6 +112,8 @@ pub struct Candidate {
     pub prefill_fixed_ms: Option<Measurement>,
     /// The time of a decode step; `None`: not measured.
     pub decode_step_ms: Option<Measurement>,
+    /// The part of its time that the worker gives to prompts while answers run on it.
+    pub prompt_share: f64,
     /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,
 }

@@ -1,6 +1,6 @@
 //! Policies. A policy estimates the cost of using a worker.
 
-use super::candidate::{ByRole, Candidate, Demand, PlacementQuery};
+use super::candidate::{ByRole, Candidate, Demand, PlacementQuery, Role};
 use crate::{
     rates::{MeanRate, Measurement},
     settings::{Costs, PolicyKind},
@@ -27,6 +27,13 @@ impl PlacementSeed {
 
 /// The load of a worker is assumed to be at most this part of its rate. With more, the time until its queue is empty would have no bound.
 const LOAD_MAX: f64 = 0.9;
+
+/// The part of a difference between the times that decode workers spend on prompts that will remain while an answer runs; fitted to the worlds of
+/// docs/routing.md.
+const LOCAL_PERSISTENCE: f64 = 0.3;
+
+/// The time for which such a difference lasts at most.
+const LOCAL_HORIZON_MS: f64 = 5_000.0;
 
 /// A worker's position among the eligible workers of its role.
 #[derive(Clone, Copy, Debug)]
@@ -123,6 +130,11 @@ impl Rates {
         }
     }
 
+    /// Returns how many prompt tokens the worker computes in a second, next to the answers that run on it.
+    fn rate(&self, worker: &Candidate) -> f64 {
+        self.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second) * worker.prompt_share
+    }
+
     /// Returns the time by which the worker's sequences delay the decoding of one more sequence.
     fn decode_load_ms(&self, worker: &Candidate) -> f64 {
         f64::from(worker.sequences) * self.decode_step_ms.for_worker(worker.decode_step_ms)
@@ -153,7 +165,7 @@ impl Rates {
     /// Returns the time by which `compute_ms` of computation delay prompts that will come while the worker is busy. By then it has computed its queue, the
     /// prompt, and what comes meanwhile. A shorter prompt to come is delayed only by its own length, because it precedes.
     fn later_ms(&self, worker: &Candidate, position: Position, compute_ms: f64) -> f64 {
-        let rate = self.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let rate = self.rate(worker);
         let (Demand { prompts, tokens }, workers) = (self.demand.of(worker.role), position.count as f64);
         if prompts <= 0.0 {
             return 0.0;
@@ -168,6 +180,15 @@ impl Rates {
     fn answers_ms(&self, prefill_ms: f64, sequences: u32) -> f64 {
         let root = f64::from(sequences).sqrt();
         prefill_ms * root * root.sqrt() * self.costs.answer_preference
+    }
+
+    /// Returns the time by which prompts to come delay the own answer on a worker that decodes. So answers gather on the workers on which few prompts are
+    /// computed, and prompts on those with few answers. Without prefill workers all workers compute prompts alike, and differences do not last.
+    fn prompts_to_come_ms(&self, worker: &Candidate) -> f64 {
+        let [remote, local] = [Role::Prefill, Role::Decode].map(|role| self.demand.of(role).tokens);
+        let remote_part = if remote > 0.0 { remote / (remote + local) } else { 0.0 };
+        let answer_ms = self.costs.answer_ms.min(LOCAL_HORIZON_MS);
+        self.costs.answer_preference * LOCAL_PERSISTENCE * remote_part * answer_ms * worker.local_share.min(LOAD_MAX)
     }
 
     /// Returns the time until enough blocks are available for the queued prompts, for `blocks` more blocks, and for what the answers of the
@@ -221,15 +242,17 @@ impl FirstToken {
 
 impl Policy for FirstToken {
     fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
-        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let rate = rates.rate(worker);
         let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
         let fixed_ms = if new > 0.0 { rates.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms) } else { 0.0 };
         let ms = |tokens: f64| tokens / rate * 1e3;
         let compute_ms = fixed_ms + ms(new);
         let charged_again = rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight;
         let behind_ms = compute_ms * worker.behind_prompts as f64;
+        // A prompt that it precedes has begun a step, of which half is left on average.
+        let begun = worker.behind_tokens.min(f64::from(worker.step_tokens)) / 2.0;
         Cost {
-            queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens),
+            queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens + begun),
             compute_ms,
             interference_ms: ms(new) * charged_again + behind_ms + rates.later_ms(worker, position, compute_ms),
             ..Cost::default()
@@ -239,10 +262,10 @@ impl Policy for FirstToken {
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
         let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
-        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let rate = rates.rate(worker);
         Cost {
             queue_ms: rates.blocks_ms(query, worker, u64::from(lacking.div_ceil(query.block_size))),
-            interference_ms: rates.answers_ms(worker.queued_tokens as f64 / rate * 1e3, 1),
+            interference_ms: rates.answers_ms(worker.queued_tokens as f64 / rate * 1e3, 1) + rates.prompts_to_come_ms(worker),
             transfer_ms: rates.transfer_ms(worker, query, lacking),
             handoff_ms: rates.costs.handoff_ms,
             decode_load_ms: rates.decode_load_ms(worker),
@@ -252,13 +275,14 @@ impl Policy for FirstToken {
 
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
         let prefill = self.prefill(query, rates, worker, position);
-        let rate = rates.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second);
+        let rate = rates.rate(worker);
         let new_blocks = worker.new_tokens(query, self.known_blocks(worker)).div_ceil(u64::from(query.block_size));
-        let others_ms = rates.answers_ms(prefill.compute_ms, worker.sequences);
+        // The answers wait only for the part of the time in which they do not run.
+        let others_ms = rates.answers_ms(prefill.compute_ms * worker.prompt_share, worker.sequences);
         let own_ms = rates.answers_ms(worker.behind_tokens / rate * 1e3, 1);
         Cost {
             queue_ms: prefill.queue_ms + rates.blocks_ms(query, worker, new_blocks),
-            interference_ms: prefill.interference_ms + others_ms + own_ms,
+            interference_ms: prefill.interference_ms + others_ms + own_ms + rates.prompts_to_come_ms(worker),
             decode_load_ms: rates.decode_load_ms(worker),
             ..prefill
         }

@@ -30,10 +30,12 @@ fn worker(role: Role) -> Candidate {
         in_use_blocks: 0,
         answer_tokens: 0,
         step_tokens: 0,
+        local_share: 0.0,
         block_bytes: 16_000,
         prefill_tokens_per_second: measured(1_000.0),
         prefill_fixed_ms: None,
         decode_step_ms: measured(10.0),
+        prompt_share: 1.0,
         transfer_bytes_per_second: measured(1e6),
     }
 }
@@ -296,7 +298,7 @@ fn local_prefill_is_charged_for_the_answers_that_it_delays() {
         placed(&local, &workers).expect("the request can be placed").0 == 0
     };
     // The prompt takes a second, and each sequence costs 10 ms of a step. The delay of 16 answers counts as that of 8.
-    for (sequences, tokens) in [(1, 610), (16, 4_960)] {
+    for (sequences, tokens) in [(1, 710), (16, 5_760)] {
         let busy = Candidate { sequences, ..decode() };
         assert!(is_first(busy.clone(), tokens + 1) && !is_first(busy, tokens - 1), "{sequences}");
     }
@@ -310,10 +312,10 @@ fn prompts_that_are_computed_later_are_charged_for_their_delay_and_for_that_of_t
     // The prompt takes a second. A longer one waits for it, and is computed after it.
     let prefills = |tokens| chosen(&remote(1_001), [decode(), line(5_000.0, prefill()), queue(tokens, prefill())]).1;
     assert_eq!((prefills(1_001), prefills(999)), (Some(1), Some(2)));
-    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.6.
+    // On a worker that decodes, the five seconds of the longer prompt also delay the answer, which counts 0.7.
     let local = PlacementQuery { prefill: PrefillPlace::Local, ..query(1_000) };
     let decodes = |tokens| chosen(&local, [line(5_000.0, decode()), queue(tokens, decode()), prefill()]).0;
-    assert_eq!((decodes(4_001), decodes(3_999)), (0, 1));
+    assert_eq!((decodes(4_501), decodes(4_499)), (0, 1));
     // A worker that only decodes the answer delays it by the prompts in its line.
     let receives = |tokens| chosen(&remote(1_001), [queue(1_000, decode()), queue(tokens, decode()), prefill()]).0;
     assert_eq!((receives(1_001), receives(999)), (0, 1));
@@ -340,6 +342,58 @@ fn prompts_to_come_are_charged_in_proportion_to_the_line_that_they_will_find() {
     // Demand beyond the rate counts as nine tenths of it.
     let beyond = Demand { prompts: 1.0, tokens: 5_000.0 };
     assert!((costs(0, beyond) - idle - 10.0 * 1_000.0).abs() < 1e-6);
+}
+
+#[test]
+fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
+    let queue_ms = |behind_tokens, step_tokens| {
+        let worker = Candidate { queued_tokens: 5_000, behind_tokens, behind_prompts: 1, step_tokens, ..prefill() };
+        let policy = policy(PolicyKind::KvAware);
+        let workers = [decode(), worker];
+        let by_use =
+            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &remote(101), &workers, PlacementSeed::default());
+        by_use[1].prefill.expect("it can be used").queue_ms.round()
+    };
+    // A token takes a millisecond.
+    for ((behind_tokens, step_tokens), expected) in [((0.0, 512), 5_000.0), ((5_000.0, 512), 256.0), ((100.0, 512), 4_950.0)] {
+        assert_eq!(queue_ms(behind_tokens, step_tokens), expected, "{behind_tokens} {step_tokens}");
+    }
+    assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
+}
+
+#[test]
+fn prompts_take_longer_next_to_answers_and_delay_these_no_longer() {
+    let cost = |prompt_share| {
+        let worker = Candidate { prompt_share, queued_tokens: 500, sequences: 1, ..decode() };
+        let policy = policy(PolicyKind::KvAware);
+        let by_use =
+            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &query(1_000), &[worker], PlacementSeed::default());
+        by_use[0].local.expect("it can be used")
+    };
+    let (alone, half) = (cost(1.0), cost(0.5));
+    assert_eq!((half.queue_ms, half.compute_ms), (2.0 * alone.queue_ms, 2.0 * alone.compute_ms));
+    let delayed_ms = Costs::default().work_weight * 1_000.0;
+    assert!((half.interference_ms - alone.interference_ms - delayed_ms).abs() < 1e-6, "{alone:?} {half:?}");
+}
+
+#[test]
+fn answers_gather_on_workers_that_prefill_little_as_far_as_prompts_can_go_elsewhere() {
+    let chosen = |remote_tokens| {
+        let demands = {
+            let mut of = ByRole::default();
+            *of.of_mut(Role::Prefill) = Demand { prompts: 1.0, tokens: remote_tokens };
+            *of.of_mut(Role::Decode) = Demand { prompts: 1.0, tokens: 500.0 };
+            of
+        };
+        // The idle worker spends half of its time on prompts; the other one has twenty answers, which delay one more by 200 ms.
+        let workers = [Candidate { local_share: 0.5, ..decode() }, Candidate { sequences: 20, ..decode() }, prefill()];
+        let policy = policy(PolicyKind::KvAware);
+        let costs = Costs::default();
+        let query = remote(101);
+        let by_use = costs_by_use(&*policy, &costs, demands, &query, &workers, PlacementSeed::default());
+        place(&by_use, &query, &workers, PlacementSeed::default()).expect("the request can be placed").decode
+    };
+    assert_eq!((chosen(500.0), chosen(1.0)), (1, 0));
 }
 
 #[test]

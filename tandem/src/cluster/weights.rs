@@ -101,6 +101,7 @@ impl EngineConfig {
     fn machine(&self, key: &ClusterKey) -> EngineSettings {
         EngineSettings {
             chunk_budget: self.chunk_budget(),
+            itl_max: self.worker.slo_itl.map(|ms| Duration::from_secs_f64(ms / 1e3)),
             batch_max: self.worker.batch_max,
             // This limit equals the frontend's, because all requests that a frontend admits may be placed on one worker.
             queue_max: self.model.max_concurrent_requests,

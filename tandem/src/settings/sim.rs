@@ -37,7 +37,7 @@ pub struct SimArgs {
     pub sim_transfer_bytes_per_second: f64,
 }
 
-fn positive(text: &str) -> Result<f64, &'static str> {
+pub(super) fn positive(text: &str) -> Result<f64, &'static str> {
     text.parse().ok().filter(|&number: &f64| number.is_finite() && number > 0.0).ok_or("write a number above 0")
 }
 

@@ -38,6 +38,12 @@ pub struct WorkerArgs {
     #[arg(long, env = "TANDEM_PREFILL_CHUNK_BUDGET", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub prefill_chunk_budget: Option<u32>,
 
+    /// Limit on the time between two tokens of an answer while prompts are computed, in milliseconds: steps with running answers get fewer tokens of
+    /// prompts, so that these steps end in time. Prompts keep half of each such step, so a limit below twice the time that a step takes without
+    /// their tokens is not kept [default: 16 times the measured time of a step without prompts]
+    #[arg(long, env = "TANDEM_SLO_ITL", value_name = "MS", value_parser = super::sim::positive)]
+    pub slo_itl: Option<f64>,
+
     /// Sequences in one step of an engine; more are queued, because each one makes the step longer. With --engine vllm it is the server's
     /// --max-num-seqs
     #[arg(long, env = "TANDEM_BATCH_MAX", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]

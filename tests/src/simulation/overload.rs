@@ -172,6 +172,7 @@ impl Overload {
         Plan {
             engine: EngineSettings {
                 chunk_budget: 512,
+                itl_max: None,
                 batch_max: 64,
                 queue_max: 4_096,
                 prefix_caching: true,

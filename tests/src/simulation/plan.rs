@@ -130,6 +130,7 @@ impl Plan {
         Self {
             engine: EngineSettings {
                 chunk_budget: *random.of(&[32, 128, 512]),
+                itl_max: *random.of(&[None, Some(Duration::from_millis(20))]),
                 batch_max: *random.of(&[4, 32]),
                 queue_max: *random.of(&[4, 64]),
                 prefix_caching: !random.chance(5),

@@ -119,6 +119,7 @@ fn generate(request: &Request, vocab: u32) -> Generate {
 
 const SETTINGS: EngineSettings = EngineSettings {
     chunk_budget: 100_000,
+    itl_max: None,
     batch_max: 64,
     queue_max: 64,
     prefix_caching: true,

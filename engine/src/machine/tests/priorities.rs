@@ -9,7 +9,7 @@ impl World {
         let Machine { running, settings, .. } = &self.machine;
         let decodes = plan.chunks.iter().filter(|chunk| running[chunk.sequence].is_decoding()).count();
         let lens: BTreeMap<usize, usize> = plan.chunks.iter().map(|chunk| (chunk.sequence, chunk.len)).collect();
-        let room = (settings.chunk_budget as usize).saturating_sub(decodes).max(PREFILL_TOKENS_MIN);
+        let room = self.machine.prompt_budget(decodes);
         let has_room = lens.values().sum::<usize>() - decodes < room;
         let is_left_out = |(index, sequence): &(usize, &Sequence)| {
             let len = lens.get(index).copied().unwrap_or_default();
