@@ -24,6 +24,24 @@ fn overlap_counts_only_blocks_that_a_worker_may_reuse() {
     scenario.assert_idle();
 }
 
+#[tokio::test(start_paused = true)]
+async fn decode_worker_is_known_to_spend_time_on_the_prompts_that_were_placed_on_it_alone() {
+    for (place, expected) in [(PrefillPlace::Local, 0.5), (PrefillPlace::Remote, 0.0)] {
+        let mut scenario = Scenario::with(settings(place), 1, 1);
+        // A prompt of a thousand tokens arrives every two seconds, and the worker computes a thousand tokens in a second.
+        for at in 0..150 {
+            let (booking, _) = scenario.place_hashes(1_000, hashes(at, 0, 62));
+            let load = Load { prefill_tokens_per_second: 1_000.0, ..Default::default() };
+            scenario.reports("d0", vec![], load, &[]);
+            scenario.state.release(booking);
+            tokio::time::advance(std::time::Duration::from_secs(2)).await;
+        }
+        let decode = scenario.state.candidates(&[]).into_iter().find(|candidate| candidate.role == Role::Decode);
+        let share = decode.expect("it is a member").local_share;
+        assert!((share - expected).abs() < 0.03, "{place:?}: {share}");
+    }
+}
+
 #[test]
 fn burst_of_one_prompt_goes_to_one_worker_and_predictions_are_not_overlap() {
     for place in [PrefillPlace::Remote, PrefillPlace::Local] {
