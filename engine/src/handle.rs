@@ -27,8 +27,8 @@ use tokio::time::Instant;
 pub struct EngineSettings {
     /// Maximum number of tokens in one step: prompt tokens plus one for each decoding sequence.
     pub chunk_budget: u32,
-    /// How long running answers may wait for their next tokens because of prompts; `None`: a multiple of the time of a step without prompts. Tokens of
-    /// prompts take at least half of each step.
+    /// How long running answers may wait for their next tokens because of prompts; `None`: a multiple of the time of a step without prompts. It never
+    /// takes more than half of a step from the tokens of prompts.
     pub itl_max: Option<Duration>,
     /// Maximum number of sequences in one step.
     pub batch_max: u32,

@@ -274,7 +274,7 @@ impl Machine {
                 Role::Sample(_) => {}
             }
         }
-        self.rates.record(&stats, self.settings.chunk_budget);
+        self.rates.record(&stats, self.settings.chunk_budget, self.prompt_budget(stats.decode_tokens as usize));
         self.running = running;
         for (job, refusal) in refused {
             self.end_refused(job, refusal);
@@ -392,7 +392,7 @@ impl Machine {
         let forking = self.forking.iter().map(Sequence::samples_left).sum::<usize>();
         let waiting = self.waiting.iter().filter(|queued| queued.sequence.computes_prompt());
         let running = self.running.iter().filter(|sequence| sequence.computes_prompt()).map(Sequence::remaining);
-        let decodes = self.running.iter().filter(|sequence| sequence.is_decoding()).count();
+        let decodes = self.batch().into_iter().filter(|index| self.running[*index].is_decoding()).count();
         let pending_tokens = waiting.map(|queued| self.tokens_to_compute(queued)).chain(running).sum::<usize>();
         Load {
             running_sequences: (self.running.len() + self.reserved.len() + forking) as u32,

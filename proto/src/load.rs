@@ -11,8 +11,8 @@ const PREFILL_TOKENS_PER_SECOND: RangeInclusive<f64> = 0.1..=1e9;
 /// allowed to take.
 const STEP_MS: RangeInclusive<f64> = 1e-9..=600_000.0;
 
-/// The plausible range of the share of prompts in the time of a step: engines give them at least a few hundredths.
-const PROMPT_SHARE: RangeInclusive<f64> = 0.01..=1.0;
+/// The lowest share of prompts in the time of a step that is believed: receivers divide by it. Lower ones count as this one.
+const PROMPT_SHARE_MIN: f64 = 0.01;
 
 /// The plausible range of transfer rates in bytes per second: from a rate that is useless for serving to a thousand times that of the fastest
 /// network.
@@ -54,7 +54,7 @@ impl From<&v1::Load> for Load {
             prefill_measurements: load.prefill_measurements,
             prefill_fixed_ms: measured(load.prefill_fixed_ms, STEP_MS),
             decode_step_ms: measured(load.decode_step_ms, STEP_MS),
-            prompt_share: measured(load.prompt_share, PROMPT_SHARE),
+            prompt_share: prompt_share(load.prompt_share),
             ..Self::default()
         }
     }
@@ -63,6 +63,11 @@ impl From<&v1::Load> for Load {
 /// Returns the load's transfer rate in bytes per second; 0 if it was not measured or is implausible.
 pub fn transfer_bytes_per_second(load: &v1::Load) -> f64 {
     measured(load.transfer_bytes_per_second, TRANSFER_BYTES_PER_SECOND)
+}
+
+/// Returns the share; 0 if it is not known.
+fn prompt_share(share: f64) -> f64 {
+    if share > 0.0 && share <= 1.0 { share.max(PROMPT_SHARE_MIN) } else { 0.0 }
 }
 
 /// Returns the value if it is plausible, else 0. Receivers divide by rates and compare the results, so NaN, infinite, negative, subnormal
@@ -112,7 +117,7 @@ mod tests {
                 prefill_tokens_per_second: bad,
                 prefill_fixed_ms: bad,
                 decode_step_ms: bad,
-                prompt_share: bad,
+                prompt_share: if bad > 0.0 { f64::INFINITY } else { bad },
                 transfer_bytes_per_second: bad,
                 running_sequences: 7,
                 ..Default::default()

@@ -4,6 +4,8 @@
 //! The order of prompts is that of the engine for one account (docs/adr/021-fair-shares.md): a prompt is due when it would be done if all shared the
 //! device equally. The last token of a prompt is computed by the step that samples the first token of the answer.
 
+mod budget;
+
 use crate::{
     Device,
     request::{Arrived, TOKENS_OF_ID, namespace},
@@ -15,12 +17,6 @@ use tandem_router::{Role, VirtualPlacement};
 
 /// A new prompt gets blocks only while the prompts that precede it need less than this many full steps, as in the engine.
 const LOOKAHEAD_STEPS: u64 = 4;
-
-/// The least number of prompt tokens of a step, as in the engine.
-const PREFILL_TOKENS_MIN: u64 = 16;
-
-/// The longest step with prompts, in steps without, as in the engine.
-const ITL_STEPS: f64 = 16.0;
 
 /// Steps with this many prompt tokens, or more, are long enough to measure a rate, as in the engine.
 const LONG_STEP_TOKENS: u64 = 64;
@@ -373,32 +369,6 @@ impl Engine {
                 self.commit(place);
             }
         }
-    }
-
-    /// Returns how many prompt tokens a step computes that also continues `decoding` sequences, as in the engine.
-    fn prompt_budget(&self, decoding: u64) -> u64 {
-        let (device, decode) = (&self.device, self.decode_seconds(decoding));
-        let other = decode + device.prefill_step.as_secs_f64();
-        let seconds = (decode * ITL_STEPS - other).max(other);
-        let is_limited = decoding > 0 && decode > 0.0;
-        let within_itl = if is_limited { (seconds * device.prefill_tokens_per_second) as u64 } else { u64::MAX };
-        within_itl.min(device.step_tokens.saturating_sub(decoding)).max(PREFILL_TOKENS_MIN)
-    }
-
-    /// Returns the time in which the device continues so many sequences.
-    fn decode_seconds(&self, decoding: u64) -> f64 {
-        (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
-    }
-
-    /// Returns the part of a step's time that prompts get while answers run.
-    fn prompt_share(&self) -> f64 {
-        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
-        if decoding == 0 {
-            return 1.0;
-        }
-        let tokens = self.prompt_budget(decoding) as f64;
-        let prefill = self.device.prefill_step.as_secs_f64() + tokens / self.device.prefill_tokens_per_second;
-        prefill / (prefill + self.decode_seconds(decoding))
     }
 
     /// Plans the next step. Returns the number of tokens for each running sequence, and the duration of the step in microseconds; `None` if

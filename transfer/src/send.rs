@@ -254,7 +254,7 @@ mod tests {
         }
     }
 
-    /// A path whose receiver is told of blocks and copies them over the network later.
+    /// A path that announces blocks to its receiver, which copies them over the network later.
     struct Announces {
         network: SimulatedPath,
         announced: Vec<ReadyBlock>,

@@ -32,16 +32,16 @@ const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 /// A slope is significant if it exceeds its standard error at least by this factor.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
 
-/// Without a limit of its own, a step with prompts takes at most so many times as long as one that only continues the same sequences. With a lower
-/// number, prompts take longer: they get fifteen sixteenths of the time.
+/// The default limit: a step with prompts takes at most this many times as long as one that only continues the same sequences, so these take a
+/// sixteenth of it.
 const ITL_STEPS: f64 = 16.0;
 
 /// The number of classes of steps of similar length. Each class begins at twice the length at which the previous class begins.
 const LENGTH_CLASSES: usize = 16;
 
 impl Rates {
-    /// Adds a step to the evidence. `chunk_budget` is the number of prompt tokens in a full step.
-    pub fn record(&mut self, stats: &StepStats, chunk_budget: u32) {
+    /// Adds a step to the evidence. `chunk_budget` is the number of prompt tokens in a full step, and `step_budget` the number that this one could have.
+    pub fn record(&mut self, stats: &StepStats, chunk_budget: u32, step_budget: usize) {
         let seconds = stats.duration.as_secs_f64();
         let (tokens, sequences) = (f64::from(stats.prefill_tokens), f64::from(stats.decode_tokens));
         // A step with prompt tokens and decoding sequences counts for one of the two kinds only if the time of the other kind is known. For
@@ -56,11 +56,14 @@ impl Rates {
             let is_long = tokens >= LONG_STEP_TOKENS.min(f64::from(chunk_budget));
             let decay = if is_long { DECAY } else { DECAY.powf(tokens / f64::from(chunk_budget)) };
             let is_added = self.prefill.record(tokens, prefill_seconds, decay);
-            self.prefill_measurements += u64::from(is_added && is_long);
+            let is_full = tokens >= LONG_STEP_TOKENS.min(step_budget as f64);
+            self.prefill_measurements += u64::from(is_added && is_full);
         }
         // In a step with a long chunk, the decode time is the small difference between the duration and the predicted prefill time, and may
-        // be negative by chance. Negative values count as well, because the mean would be too high without them.
-        if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0) {
+        // be negative by chance. Negative values count as well, because the mean would be too high without them. Such steps count only until there
+        // is evidence without them: any division of their time between both kinds explains them, so both estimates would drift.
+        let is_needed = tokens == 0.0 || self.decode.mean().is_none();
+        if let Some(decode_seconds) = decode_seconds.filter(|_| sequences > 0.0 && is_needed) {
             self.decode.record(sequences, decode_seconds, DECAY);
         }
     }
@@ -70,8 +73,8 @@ impl Rates {
         self.prefill.rate().map_or(0.0, |line| line.each.recip())
     }
 
-    /// Returns the number of long steps from which the rate was computed: steps of at least 64 prompt tokens, or of a full chunk if that is
-    /// less. Shorter steps hardly displace the evidence of long steps, so while only short steps run, the rate is as old as the last long
+    /// Returns the number of long steps from which the rate was computed: steps of at least 64 prompt tokens, or of as many as the step could have if that
+    /// is less. Shorter steps hardly displace the evidence of long steps, so while only short steps run, the rate is as old as the last long
     /// step.
     pub fn prefill_measurements(&self) -> u64 {
         self.prefill_measurements
@@ -86,20 +89,26 @@ impl Rates {
     /// tokens; `None`: [`ITL_STEPS`] times as long as for a step without prompts. The tokens take at least half of the step. Returns `None` while there is
     /// no evidence.
     pub fn prompt_tokens(&self, sequences: usize, itl_max: Option<Duration>) -> Option<usize> {
-        let (prefill, decode) = (self.prefill.rate()?, self.decode_seconds(sequences).filter(|seconds| *seconds > 0.0)?);
+        let (prefill, decode) = (self.latest_rate()?, self.decode_seconds(sequences).filter(|seconds| *seconds > 0.0)?);
         let step = itl_max.map_or(decode * ITL_STEPS, |itl_max| itl_max.as_secs_f64());
         let other = decode + prefill.fixed;
         Some(((step - other).max(other) / prefill.each) as usize)
     }
 
-    /// Returns the part of a step's time that `tokens` prompt tokens take if the step also continues `sequences`; 0 while there is no evidence.
+    /// Returns the part of a step's time that `tokens` prompt tokens take, without the fixed time, if the step also continues `sequences`; 0 while there is
+    /// no evidence.
     pub fn prompt_share(&self, tokens: usize, sequences: usize) -> f64 {
         if sequences == 0 {
             return 1.0;
         }
-        let Some((prefill, decode)) = self.prefill.rate().zip(self.decode_seconds(sequences)) else { return 0.0 };
-        let prefill = prefill.seconds(tokens as f64);
-        prefill / (prefill + decode)
+        let Some((prefill, decode)) = self.latest_rate().zip(self.decode_seconds(sequences)) else { return 0.0 };
+        let seconds = prefill.each * tokens as f64;
+        seconds / (seconds + prefill.fixed + decode)
+    }
+
+    /// Returns the line for prompt tokens; if the latest steps were too short for one, the last one before.
+    fn latest_rate(&self) -> Option<Line> {
+        self.prefill.rate().or_else(|| self.prefill.scaled())
     }
 
     /// Returns the time that a step takes to continue so many sequences.
@@ -228,7 +237,7 @@ mod tests {
 
     fn step(rates: &mut Rates, tokens: u32, sequences: u32, slower: f64) {
         let duration = Duration::from_secs_f64(seconds(tokens, sequences) * slower);
-        rates.record(&StepStats { prefill_tokens: tokens, decode_tokens: sequences, duration }, BUDGET);
+        rates.record(&StepStats { prefill_tokens: tokens, decode_tokens: sequences, duration }, BUDGET, BUDGET as usize);
     }
 
     fn after(steps: &[(u32, u32)]) -> Rates {
@@ -266,7 +275,7 @@ mod tests {
         // If a step's budget is smaller than a long step, a full chunk counts as a long step.
         let mut rates = Rates::default();
         let stats = StepStats { prefill_tokens: 16, decode_tokens: 0, duration: Duration::from_millis(5) };
-        (0..3).for_each(|_| rates.record(&stats, 16));
+        (0..3).for_each(|_| rates.record(&stats, 16, 16));
         assert_eq!(rates.prefill_measurements(), 1);
     }
 
@@ -300,7 +309,7 @@ mod tests {
             let found = rates.prompt_tokens(20, itl_max.map(Duration::from_millis)).expect("both times were measured");
             assert!(is_near(found as f64, tokens, 0.03), "{itl_max:?}: {found}");
         }
-        assert!(is_near(rates.prompt_share(360, 20), 22.0 / 30.0, 0.02), "{}", rates.prompt_share(360, 20));
+        assert!(is_near(rates.prompt_share(360, 20), 18.0 / 30.0, 0.02), "{}", rates.prompt_share(360, 20));
         assert_eq!((rates.prompt_share(360, 0), Rates::default().prompt_share(360, 1)), (1.0, 0.0));
         assert_eq!(after(&[(512, 0); 9]).prompt_tokens(20, None), None, "no answer was measured");
         let mut no_time = Rates::default();
@@ -309,9 +318,42 @@ mod tests {
             decode_tokens: sequences,
             duration: Duration::from_millis(ms),
         };
-        (0..9).for_each(|_| no_time.record(&stats(512, 0, 30), BUDGET));
-        (0..9).for_each(|_| no_time.record(&stats(0, 1, 0), BUDGET));
+        (0..9).for_each(|_| no_time.record(&stats(512, 0, 30), BUDGET, 512));
+        (0..9).for_each(|_| no_time.record(&stats(0, 1, 0), BUDGET, 512));
         assert_eq!(no_time.prompt_tokens(1, None), None, "answers that take no time leave no limit");
+    }
+
+    #[test]
+    fn limit_stays_while_every_step_has_prompts_and_times_vary() {
+        let (mut rates, mut random) = (after(&[(0, 20); 9]), 1_u64);
+        (0..9).for_each(|at| step(&mut rates, 400 + at % 3 * 50, 0, 1.0));
+        for at in 0..3_000 {
+            random = tandem_kv::mix(random);
+            let noise = 0.97 + 0.06 * (random % 1_000) as f64 / 1e3;
+            let tokens = rates.prompt_tokens(20, None).expect("both times were measured");
+            assert!((1_900..2_700).contains(&tokens), "step {at}: {tokens}");
+            step(&mut rates, if at % 4 == 0 { 1_500 } else { tokens as u32 }, 20, noise);
+        }
+    }
+
+    #[test]
+    fn limit_and_measurements_continue_while_all_steps_are_short() {
+        // A slow device: 20 ms a token, and 60 ms for an answer.
+        let slow = |tokens: u32, sequences: u32| StepStats {
+            prefill_tokens: tokens,
+            decode_tokens: sequences,
+            duration: Duration::from_millis(u64::from(20 * tokens + 60 * sequences)),
+        };
+        let mut rates = Rates::default();
+        (0..9).for_each(|_| rates.record(&slow(0, 1), BUDGET, 512));
+        (0..9).for_each(|at| rates.record(&slow(300 + at * 20, 0), BUDGET, 512));
+        let before = rates.prefill_measurements();
+        for _ in 0..2_000 {
+            let tokens = rates.prompt_tokens(1, None).expect("the rate is not forgotten");
+            assert!((40..=50).contains(&tokens), "{tokens}");
+            rates.record(&slow(tokens as u32, 1), BUDGET, tokens);
+        }
+        assert!(rates.prefill_measurements() > before + 1_900, "full steps are measurements");
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl PlacementSeed {
 /// The load of a worker is assumed to be at most this part of its rate. With more, the time until its queue is empty would have no bound.
 const LOAD_MAX: f64 = 0.9;
 
-/// The part of a difference between the times that decode workers spend on prompts that will remain while an answer runs; fitted to the worlds of
+/// Decode workers differ in how much of their time goes to prompts. This part of the difference is assumed to last for an answer; fitted to the worlds of
 /// docs/routing.md.
 const LOCAL_PERSISTENCE: f64 = 0.3;
 
@@ -132,7 +132,32 @@ impl Rates {
 
     /// Returns how many prompt tokens the worker computes in a second, next to the answers that run on it.
     fn rate(&self, worker: &Candidate) -> f64 {
-        self.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second) * worker.prompt_share
+        self.device_rate(worker) * worker.prompt_share
+    }
+
+    /// Returns how many prompt tokens the worker's device computes in a second in which it does nothing else.
+    fn device_rate(&self, worker: &Candidate) -> f64 {
+        self.prefill_tokens_per_second.for_worker(worker.prefill_tokens_per_second)
+    }
+
+    fn fixed_ms(&self, worker: &Candidate) -> f64 {
+        self.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms)
+    }
+
+    /// Returns how many of these prompt tokens one step of the worker computes. Next to answers, a step is as long as the worker's share of prompts says.
+    fn step_tokens(&self, worker: &Candidate, tokens: f64) -> f64 {
+        let most = tokens.min(f64::from(worker.step_tokens));
+        let share = worker.prompt_share;
+        if share >= 1.0 {
+            return most;
+        }
+        let other_ms = self.fixed_ms(worker) + self.decode_step_ms.for_worker(worker.decode_step_ms);
+        most.min(self.device_rate(worker) * other_ms / 1e3 * share / (1.0 - share))
+    }
+
+    /// Returns the time by which so many prompt tokens that its worker computes delay one answer.
+    fn own_answer_ms(&self, worker: &Candidate, tokens: f64) -> f64 {
+        self.answers_ms(tokens / self.device_rate(worker) * 1e3, 1)
     }
 
     /// Returns the time by which the worker's sequences delay the decoding of one more sequence.
@@ -244,13 +269,13 @@ impl Policy for FirstToken {
     fn prefill(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
         let rate = rates.rate(worker);
         let new = worker.new_tokens(query, self.known_blocks(worker)) as f64;
-        let fixed_ms = if new > 0.0 { rates.prefill_fixed_ms.for_worker(worker.prefill_fixed_ms) } else { 0.0 };
+        let fixed_ms = if new > 0.0 { rates.fixed_ms(worker) } else { 0.0 };
         let ms = |tokens: f64| tokens / rate * 1e3;
         let compute_ms = fixed_ms + ms(new);
         let charged_again = rates.costs.work_weight + self.cache_filled(worker) * rates.costs.displaced_weight;
         let behind_ms = compute_ms * worker.behind_prompts as f64;
-        // A prompt that it precedes has begun a step, of which half is left on average.
-        let begun = worker.behind_tokens.min(f64::from(worker.step_tokens)) / 2.0;
+        // A step of the prompts that it precedes is assumed to have begun, of which half is left on average.
+        let begun = rates.step_tokens(worker, worker.behind_tokens) / 2.0;
         Cost {
             queue_ms: ms(worker.queued_tokens as f64 - worker.behind_tokens + begun),
             compute_ms,
@@ -262,10 +287,10 @@ impl Policy for FirstToken {
     fn decode(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, _: Position) -> Cost {
         let cached = if self.use_caches { worker.overlap_blocks } else { 0 };
         let lacking = query.prompt_tokens.saturating_sub(1).saturating_sub(cached.saturating_mul(query.block_size));
-        let rate = rates.rate(worker);
+        let own_ms = rates.own_answer_ms(worker, worker.queued_tokens as f64);
         Cost {
             queue_ms: rates.blocks_ms(query, worker, u64::from(lacking.div_ceil(query.block_size))),
-            interference_ms: rates.answers_ms(worker.queued_tokens as f64 / rate * 1e3, 1) + rates.prompts_to_come_ms(worker),
+            interference_ms: own_ms + rates.prompts_to_come_ms(worker),
             transfer_ms: rates.transfer_ms(worker, query, lacking),
             handoff_ms: rates.costs.handoff_ms,
             decode_load_ms: rates.decode_load_ms(worker),
@@ -275,11 +300,13 @@ impl Policy for FirstToken {
 
     fn local(&self, query: &PlacementQuery, rates: &Rates, worker: &Candidate, position: Position) -> Cost {
         let prefill = self.prefill(query, rates, worker, position);
-        let rate = rates.rate(worker);
-        let new_blocks = worker.new_tokens(query, self.known_blocks(worker)).div_ceil(u64::from(query.block_size));
-        // The answers wait only for the part of the time in which they do not run.
-        let others_ms = rates.answers_ms(prefill.compute_ms * worker.prompt_share, worker.sequences);
-        let own_ms = rates.answers_ms(worker.behind_tokens / rate * 1e3, 1);
+        let new_tokens = worker.new_tokens(query, self.known_blocks(worker));
+        let new_blocks = new_tokens.div_ceil(u64::from(query.block_size));
+        // Answers wait for the computation of the prompt, not for their own part of each step.
+        let fixed_ms = if new_tokens > 0 { rates.fixed_ms(worker) } else { 0.0 };
+        let computed_ms = fixed_ms + new_tokens as f64 / rates.device_rate(worker) * 1e3;
+        let others_ms = rates.answers_ms(computed_ms, worker.sequences);
+        let own_ms = rates.own_answer_ms(worker, worker.behind_tokens);
         Cost {
             queue_ms: prefill.queue_ms + rates.blocks_ms(query, worker, new_blocks),
             interference_ms: prefill.interference_ms + others_ms + own_ms + rates.prompts_to_come_ms(worker),

@@ -359,21 +359,36 @@ fn prompt_waits_for_half_of_the_step_of_the_prompts_that_it_precedes() {
         assert_eq!(queue_ms(behind_tokens, step_tokens), expected, "{behind_tokens} {step_tokens}");
     }
     assert_eq!(queue_ms(5_000.0, 0), 0.0, "the steps of external engines are not known");
+    // Prompts have half of each step, and answers the other half, 10 ms: half of a step's 10 tokens takes 10 ms.
+    let short = Candidate { queued_tokens: 5_000, behind_tokens: 5_000.0, step_tokens: 512, prompt_share: 0.5, ..decode() };
+    let policy = policy(PolicyKind::KvAware);
+    let by_use = costs_by_use(&*policy, &Costs::default(), ByRole::default(), &query(100), &[short], PlacementSeed::default());
+    assert_eq!(by_use[0].local.expect("it can be used").queue_ms.round(), 10.0);
 }
 
 #[test]
 fn prompts_take_longer_next_to_answers_and_delay_these_no_longer() {
     let cost = |prompt_share| {
-        let worker = Candidate { prompt_share, queued_tokens: 500, sequences: 1, ..decode() };
+        let prefill_fixed_ms = measured(10.0);
+        let (queued_tokens, behind_tokens) = (500, 400.0);
+        let worker = Candidate { prompt_share, queued_tokens, behind_tokens, prefill_fixed_ms, sequences: 1, ..decode() };
         let policy = policy(PolicyKind::KvAware);
-        let by_use =
-            costs_by_use(&*policy, &Costs::default(), ByRole::default(), &query(1_000), &[worker], PlacementSeed::default());
-        by_use[0].local.expect("it can be used")
+        let by_use = costs_by_use(
+            &*policy,
+            &Costs::default(),
+            ByRole::default(),
+            &query(1_000),
+            &[worker, prefill()],
+            PlacementSeed::default(),
+        );
+        (by_use[0].local.expect("it can be used"), by_use[0].decode.expect("it can be used"))
     };
-    let (alone, half) = (cost(1.0), cost(0.5));
-    assert_eq!((half.queue_ms, half.compute_ms), (2.0 * alone.queue_ms, 2.0 * alone.compute_ms));
+    let ((alone, receives), (half, receives_half)) = (cost(1.0), cost(0.5));
+    assert!((half.queue_ms - 2.0 * alone.queue_ms).abs() < 1e-6, "{alone:?} {half:?}");
+    assert!((half.compute_ms - alone.compute_ms - 1_000.0).abs() < 1e-6, "{alone:?} {half:?}");
     let delayed_ms = Costs::default().work_weight * 1_000.0;
     assert!((half.interference_ms - alone.interference_ms - delayed_ms).abs() < 1e-6, "{alone:?} {half:?}");
+    assert_eq!(receives.interference_ms, receives_half.interference_ms);
 }
 
 #[test]

@@ -36,7 +36,7 @@ const NEEDS: &[(&[&str], &[&str])] = &[
 ];
 
 /// Settings of engines in Tandem's processes. An external engine has settings of its own.
-const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget"];
+const SETTINGS_OF_OWN_ENGINES: &[&str] = &["kv-capacity-tokens", "prefill-chunk-budget", "slo-itl"];
 
 /// Settings that only vLLM servers need, besides those with default values.
 const SETTINGS_OF_VLLM: &[&str] = &["prefill-engine-url", "engine-events-replay", "engine-rank"];

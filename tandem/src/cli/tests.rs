@@ -219,6 +219,10 @@ fn invalid_command_line_is_refused_with_an_explanation() {
             &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--kv-capacity-tokens", "4096"],
             "--kv-capacity-tokens has no effect with --engine vllm",
         ),
+        (
+            &["up", "--engine", "vllm", "--engine-url", "http://e:1", "--slo-itl", "20"],
+            "--slo-itl has no effect with --engine vllm",
+        ),
         (&["up", "--engine", "llama-cpp"], "--engine llama-cpp needs --engine-url with the URL of a llama.cpp server"),
         (&["prefill-worker", "--engine", "llama-cpp", "--engine-url", "http://e:1"], "llama.cpp's server cannot send KV"),
         (

@@ -39,9 +39,9 @@ pub struct WorkerArgs {
     pub prefill_chunk_budget: Option<u32>,
 
     /// Limit on the time between two tokens of an answer while prompts are computed, in milliseconds: steps with running answers get fewer tokens of
-    /// prompts, so that these steps end in time. Prompts keep half of each such step, so a limit below twice the time that a step takes without
-    /// their tokens is not kept [default: 16 times the measured time of a step without prompts]
-    #[arg(long, env = "TANDEM_SLO_ITL", value_name = "MS", value_parser = super::sim::positive)]
+    /// prompts, so that these steps end in time. It never takes more than half of a step from them, so a limit below twice the time that a
+    /// step takes without their tokens is not kept. In `tandem bench` the same name limits the mean of an answer [default: 16 times the measured time of a step without prompts]
+    #[arg(long, env = "TANDEM_SLO_ITL", value_name = "MS", value_parser = step_ms)]
     pub slo_itl: Option<f64>,
 
     /// Sequences in one step of an engine; more are queued, because each one makes the step longer. With --engine vllm it is the server's
@@ -84,6 +84,12 @@ pub struct WorkerArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub sim: SimArgs,
+}
+
+/// Parses the limit of a step's time. An hour is longer than any step.
+fn step_ms(text: &str) -> Result<f64, &'static str> {
+    let ms = super::sim::positive(text)?;
+    if ms <= 3_600_000.0 { Ok(ms) } else { Err("write a number of milliseconds up to 3600000") }
 }
 
 impl WorkerArgs {

@@ -1,0 +1,45 @@
+//! A member as a candidate for a placement.
+
+use super::{Member, Prefix};
+use crate::{rates::Measurement, route::Candidate, settings::Costs};
+use tokio::time::Instant;
+
+impl Member {
+    /// Returns the member as a candidate for a placement. The older its measurements are, the less weight they have.
+    pub(in crate::cluster) fn candidate(&self, prefix: Prefix, excluded: bool, now: Instant, costs: &Costs) -> Candidate {
+        let Self { load, bookings, info, measured, .. } = self;
+        let weight = |at: Instant| Measurement::weight(now.duration_since(at), costs);
+        let (prefilled, decoded) = (weight(self.prefilled_at), weight(self.decoded_at));
+        let measurement = |log: Option<f64>, weight| log.map(|log| Measurement::new(log, weight));
+        let capacity = u64::from(info.capacity_blocks) * u64::from(info.block_size);
+        let context = if info.context_length == 0 { u64::MAX } else { u64::from(info.context_length) };
+        let filled =
+            f64::from(load.cached_blocks) + f64::from(load.in_use_blocks) + bookings.tokens as f64 / f64::from(info.block_size);
+        let sequences = u64::from(load.running_sequences) + u64::from(load.waiting_requests) + bookings.sequences;
+        Candidate {
+            role: self.role,
+            family: self.family.clone(),
+            excluded,
+            tokens_max: capacity.min(context),
+            overlap_blocks: prefix.overlap_blocks,
+            predicted_blocks: prefix.computed_blocks.saturating_sub(prefix.overlap_blocks),
+            cache_filled: (filled / f64::from(info.capacity_blocks)).min(1.0),
+            queued_tokens: load.pending_prefill_tokens.saturating_add(bookings.tokens),
+            behind_tokens: 0.0,
+            behind_prompts: 0,
+            sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
+            running: load.running_sequences,
+            available_blocks: load.free_blocks.saturating_add(load.cached_blocks),
+            in_use_blocks: load.in_use_blocks,
+            answer_tokens: bookings.answer_tokens,
+            step_tokens: info.step_tokens,
+            local_share: self.local_share,
+            block_bytes: info.block_bytes,
+            prefill_tokens_per_second: measurement(measured.prefill_tokens_per_second, prefilled),
+            prefill_fixed_ms: measurement(measured.prefill_fixed_ms, prefilled),
+            decode_step_ms: measurement(measured.decode_step_ms, decoded),
+            prompt_share: if load.prompt_share > 0.0 { load.prompt_share } else { 1.0 },
+            transfer_bytes_per_second: measurement(measured.transfer_bytes_per_second, 1.0),
+        }
+    }
+}

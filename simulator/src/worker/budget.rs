@@ -1,0 +1,37 @@
+//! How many prompt tokens a step computes next to running answers, as in the engine (docs/adr/045-time-between-tokens.md).
+
+use super::Engine;
+
+/// The least number of prompt tokens of a step, as in the engine.
+const PREFILL_TOKENS_MIN: u64 = 16;
+
+/// The longest step with prompts, in steps without, as in the engine.
+const ITL_STEPS: f64 = 16.0;
+
+impl Engine {
+    /// Returns how many prompt tokens a step computes that also continues `decoding` sequences, as in the engine.
+    pub(super) fn prompt_budget(&self, decoding: u64) -> u64 {
+        let (device, decode) = (&self.device, self.decode_seconds(decoding));
+        let other = decode + device.prefill_step.as_secs_f64();
+        let seconds = (decode * ITL_STEPS - other).max(other);
+        let is_limited = decoding > 0 && decode > 0.0;
+        let within_itl = if is_limited { (seconds * device.prefill_tokens_per_second) as u64 } else { u64::MAX };
+        within_itl.min(device.step_tokens.saturating_sub(decoding)).max(PREFILL_TOKENS_MIN)
+    }
+
+    /// Returns the time in which the device continues so many sequences.
+    fn decode_seconds(&self, decoding: u64) -> f64 {
+        (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
+    }
+
+    /// Returns the part of a step's time that prompts get while answers run.
+    pub(super) fn prompt_share(&self) -> f64 {
+        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
+        if decoding == 0 {
+            return 1.0;
+        }
+        let tokens = self.prompt_budget(decoding) as f64;
+        let seconds = tokens / self.device.prefill_tokens_per_second;
+        seconds / (seconds + self.device.prefill_step.as_secs_f64() + self.decode_seconds(decoding))
+    }
+}
