@@ -59,7 +59,7 @@ fn requests_of_the_better_priority_are_not_refused_and_wait_little_on_an_overloa
 
 #[test]
 fn requests_of_the_better_priority_wait_little_if_decode_workers_prefill() {
-    wait_little(PrefillPlace::Local, 2.75);
+    wait_little(PrefillPlace::Local, 3.0);
 }
 
 /// `single_max`: the longest time to a first token, as a multiple of that of a single request to an idle cluster.
