@@ -274,7 +274,11 @@ impl Machine {
                 Role::Sample(_) => {}
             }
         }
-        self.rates.record(&stats, self.settings.chunk_budget, self.prompt_budget(stats.decode_tokens as usize));
+        let (decodes, budget) = (stats.decode_tokens as usize, self.prompt_budget(stats.decode_tokens as usize));
+        self.rates.record(&stats, self.settings.chunk_budget, budget);
+        if stats.prefill_tokens > 0 {
+            self.rates.record_share(budget, decodes);
+        }
         self.running = running;
         for (job, refusal) in refused {
             self.end_refused(job, refusal);
@@ -392,7 +396,6 @@ impl Machine {
         let forking = self.forking.iter().map(Sequence::samples_left).sum::<usize>();
         let waiting = self.waiting.iter().filter(|queued| queued.sequence.computes_prompt());
         let running = self.running.iter().filter(|sequence| sequence.computes_prompt()).map(Sequence::remaining);
-        let decodes = self.batch().into_iter().filter(|index| self.running[*index].is_decoding()).count();
         let pending_tokens = waiting.map(|queued| self.tokens_to_compute(queued)).chain(running).sum::<usize>();
         Load {
             running_sequences: (self.running.len() + self.reserved.len() + forking) as u32,
@@ -405,7 +408,7 @@ impl Machine {
             prefill_measurements: self.rates.prefill_measurements(),
             prefill_fixed_ms: self.rates.prefill_fixed_ms(),
             decode_step_ms: self.rates.decode_step_ms(),
-            prompt_share: self.rates.prompt_share(self.prompt_budget(decodes), decodes),
+            prompt_share: self.rates.prompt_share(),
             preemptions: self.preemptions,
             invariant_violations: self.invariant_violations,
             refused_graphs: 0,

@@ -27,7 +27,7 @@ pub struct Load {
     pub prefill_fixed_ms: f64,
     /// Mean time that a step takes for its decoding sequences, in milliseconds; 0 while there is no evidence.
     pub decode_step_ms: f64,
-    /// The part of a step's time that tokens of prompts would get next to the answers that run now, from 0 to 1; 1 without answers, 0 while unknown.
+    /// The part of a full step's time that tokens of prompts lately got next to answers, from 0 to 1; 0 while it is unknown.
     pub prompt_share: f64,
     /// The number of preemptions since the start of the engine.
     pub preemptions: u64,

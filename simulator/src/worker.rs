@@ -104,6 +104,8 @@ pub(crate) struct Engine {
     /// The sequences that were added to the queue so far.
     enqueued: u64,
     long_steps: u64,
+    /// The mean share of prompts in a full step, as engines report it.
+    prompt_share: f64,
     namespace: Namespace,
 }
 
@@ -213,6 +215,7 @@ impl Engine {
             prefilled_tokens: 0,
             enqueued: 0,
             long_steps: 0,
+            prompt_share: 0.0,
             namespace: namespace(),
         }
     }
@@ -399,6 +402,9 @@ impl Engine {
             self.decode_step_ms = decode.as_secs_f64() * 1e3 * self.slower;
             time += decode;
         }
+        if prefilled > 0 {
+            self.record_share(decoding);
+        }
         self.prefilled_tokens += prefilled;
         self.long_steps += u64::from(prefilled >= LONG_STEP_TOKENS);
         // A step takes time, so that time passes.
@@ -470,7 +476,7 @@ impl Engine {
             prefill_measurements: self.long_steps,
             prefill_fixed_ms: if has_prefilled { self.device.prefill_step.as_secs_f64() * 1e3 * self.slower } else { 0.0 },
             decode_step_ms: self.decode_step_ms,
-            prompt_share: self.prompt_share(),
+            prompt_share: self.prompt_share,
             ..Default::default()
         }
     }

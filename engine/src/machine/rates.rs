@@ -14,6 +14,8 @@ pub(super) struct Rates {
     prefill: Regression,
     decode: Regression,
     prefill_measurements: u64,
+    /// The mean of [`Rates::share_of`] in the latest steps with prompts; 0 while there is no evidence.
+    prompt_share: f64,
 }
 
 /// The factor by which the weights of older steps are multiplied after each long step with prompt tokens, or after each step with decoding
@@ -31,6 +33,9 @@ const SPREAD_MIN: f64 = LONG_STEP_TOKENS * LONG_STEP_TOKENS / 4.0;
 
 /// A slope is significant if it exceeds its standard error at least by this factor.
 const STANDARD_ERRORS_MIN: f64 = 3.0;
+
+/// The weight of the latest step in the mean share of prompts: what the router expects of the next seconds, not of one step.
+const SHARE_WEIGHT: f64 = 0.05;
 
 /// The default limit: a step with prompts takes at most this many times as long as one that only continues the same sequences, so these take a
 /// sixteenth of it.
@@ -95,15 +100,27 @@ impl Rates {
         Some(((step - other).max(other) / prefill.each) as usize)
     }
 
-    /// Returns the part of a step's time that `tokens` prompt tokens take, without the fixed time, if the step also continues `sequences`; 0 while there is
-    /// no evidence.
-    pub fn prompt_share(&self, tokens: usize, sequences: usize) -> f64 {
+    /// Returns the part of a full step's time that tokens of prompts lately got; 0 while there is no evidence.
+    pub fn prompt_share(&self) -> f64 {
+        self.prompt_share
+    }
+
+    /// Records that a step with prompts continued `sequences`, and that it could compute `tokens` prompt tokens.
+    pub fn record_share(&mut self, tokens: usize, sequences: usize) {
+        let Some(share) = self.share_of(tokens, sequences) else { return };
+        let before = if self.prompt_share > 0.0 { self.prompt_share } else { share };
+        self.prompt_share = before + SHARE_WEIGHT * (share - before);
+    }
+
+    /// Returns the part of a step's time that `tokens` prompt tokens take, without the fixed time, if the step also continues `sequences`; 1 for a step
+    /// without these, as the router adds the fixed time itself.
+    fn share_of(&self, tokens: usize, sequences: usize) -> Option<f64> {
         if sequences == 0 {
-            return 1.0;
+            return Some(1.0);
         }
-        let Some((prefill, decode)) = self.latest_rate().zip(self.decode_seconds(sequences)) else { return 0.0 };
+        let (prefill, decode) = self.latest_rate().zip(self.decode_seconds(sequences))?;
         let seconds = prefill.each * tokens as f64;
-        seconds / (seconds + prefill.fixed + decode)
+        Some(seconds / (seconds + prefill.fixed + decode))
     }
 
     /// Returns the line for prompt tokens; if the latest steps were too short for one, the last one before.
@@ -309,8 +326,6 @@ mod tests {
             let found = rates.prompt_tokens(20, itl_max.map(Duration::from_millis)).expect("both times were measured");
             assert!(is_near(found as f64, tokens, 0.03), "{itl_max:?}: {found}");
         }
-        assert!(is_near(rates.prompt_share(360, 20), 18.0 / 30.0, 0.02), "{}", rates.prompt_share(360, 20));
-        assert_eq!((rates.prompt_share(360, 0), Rates::default().prompt_share(360, 1)), (1.0, 0.0));
         assert_eq!(after(&[(512, 0); 9]).prompt_tokens(20, None), None, "no answer was measured");
         let mut no_time = Rates::default();
         let stats = |tokens, sequences, ms| StepStats {
@@ -321,6 +336,19 @@ mod tests {
         (0..9).for_each(|_| no_time.record(&stats(512, 0, 30), BUDGET, 512));
         (0..9).for_each(|_| no_time.record(&stats(0, 1, 0), BUDGET, 512));
         assert_eq!(no_time.prompt_tokens(1, None), None, "answers that take no time leave no limit");
+    }
+
+    #[test]
+    fn share_of_prompts_is_the_mean_of_the_latest_steps_with_prompts() {
+        let mut rates = after(&[(0, 20), (0, 20), (0, 20), (200, 0), (400, 0), (500, 0), (200, 0), (400, 0), (500, 0)].repeat(3));
+        assert_eq!(rates.prompt_share(), 0.0);
+        // Of 30 ms, 360 tokens take 18, answers 8 and the fixed time 4.
+        (0..200).for_each(|_| rates.record_share(360, 20));
+        assert!(is_near(rates.prompt_share(), 18.0 / 30.0, 0.02), "{}", rates.prompt_share());
+        rates.record_share(512, 0);
+        assert!(is_near(rates.prompt_share(), 0.95 * 0.6 + 0.05, 0.02), "one step changes little: {}", rates.prompt_share());
+        (0..200).for_each(|_| rates.record_share(512, 0));
+        assert!(is_near(rates.prompt_share(), 1.0, 0.01), "{}", rates.prompt_share());
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub struct Candidate {
     pub prefill_fixed_ms: Option<Measurement>,
     /// The time of a decode step; `None`: not measured.
     pub decode_step_ms: Option<Measurement>,
-    /// The part of its time that the worker gives to prompts while answers run on it.
+    /// The part of its steps that the worker lately gave to tokens of prompts.
     pub prompt_share: f64,
     /// The bandwidth of the worker's transfers. Only workers that send KV measure it, so it is `None` for decode workers.
     pub transfer_bytes_per_second: Option<Measurement>,

@@ -8,6 +8,9 @@ const PREFILL_TOKENS_MIN: u64 = 16;
 /// The longest step with prompts, in steps without, as in the engine.
 const ITL_STEPS: f64 = 16.0;
 
+/// The weight of the latest step in the mean share of prompts, as in the engine.
+const SHARE_WEIGHT: f64 = 0.05;
+
 impl Engine {
     /// Returns how many prompt tokens a step computes that also continues `decoding` sequences, as in the engine.
     pub(super) fn prompt_budget(&self, decoding: u64) -> u64 {
@@ -24,14 +27,15 @@ impl Engine {
         (self.device.decode_step + self.device.decode_sequence * decoding as u32).as_secs_f64()
     }
 
-    /// Returns the part of a step's time that prompts get while answers run.
-    pub(super) fn prompt_share(&self) -> f64 {
-        let decoding = self.running.iter().filter(|sequence| sequence.is_decoding()).count() as u64;
-        if decoding == 0 {
-            return 1.0;
-        }
-        let tokens = self.prompt_budget(decoding) as f64;
-        let seconds = tokens / self.device.prefill_tokens_per_second;
-        seconds / (seconds + self.device.prefill_step.as_secs_f64() + self.decode_seconds(decoding))
+    /// Records that a step with prompts continues `decoding` sequences, as the engine does.
+    pub(super) fn record_share(&mut self, decoding: u64) {
+        let share = if decoding == 0 {
+            1.0
+        } else {
+            let seconds = self.prompt_budget(decoding) as f64 / self.device.prefill_tokens_per_second;
+            seconds / (seconds + self.device.prefill_step.as_secs_f64() + self.decode_seconds(decoding))
+        };
+        let before = if self.prompt_share > 0.0 { self.prompt_share } else { share };
+        self.prompt_share = before + SHARE_WEIGHT * (share - before);
     }
 }
